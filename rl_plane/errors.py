@@ -1,0 +1,183 @@
+"""Everything that rl_plane raises or puts on the wire as an error.
+
+    PlaneError
+    ├── InvalidRequest          400  the request is wrong: change it (names the field and the fix)
+    │   ├── InvalidWeights      400  the weights do not fit the model: nothing was loaded
+    │   └── FenceRequired       400  a changing op without a live fence and the target's incarnation
+    ├── Unauthorized            401  no key, or a wrong one
+    ├── NotFound                404  no such worker, component, route or version
+    ├── Conflict                409  the world is not as the caller thought, or work was undone
+    │   ├── MembershipChanged        the fleet is not the one named or pinned
+    │   ├── StaleFence               another coordinator has taken over
+    │   ├── WrongIncarnation         the worker is a new process since
+    │   ├── NotPrepared              commit without a matching prepare
+    │   └── UpdateAborted            the update was undone everywhere
+    ├── PayloadTooLarge         413  a body over its limit
+    ├── EngineFailed            500  the engine could not do what it should
+    ├── Unsupported             501  known, but this engine or build lacks it
+    ├── Unavailable             503  not now: try again
+    │   ├── NoWorkers                nobody to ask
+    │   ├── Locked                   another update is under way
+    │   ├── NotAdmitted              the worker takes no generation now
+    │   ├── WorkerLost               the worker died or left before it answered
+    │   └── BusUnreachable           NATS does not answer
+    └── DeadlineExceeded        504  a bound ran out
+
+An error's facts are attributes, and travel as the keys of its wire form beside `code` and `message`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PlaneError(Exception):
+    """Root of the tree. `facts` are plain values that a caller can act on (`field`, `fix`, epochs, …)."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = {key: value for key, value in facts.items() if value is not None}
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message, **self.facts}
+
+
+class InvalidRequest(PlaneError):
+    """Facts: `field` (dotted path in the request) and `fix` (what to do)."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidWeights(InvalidRequest):
+    """Names, shapes, dtypes, lengths or the digest are not what the model needs."""
+
+    code = "invalid_weights"
+
+
+class FenceRequired(InvalidRequest):
+    code = "fence_required"
+
+
+class Unauthorized(PlaneError):
+    code = "unauthorized"
+    http_status = 401
+
+
+class NotFound(PlaneError):
+    code = "not_found"
+    http_status = 404
+
+
+class Conflict(PlaneError):
+    code = "conflict"
+    http_status = 409
+
+
+class MembershipChanged(Conflict):
+    """The fleet is not the one that the caller named, or that was pinned when the work began."""
+
+    code = "membership_changed"
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(
+            message
+            or f"the fleet changed from epoch {facts.get('before_epoch')} to {facts.get('after_epoch')}: "
+            "read the members again, then repeat the call",
+            **facts,
+        )
+
+    @property
+    def before_epoch(self) -> int | None:
+        return self.facts.get("before_epoch")
+
+    @property
+    def after_epoch(self) -> int | None:
+        return self.facts.get("after_epoch")
+
+
+class StaleFence(Conflict):
+    code = "stale_fence"
+
+
+class WrongIncarnation(Conflict):
+    code = "wrong_incarnation"
+
+
+class NotPrepared(Conflict):
+    code = "not_prepared"
+
+
+class UpdateAborted(Conflict):
+    code = "update_aborted"
+
+
+class PayloadTooLarge(PlaneError):
+    code = "payload_too_large"
+    http_status = 413
+
+
+class EngineFailed(PlaneError):
+    code = "engine_failed"
+    http_status = 500
+
+
+class Unsupported(PlaneError):
+    code = "unsupported"
+    http_status = 501
+
+
+class Unavailable(PlaneError):
+    """Fact `retry_after_s`: when it may be worth asking again."""
+
+    code = "unavailable"
+    http_status = 503
+
+
+class NoWorkers(Unavailable):
+    code = "no_workers"
+
+
+class Locked(Unavailable):
+    code = "locked"
+
+
+class NotAdmitted(Unavailable):
+    code = "not_admitted"
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class BusUnreachable(Unavailable):
+    code = "bus_unreachable"
+
+
+class DeadlineExceeded(PlaneError):
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+def _tree(root: type[PlaneError]) -> dict[str, type[PlaneError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+_BY_CODE = _tree(PlaneError)
+
+
+def error_from_wire(wire: dict[str, Any]) -> PlaneError:
+    """The typed error for a wire form; an unknown `code` becomes a plain PlaneError that keeps it as a fact."""
+    facts = {key: value for key, value in wire.items() if key not in ("code", "message")}
+    code, message = str(wire.get("code", "internal")), str(wire.get("message", ""))
+    kind = _BY_CODE.get(code)
+    if kind is None:
+        return PlaneError(message, unknown_code=code, **facts)
+    return kind(message, **facts)

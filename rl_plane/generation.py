@@ -1,0 +1,71 @@
+"""One generation request and its reply, as they travel between a frontend and a worker.
+
+Made by the frontend from the OpenAI routes, read by the worker's engine; every engine means the same by them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_PROMPT_TOKENS = 1 << 20
+"""More prompt tokens than any engine takes: a bound on the list before an engine checks its own."""
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class GenerateRequest(BaseModel):
+    """Exactly one of `prompt_token_ids`, `prompt` and `messages` is set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    id: str = Field(min_length=1, max_length=128)
+    prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """Chat messages, rendered by the model's chat template with a generation prompt."""
+    max_tokens: int = Field(16, ge=1)
+    temperature: float = Field(1.0, ge=0.0)
+    """0 means greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(0, ge=0)
+    """0 means all tokens."""
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    """Same seed, weights and prompt: same tokens, whatever else the engine is running."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
+    """Generation ends after one of these; it is part of the tokens that come back."""
+    ignore_eos: bool = False
+    logprobs: bool = False
+    """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back."""
+
+
+class VersionSpan(BaseModel):
+    """Tokens `start` (inclusive) to `end` (exclusive) of a choice were made under this version."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: str
+    sequence: int
+    digest: str
+    run: str
+    start: int
+    end: int
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class GenerateDelta(BaseModel):
+    """New tokens of one request. The last one has `finish_reason` and the whole request's `spans`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    """As long as `token_ids`, when asked for."""
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    spans: list[VersionSpan] = Field(default_factory=list)
+    prompt_token_ids: list[int] | None = None
+    """On the first delta: the prompt as the engine saw it."""

@@ -1,0 +1,68 @@
+"""What a weight version is, and how a set of tensors gets its digest. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DIGEST_PREFIX = "blake3:"
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes per element of each dtype, by its safetensors name."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Which weights. Equal versions have equal digests; `sequence` orders them within a `run`."""
+
+    run: str
+    sequence: int
+    label: str
+    digest: str  # "blake3:<hex>", see tensors_digest
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> WeightVersion:
+        return cls(str(wire["run"]), int(wire["sequence"]), str(wire["label"]), str(wire["digest"]))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its bytes."""
+
+    dtype: str  # a key of DTYPE_BYTES
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        count = DTYPE_BYTES[self.dtype]
+        for side in self.shape:
+            count *= side
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensor:
+    """A tensor in host memory, described by plain values: no framework owns it."""
+
+    spec: TensorSpec
+    data: memoryview  # spec.nbytes raw little-endian bytes, row-major
+
+
+def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:
+    """The digest of a version, from `(name, spec, blake3 hex of the tensor's raw bytes)` in any order.
+
+    BLAKE3 over the sorted lines `name dtype shape digest`, shape as `2x3` (empty for a scalar).
+    """
+    from blake3 import blake3
+
+    lines = sorted(
+        f"{name} {spec.dtype} {'x'.join(map(str, spec.shape))} {digest}" for name, spec, digest in tensors
+    )
+    return DIGEST_PREFIX + blake3("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,134 @@
+"""The seam between the worker and its engine: the contract of an EngineAdapter.
+
+Life: `build(options)` makes the adapter without starting anything; `start()` builds the engine; after it
+`generate` works; `close()` ends the engine and every process and thread that it made, and may be called at
+any time, twice included. All coroutines run on the engine loop, which is not the loop that serves NATS; a
+call that blocks for more than a few milliseconds goes to a thread of the adapter's.
+
+The worker calls the changing methods (pause, resume, swap, flush, …) one at a time. `generate`, `abort` and
+`liveness` may run at any moment, those included. A method raises a PlaneError: `Unsupported` with the reason
+for what this engine or build can't do, `InvalidRequest` for bad input (the engine then serves on as before),
+`EngineFailed` when the engine itself fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.versions import HostTensor, TensorSpec, WeightVersion
+
+PauseMode = Literal["keep", "wait", "abort"]
+CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
+TensorStream = Iterable[tuple[str, HostTensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What `rl-plane worker` knows when it builds an adapter."""
+
+    model: Path
+    """A Hugging Face model directory."""
+    dtype: str | None = None
+    """`float32`, `bfloat16` or `float16`; None: as the checkpoint says."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """`--engine-arg key=value`, as given. An unknown key is an InvalidRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine is, fixed once it has started."""
+
+    engine: str
+    engine_version: str
+    model: str
+    """The name that requests use: the model directory's last part, unless configured."""
+    dtype: str
+    device: str
+    world_size: int
+    """Ranks of tensor parallelism × pipeline parallelism."""
+    vocab_size: int
+    max_model_len: int
+    """Prompt and new tokens together."""
+    capabilities: Mapping[str, str]
+    """Op → why not: the ops (or `op:variant`) that this engine can't do, each with the reason."""
+
+
+class Staged(Protocol):
+    """Complete, verified weights in host memory, made by `stage`, used once by `swap` or dropped by `discard`."""
+
+
+class EngineAdapter(Protocol):
+    async def start(self) -> EngineInfo: ...
+
+    async def close(self) -> None: ...
+
+    async def liveness(self) -> None:
+        """A real round trip through the engine, also while it is paused; the caller bounds it."""
+
+    # generation
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Validates first (InvalidRequest before any token), then yields until a delta has a finish_reason.
+
+        Closing the iterator aborts the request in the engine. While paused, requests wait.
+        Spans are made of the versions given to `swap` and `set_version`.
+        """
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        """Ends these requests (None: all) with finish_reason `abort` and their tokens so far; how many."""
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """`keep`: requests freeze between two tokens, and go on at `resume`. `wait`: returns when the running
+        requests have ended; requests that arrive meanwhile wait. `abort`: ends them all (see `abort`).
+        Cancelling a `wait` leaves the engine running. Idempotent."""
+
+    async def resume(self) -> None:
+        """Idempotent."""
+
+    async def flush_cache(self) -> bool:
+        """Drops the prefix cache; True only if it happened."""
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting) requests, without asking the engine."""
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that a full checkpoint must hold, by its checkpoint name."""
+
+    def optional_tensors(self) -> frozenset[str]:
+        """Names that a checkpoint may also hold, because the model ties them to another."""
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
+        """Copies tensors into host memory, ready to swap. Runs on a thread of the worker's, not on a loop,
+        while generation goes on; the caller has checked names, shapes and dtypes. Ends early with an
+        EngineFailed when `cancelled()`."""
+
+    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+        """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
+        is paused (`keep` or emptied); it stays so. Running requests' KV is not recomputed. With `flush`, no
+        new request reuses KV made before. True if the prefix cache was flushed."""
+
+    async def discard(self, staged: Staged) -> None: ...
+
+    def set_version(self, version: WeightVersion) -> None:
+        """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        """One row per rank. `checksum`: `{rank, checksum}`, sensitive to every byte of every parameter.
+        `snapshot` keeps a copy; `compare`: `{rank, match, mismatches: [name]}` against it;
+        `reset_tensors` overwrites the weights with noise (the worker then closes admission)."""
+
+    async def release_memory(self, tags: list[str]) -> None: ...
+
+    async def resume_memory(self, tags: list[str]) -> None: ...
+
+
+EngineFactory = Callable[[EngineOptions], EngineAdapter]
+"""What an entry point of the group `rl_plane.engines` names."""
