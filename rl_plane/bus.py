@@ -1,0 +1,309 @@
+"""The NATS connection of every process of the plane, and the few JetStream calls that it makes.
+
+Foreign exceptions are translated here, once. The settings and the header tricks answer measured behaviour of
+nats-py 2.16 and nats-server 2.15 (docs/decisions/membership.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+
+from rl_plane.errors import BusUnreachable, InvalidRequest, PlaneError
+from rl_plane.subjects import Bucket
+
+log = logging.getLogger("rl_plane.bus")
+
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+
+CONNECT_TIMEOUT_S = 5.0
+"""With endless reconnects the first connect to a dead server would never return."""
+RECONNECT_WAIT_S = 0.1
+"""nats-py's own 2 s would be most of the time that a restart of the server costs."""
+PING_INTERVAL_S = 2.0
+MAX_PINGS = 2
+"""Both ends find a dead TCP peer within 4 to 6 s; nats-py's default is 120 s × 2."""
+REQUEST_TIMEOUT_S = 2.0
+"""A JetStream call takes 0.1 ms; during a server's restart, seconds."""
+MARKER_TTL_S = 60
+"""Purge markers disappear after this; a reader further behind than that resyncs."""
+READ_BATCH = 20_000
+"""Messages per batch direct-get: all members of any fleet we measured (10,000) in one."""
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+STREAM_EXISTS = 10058
+NO_MESSAGE = 10037
+
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_EXPECTED_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
+
+AsyncCallback = Callable[[], Awaitable[None]]
+
+
+class WrongSequence(Exception):
+    """A compare-and-set write lost: the key was not at the sequence that it named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key's newest message. `value` is None for a purge or an expiry marker."""
+
+    key: str
+    value: bytes | None
+    sequence: int
+    expired: bool = False
+    """The value is None because its TTL ran out, not because somebody purged it."""
+
+
+@asynccontextmanager
+async def _translated(what: str) -> AsyncIterator[None]:
+    try:
+        yield
+    except nats.js.errors.APIError as error:
+        if error.err_code in WRONG_LAST_SEQUENCE:
+            raise WrongSequence(what) from error
+        raise BusUnreachable(
+            f"NATS refused to {what}: {error.description}",
+            fix="JetStream must be enabled for this account (`rl-plane nats` and rl_plane/nats.conf do it)",
+        ) from error
+    except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError) as error:
+        raise BusUnreachable(
+            f"no JetStream answers to {what}", fix="start nats-server with JetStream (`-js`)", retry_after_s=1.0
+        ) from error
+    except (nats.errors.Error, TimeoutError, OSError) as error:
+        raise BusUnreachable(f"NATS did not {what}: {error or type(error).__name__}", retry_after_s=1.0) from error
+
+
+class Bus:
+    """A connection that comes back by itself. `on_reconnect` callbacks run, one by one, each time it has."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url = url
+        self.name = name
+        self.nc: Client = Client()
+        self.js: JetStreamContext
+        self._on_reconnect: list[AsyncCallback] = []
+
+    @classmethod
+    async def connect(cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane") -> Bus:
+        bus = cls(url, name)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await bus.nc.connect(
+                    url,
+                    name=name,
+                    reconnected_cb=bus._reconnected,
+                    error_cb=bus._error,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RECONNECT_WAIT_S,
+                    ping_interval=int(PING_INTERVAL_S),
+                    max_outstanding_pings=MAX_PINGS,
+                )
+        except ValueError as error:
+            raise InvalidRequest(
+                f"{url!r} is no NATS address: {error}", field="nats_url", fix="such as nats://127.0.0.1:4222"
+            ) from error
+        except (nats.errors.Error, TimeoutError, OSError) as error:
+            raise BusUnreachable(
+                f"no NATS server answers at {url}: {error or type(error).__name__}",
+                fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
+            ) from error
+        bus.js = bus.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
+        return bus
+
+    async def close(self) -> None:
+        if not self.nc.is_closed:
+            await self.nc.close()
+
+    def on_reconnect(self, callback: AsyncCallback) -> None:
+        self._on_reconnect.append(callback)
+
+    async def _reconnected(self) -> None:
+        log.info("%s: connected to NATS again", self.name)
+        for callback in self._on_reconnect:
+            try:
+                await callback()
+            except PlaneError as error:
+                log.warning("%s: after the reconnect: %s", self.name, error)
+
+    async def _error(self, error: Exception) -> None:
+        # Reconnect attempts that fail come here too; they are expected while a server restarts.
+        log.debug("%s: NATS: %s", self.name, error or type(error).__name__)
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """(server id, client id): how the server names this connection in its advisories."""
+        return str(self.nc._server_info["server_id"]), int(self.nc.client_id or 0)
+
+    def check_connected(self) -> None:
+        """Nothing may sit in the reconnect buffer and be done later, when nobody waits for it any more."""
+        if not self.nc.is_connected:
+            raise BusUnreachable("the connection to NATS is down", retry_after_s=1.0)
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]], queue: str = "") -> Any:
+        return await self.nc.subscribe(
+            subject, queue=queue, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+
+    async def flush(self) -> None:
+        """Returns when the server has everything that was sent before, subscriptions included."""
+        async with _translated("flush"):
+            # nats-py writes the PING before what is still pending, so the first flush may overtake it.
+            await self.nc.flush()
+            await self.nc.flush()
+
+    # ---- buckets ----
+
+    async def ensure_bucket(self, bucket: Bucket, first_sequence: int = 1) -> None:
+        """Creates the bucket unless it is there. `first_sequence`: above every sequence already known, so that
+        epochs and fences don't fall when a store was lost."""
+        config = api.StreamConfig(
+            name=bucket.stream,
+            subjects=[bucket.key(">")],
+            max_msgs_per_subject=1,
+            storage=api.StorageType.FILE,
+            discard=api.DiscardPolicy.NEW,
+            allow_rollup_hdrs=True,
+            deny_delete=True,
+            allow_direct=True,
+            allow_msg_ttl=True,
+            subject_delete_marker_ttl=MARKER_TTL_S,
+            republish=api.RePublish(src=bucket.key(">"), dest=bucket.feed(">")),
+            first_seq=first_sequence if first_sequence > 1 else None,
+        )
+        async with _translated(f"create the bucket {bucket.name}"):
+            try:
+                await self.js.add_stream(config)
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != STREAM_EXISTS:
+                    raise
+
+    async def put(
+        self,
+        bucket: Bucket,
+        key: str,
+        value: bytes,
+        *,
+        last: int | None = None,
+        ttl_s: int | None = None,
+        while_key: tuple[str, int] | None = None,
+    ) -> int:
+        """Writes and returns the sequence. `last`: only if the key is at this sequence (0: absent); `while_key`:
+        only while *another* key is at a sequence (a lock). WrongSequence when not."""
+        headers: dict[str, str] = {}
+        if last is not None:
+            headers[_EXPECTED] = str(last)
+        if while_key is not None:
+            headers[_EXPECTED] = str(while_key[1])
+            headers[_EXPECTED_SUBJECT] = bucket.key(while_key[0])
+        async with _translated(f"write {bucket.name}/{key}"):
+            ack = await self.js.publish(bucket.key(key), value, headers=headers or None, msg_ttl=ttl_s)
+        return int(ack.seq)
+
+    async def create(self, bucket: Bucket, key: str, value: bytes, ttl_s: int | None = None) -> int:
+        """Writes the key if it is absent; a purge or expiry marker counts as absent."""
+        try:
+            return await self.put(bucket, key, value, last=0, ttl_s=ttl_s)
+        except WrongSequence:
+            entry = await self.get(bucket, key)
+            if entry is None or entry.value is not None:
+                raise
+            return await self.put(bucket, key, value, last=entry.sequence, ttl_s=ttl_s)
+
+    async def purge(self, bucket: Bucket, key: str, last: int) -> int:
+        """Compare-and-set delete: leaves a marker that expires without a sequence of its own."""
+        headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last)}
+        async with _translated(f"purge {bucket.name}/{key}"):
+            ack = await self.js.publish(bucket.key(key), b"", headers=headers, msg_ttl=MARKER_TTL_S)
+        return int(ack.seq)
+
+    async def get(self, bucket: Bucket, key: str) -> Entry | None:
+        """The key's newest message, from the leader. None: never written (or its marker is gone)."""
+        async with _translated(f"read {bucket.name}/{key}"):
+            try:
+                message = await self.js.get_msg(bucket.stream, subject=bucket.key(key))
+            except nats.js.errors.NotFoundError as error:
+                if error.err_code == NO_MESSAGE:
+                    return None
+                raise
+        value = None if is_marker(message.headers) else message.data or b""
+        expired = (message.headers or {}).get("Nats-Marker-Reason") == "MaxAge"
+        return Entry(key, value, message.seq or 0, expired)
+
+    async def last_sequence(self, bucket: Bucket) -> int:
+        """The stream's last sequence, from the leader."""
+        async with _translated(f"read the bucket {bucket.name}"):
+            info = await self.js.stream_info(bucket.stream)
+        return int(info.state.last_seq)
+
+    async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
+        """All keys' newest messages in order, and the sequence that they are complete up to."""
+        while True:
+            entries = await self._batch_get(bucket)
+            top = entries[-1].sequence if entries else 0
+            last = await self.last_sequence(bucket)
+            # A lagging replica may have answered, and expired markers leave holes at the tail: complete only
+            # if the leader has nothing after what we read.
+            if top >= last or not await self._has_message_from(bucket, top + 1):
+                return entries, max(top, last)
+
+    async def _batch_get(self, bucket: Bucket) -> list[Entry]:
+        entries: list[Entry] = []
+        loop = asyncio.get_running_loop()
+        end: asyncio.Future[tuple[str, int]] = loop.create_future()
+        prefix = len(bucket.key(""))
+
+        async def collect(message: Msg) -> None:
+            headers = message.headers or {}
+            if status := headers.get("Status"):
+                if not end.done():
+                    end.set_result((status, int(headers.get("Nats-Num-Pending", "0"))))
+                return
+            value = None if is_marker(headers) else message.data
+            entries.append(Entry(headers["Nats-Subject"][prefix:], value, int(headers["Nats-Sequence"])))
+
+        inbox = self.nc.new_inbox()
+        async with _translated(f"read the bucket {bucket.name}"):
+            subscription = await self.subscribe(inbox, collect)
+            try:
+                while True:
+                    start = entries[-1].sequence + 1 if entries else 1
+                    ask = {"seq": start, "batch": READ_BATCH, "next_by_subj": bucket.key(">")}
+                    await self.nc.publish(
+                        f"$JS.API.DIRECT.GET.{bucket.stream}", json.dumps(ask).encode(), reply=inbox
+                    )
+                    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                        status, pending = await end
+                    if status == "503":
+                        raise nats.errors.NoRespondersError
+                    if not pending:
+                        return entries
+                    end = loop.create_future()
+            finally:
+                await subscription.unsubscribe()
+
+    async def _has_message_from(self, bucket: Bucket, sequence: int) -> bool:
+        ask = {"seq": sequence, "next_by_subj": bucket.key(">")}
+        async with _translated(f"read the bucket {bucket.name}"):
+            answer = await self.nc.request(
+                f"$JS.API.STREAM.MSG.GET.{bucket.stream}", json.dumps(ask).encode(), timeout=REQUEST_TIMEOUT_S
+            )
+        error = json.loads(answer.data).get("error")
+        return error is None or error.get("err_code") != NO_MESSAGE
+
+
+def is_marker(headers: dict[str, str] | None) -> bool:
+    """Does a bucket's message say that its key is gone (purged, or expired)?"""
+    return headers is not None and ("KV-Operation" in headers or "Nats-Marker-Reason" in headers)

@@ -1,0 +1,140 @@
+"""The component's lock: one coordinator at a time, enforced by the server.
+
+A holder is known to workers by its fence, the sequence of its acquire: they refuse lower ones. A dead holder
+loses the lock at once where the server tells of closed connections, else when its TTL runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from rl_plane.bus import Bus, Entry, WrongSequence
+from rl_plane.errors import BusUnreachable, Locked, StaleFence
+from rl_plane.subjects import LOCK, Bucket
+
+log = logging.getLogger("rl_plane.lock")
+
+LOCK_TTL_S = 5
+"""How long a holder that fell silent keeps others waiting."""
+RENEW_S = 1.5
+"""Three tries fit in one TTL."""
+POLL_S = 0.05
+"""A waiter's interval; an acquire takes 0.1 ms, a changing op that isn't an update about 10."""
+DEFAULT_LOCK_WAIT_S = 2.0
+"""Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
+
+DiedCheck = Callable[[tuple[str, int]], bool]
+
+
+class HeldLock:
+    """The lock while it is held. `fence` goes into every changing request."""
+
+    def __init__(self, bus: Bus, bucket: Bucket, fence: int, took_over: bool) -> None:
+        self.fence = fence
+        self.took_over = took_over
+        """The one before did not give it back: what it left half done is for this one to end."""
+        self._bus = bus
+        self._bucket = bucket
+        self._revision = fence
+        self._busy = asyncio.Lock()
+        self.lost = False
+
+    async def renew(self, value: bytes) -> None:
+        async with self._busy:
+            try:
+                self._revision = await self._bus.put(
+                    self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S
+                )
+            except WrongSequence as error:
+                self.lost = True
+                raise self._stale() from error
+
+    async def put(self, key: str, value: bytes) -> int:
+        """A write that the server takes only while this lock is held."""
+        async with self._busy:
+            try:
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision))
+            except WrongSequence as error:
+                self.lost = True
+                raise self._stale() from error
+
+    def _stale(self) -> StaleFence:
+        return StaleFence(
+            "another coordinator has taken the lock over", fence=self.fence, fix="read the state, then repeat"
+        )
+
+    async def release(self) -> None:
+        if self.lost:
+            return
+        async with self._busy:
+            with contextlib.suppress(WrongSequence, BusUnreachable):
+                await self._bus.purge(self._bucket, LOCK, self._revision)
+
+
+async def _renewals(held: HeldLock, value: bytes) -> None:
+    while True:
+        await asyncio.sleep(RENEW_S)
+        try:
+            await held.renew(value)
+        except StaleFence:
+            return
+        except BusUnreachable as error:
+            log.warning("could not renew the lock: %s", error)
+
+
+@asynccontextmanager
+async def hold_lock(
+    bus: Bus, bucket: Bucket, owner: str, *, wait_s: float = DEFAULT_LOCK_WAIT_S, died: DiedCheck
+) -> AsyncIterator[HeldLock]:
+    """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back."""
+    server_id, client_id = bus.identity
+    value = json.dumps({"owner": owner, "server_id": server_id, "client_id": client_id}).encode()
+    held = await _acquire(bus, bucket, value, wait_s, died)
+    renewals = asyncio.create_task(_renewals(held, value))
+    try:
+        yield held
+    finally:
+        renewals.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await renewals
+        await held.release()
+
+
+async def _acquire(bus: Bus, bucket: Bucket, value: bytes, wait_s: float, died: DiedCheck) -> HeldLock:
+    give_up = time.monotonic() + wait_s
+    took_over = False
+    while True:
+        entry = await bus.get(bucket, LOCK)
+        holder = _holder(entry)
+        if holder is not None and entry is not None and died((str(holder["server_id"]), int(holder["client_id"]))):
+            with contextlib.suppress(WrongSequence):
+                await bus.purge(bucket, LOCK, entry.sequence)
+            took_over, holder, entry = True, None, await bus.get(bucket, LOCK)
+        if holder is None:
+            try:
+                last = entry.sequence if entry is not None else 0
+                fence = await bus.put(bucket, LOCK, value, last=last, ttl_s=LOCK_TTL_S)
+                return HeldLock(bus, bucket, fence, took_over or bool(entry and entry.expired))
+            except WrongSequence:
+                continue  # somebody was faster: look again
+        if time.monotonic() >= give_up:
+            raise Locked(
+                f"{holder['owner']} is changing the fleet",
+                holder=holder["owner"],
+                retry_after_s=1.0,
+                fix="try again when its update has ended",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _holder(entry: Entry | None) -> dict[str, str | int] | None:
+    if entry is None or entry.value is None:
+        return None
+    holder: dict[str, str | int] = json.loads(entry.value)
+    return holder

@@ -1,0 +1,352 @@
+"""Every op: one typed request and one typed reply. The dispatcher, the HTTP facade, the CLI and the reference
+docs derive from this table.
+
+The names and meanings follow Dynamo's RL integration (PR 9131) where it has them, then SGLang's and vLLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rl_plane.errors import InvalidRequest, NotFound
+
+DEFAULT_PAUSE_LEASE_S = 600.0
+"""Longer than an update of a large model takes, short enough that a dead trainer costs one coffee break."""
+
+MAX_LEASE_S = 86_400.0
+MAX_TIMEOUT_S = 86_400.0
+"""A day: beyond it a bound is a typing error."""
+
+LABEL_CHARS = 200
+
+
+class Body(BaseModel):
+    """Unknown fields, NaN and infinities are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Empty(Body):
+    """No fields."""
+
+
+# ---- what every worker tells ----
+
+
+class Version(BaseModel):
+    run: str
+    sequence: int
+    label: str
+    digest: str
+
+
+class AdmissionState(BaseModel):
+    """May the worker get generation requests?"""
+
+    open: bool
+    reasons: list[str] = Field(default_factory=list)
+    """Why not; empty when open."""
+
+
+class PauseState(BaseModel):
+    paused: bool
+    mode: str | None = None
+    lease_left_s: float | None = None
+    """Seconds until the worker resumes by itself."""
+
+
+class StateReply(BaseModel):
+    ready: bool
+    """The engine is alive and the worker is admitted."""
+    engine: str
+    engine_alive: bool
+    pause_state: Literal["running", "paused"]
+    pause: PauseState
+    admission: AdmissionState
+    version: Version | None
+    applied_weight_version: str | None
+    """The label of `version`."""
+    staged: Version | None
+    """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
+    loras: list[str]
+    running: int
+    waiting: int
+    fence: int
+    """The highest seen."""
+    draining: bool
+
+
+class LivenessReply(BaseModel):
+    alive: Literal[True] = True
+    round_trip_s: float
+
+
+class DescribeReply(BaseModel):
+    engine: str
+    engine_version: str
+    model: str
+    model_path: str
+    dtype: str
+    device: str
+    world_size: int
+    vocab_size: int
+    max_model_len: int
+    transports: list[str]
+    capabilities: dict[str, str]
+    """Op → why this engine can't do it."""
+    tensors: int
+    weight_bytes: int
+    version: Version | None
+
+
+class PingReply(BaseModel):
+    revision: int
+    """The sequence at which the worker believes it is registered."""
+
+
+# ---- pause, cache, requests ----
+
+
+class Pause(Body):
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    """`keep` freezes requests between two tokens, `wait` lets them end first, `abort` ends them now."""
+    clear_cache: bool = False
+    """Drop the prefix cache too."""
+    lease_s: float = Field(DEFAULT_PAUSE_LEASE_S, gt=0, le=MAX_LEASE_S)
+    """The worker resumes by itself after so many seconds."""
+
+
+class PauseReply(BaseModel):
+    pause_state: Literal["running", "paused"]
+    cache_flushed: bool = False
+
+
+class FlushReply(BaseModel):
+    flushed: Literal[True] = True
+
+
+class AbortRequests(Body):
+    request_ids: list[str] | None = Field(None, max_length=10_000)
+    """None: all."""
+
+
+class AbortedReply(BaseModel):
+    aborted: int
+
+
+# ---- weights ----
+
+
+class BaseTarget(Body):
+    kind: Literal["base"] = "base"
+
+
+class LoraTarget(Body):
+    kind: Literal["lora"]
+    op: Literal["load", "swap", "unload"]
+    name: str = Field(min_length=1, max_length=LABEL_CHARS)
+
+
+class Transport(BaseModel):
+    """`backend` names a WeightTransport; its own fields stand beside it and are checked by it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    backend: str = Field(min_length=1, max_length=64)
+
+
+class InitTransport(Transport):
+    """Sets up what outlives one update. Idempotent."""
+
+
+class DestroyTransport(Body):
+    backend: str = Field(min_length=1, max_length=64)
+
+
+class Prepare(Body):
+    """Receive into staging and verify; generation goes on."""
+
+    update_id: str = Field(min_length=1, max_length=128)
+    target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
+    transport: Transport
+    encoding: Literal["full", "delta"] = "full"
+    label: str = Field(min_length=1, max_length=LABEL_CHARS)
+    digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
+    """What the trainer published; None: the first worker's is held against the others'."""
+    cast: bool = False
+
+
+class PreparedReply(BaseModel):
+    digest: str
+    tensors: int
+    bytes: int
+    refetchable: bool
+
+
+class Commit(Body):
+    """The decision. Swap the staged weights in, or say NotPrepared."""
+
+    update_id: str = Field(min_length=1, max_length=128)
+    version: Version
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    flush_cache: bool = True
+    keep_pause: bool = False
+
+
+class CommittedReply(BaseModel):
+    version: Version
+    cache_flushed: bool
+    swap_s: float
+    """Seconds for which generation stood still."""
+
+
+class AbortUpdate(Body):
+    update_id: str | None = Field(None, max_length=128)
+    """None: whatever is staged."""
+
+
+class AbortUpdateReply(BaseModel):
+    discarded: bool
+
+
+class UpdatePolicy(Body):
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    on_prepare_failure: Literal["abort", "exclude"] = "abort"
+    min_ready: int = Field(1, ge=1)
+    """With `exclude`: how many must have prepared."""
+    keep_pause: bool = False
+    """Leave the fleet paused after the commit."""
+    flush_cache: bool = True
+    prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
+    commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
+
+
+class UpdateWeights(Body):
+    """One body for every update (seed of the shape: Dynamo PR 9131)."""
+
+    target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
+    transport: Transport
+    encoding: Literal["full", "delta"] = "full"
+    version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS)
+    """The trainer's word for it, such as `step_17`; None: the sequence number."""
+    digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
+    cast: bool = False
+    """Allow float tensors of another float dtype than the engine's."""
+    policy: UpdatePolicy = UpdatePolicy()
+
+
+class CheckWeights(Body):
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+
+
+class CheckWeightsReply(BaseModel):
+    ranks: list[dict[str, Any]]
+
+
+class MemoryTags(Body):
+    tags: list[Literal["weights", "kv_cache"]] = Field(["weights", "kv_cache"], min_length=1)
+
+
+class MemoryReply(BaseModel):
+    tags: list[str]
+
+
+# ---- admission ----
+
+
+class SetAdmission(Body):
+    open: bool
+    reason: Literal["disabled", "updating"] = "disabled"
+    """Whose closing it is; opening takes back only the same reason."""
+
+
+class Drain(Body):
+    timeout_s: float = Field(30.0, gt=0, le=MAX_TIMEOUT_S)
+    """How long running requests may take to end."""
+
+
+class DrainReply(BaseModel):
+    drained: bool
+    aborted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    name: str
+    request: type[Body] | type[Transport]
+    reply: type[BaseModel]
+    changes: bool
+    """Needs a live fence and the target's incarnation."""
+    timeout_s: float
+    """How long a caller waits for a worker unless it says otherwise."""
+    keyed: bool = False
+    """Made idempotent by the request's `id`; the others are so by nature."""
+    doc: str = ""
+
+
+QUICK_S = 2.0
+"""An answer from the worker's NATS loop, which never blocks."""
+ENGINE_S = 30.0
+"""An op that the engine carries out between two steps."""
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op("ping", Empty, PingReply, False, QUICK_S, doc="The bus round trip; the engine is not asked."),
+        Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
+        Op("describe", Empty, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
+        Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
+        Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
+        Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
+        Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
+        Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
+        Op("init_transport", InitTransport, Empty, True, 300.0, True, doc="Set up a weight transport."),
+        Op("destroy_transport", DestroyTransport, Empty, True, ENGINE_S, doc="Take it down."),
+        Op("prepare_update", Prepare, PreparedReply, True, 300.0, True, doc="Stage and verify weights."),
+        Op("commit_update", Commit, CommittedReply, True, 60.0, True, doc="Swap staged weights in."),
+        Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),
+        Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, True, doc="Prepare, commit."),
+        Op("release_memory", MemoryTags, MemoryReply, True, 60.0, doc="Give memory back (sleep)."),
+        Op("resume_memory", MemoryTags, MemoryReply, True, 60.0, doc="Take it again (wake)."),
+        Op("check_weights", CheckWeights, CheckWeightsReply, True, 60.0, doc="Checksum or compare."),
+        Op("set_admission", SetAdmission, AdmissionState, True, QUICK_S, doc="Open or close."),
+        Op("drain", Drain, DrainReply, True, 60.0, doc="Close admission, let requests end."),
+    )
+}
+
+_EMPTY = Empty()
+
+
+def op_named(name: str) -> Op:
+    op = OPS.get(name)
+    if op is None:
+        raise InvalidRequest(f"unknown op {name!r}", field="op", fix=f"the ops are {', '.join(OPS)}")
+    return op
+
+
+def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
+    """The typed body, or InvalidRequest naming the first wrong field."""
+    if not body and model is Empty:
+        return _EMPTY
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise invalid_from_pydantic(error) from error
+
+
+def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
+    more = error.error_count() - 1
+    message = f"{field}: {first['msg']}" + (f" (and {more} more)" if more else "")
+    fix = "leave it out" if first["type"] == "extra_forbidden" else str(first["msg"])
+    return InvalidRequest(message, field=field, fix=fix)
+
+
+def not_a_member(instance_id: str) -> NotFound:
+    return NotFound(
+        f"no worker {instance_id} is in the fleet", field="workers", fix="list them: GET /v1/rl/workers"
+    )

@@ -1,0 +1,113 @@
+"""Every NATS name that the plane uses: subjects, buckets and their streams, in one place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rl_plane.errors import InvalidRequest
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_INSTANCE = re.compile(r"[0-9a-f]{16}")
+
+ADVISORY = "rlsys.disconnect"
+"""Where the server's disconnect advisories are imported into our account (see rl_plane/nats.conf)."""
+
+CONTROL_INBOX = "_INBOX"
+
+
+def check_name(field: str, value: str) -> str:
+    """A namespace or component: it becomes a subject token and a part of a bucket's name."""
+    if not _NAME.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {value!r}: use 1 to 64 letters, digits, '_' or '-'",
+            field=field,
+            fix="letters, digits, '_' and '-' only",
+        )
+    return value
+
+
+def check_instance_id(field: str, value: str) -> str:
+    if not _INSTANCE.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {value!r}: an instance id is 16 lower-case hex digits",
+            field=field,
+            fix="take it from `rl-plane workers` or GET /v1/rl/workers",
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The names of one component `<namespace>.<component>`."""
+
+    namespace: str
+    component: str
+
+    def __post_init__(self) -> None:
+        check_name("namespace", self.namespace)
+        check_name("component", self.component)
+
+    @property
+    def rl(self) -> str:
+        """Every worker, no queue group: each one answers."""
+        return f"{self.namespace}.{self.component}.rl"
+
+    def rl_direct(self, instance_id: str) -> str:
+        return f"{self.rl}.{instance_id}"
+
+    def generate(self, instance_id: str) -> str:
+        return f"{self.namespace}.{self.component}.generate.{instance_id}"
+
+    @property
+    def fleet(self) -> str:
+        """Served by the frontends as a queue group: the facade's twin for services on NATS."""
+        return f"{self.namespace}.{self.component}.fleet"
+
+    @property
+    def status(self) -> str:
+        """Workers tell here, unasked, what changed in their `state`."""
+        return f"{self.namespace}.{self.component}.status"
+
+    @property
+    def members(self) -> Bucket:
+        return Bucket(f"rlp_{self.namespace}_{self.component}_members")
+
+    @property
+    def state(self) -> Bucket:
+        return Bucket(f"rlp_{self.namespace}_{self.component}_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A JetStream key-value bucket: its stream, its keys' subjects, and the feed that republishes its writes."""
+
+    name: str
+
+    @property
+    def stream(self) -> str:
+        return f"KV_{self.name}"
+
+    def key(self, key: str) -> str:
+        return f"$KV.{self.name}.{key}"
+
+    def feed(self, key: str) -> str:
+        return f"rlp.feed.{self.name}.{key}"
+
+    def key_of_subject(self, subject: str) -> str:
+        return subject[len(self.key("")) :]
+
+    def key_of_feed(self, subject: str) -> str:
+        return subject[len(self.feed("")) :]
+
+
+MEMBER_PREFIX = "w."
+"""Members bucket: `w.<instance_id>` holds the worker's record."""
+
+LOCK = "lock"
+RECORD = "record"
+PAUSE = "pause"
+"""State bucket: the lock, the decision record, the desired pause."""
+
+ADMISSION_PREFIX = "admission."
+"""State bucket: `admission.<instance_id>`, what an operator disabled."""

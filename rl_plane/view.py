@@ -1,0 +1,218 @@
+"""A live view of the fleet: the shell around the membership core, and the sweep that probes for the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
+from rl_plane.errors import BusUnreachable, PlaneError
+from rl_plane.fanout import Gather, Missing
+from rl_plane.membership import Changed, Instruction, MembershipCore, Purge, Resync, Snapshot
+from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
+from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, Subjects
+from rl_plane.wire import Request, encode
+
+log = logging.getLogger("rl_plane.view")
+
+RESYNC_RETRY_S = 0.1
+CANARY_TIMEOUT_S = 2.0
+"""An advisory takes milliseconds; a server that sends none is swept at the faster rate meanwhile."""
+RECONNECT_GRACE_S = 1.0
+"""After a server's restart the workers are back within 0.2 s; before that a 503 means nothing."""
+STALLED_FACTOR = 3.0
+"""A sweep that comes this many intervals late shows that this process stood still."""
+REMEMBERED_DISCONNECTS = 4096
+
+PING = encode(Request("ping").to_wire())
+
+Listener = Callable[[Changed], None]
+
+
+class MembershipView:
+    """Start it, then `snapshot()` is the fleet as this process knows it, a fraction of a millisecond old."""
+
+    def __init__(self, bus: Bus, subjects: Subjects, gather: Gather) -> None:
+        self.bus = bus
+        self.subjects = subjects
+        self.advisories = False
+        """Whether this server was seen to tell us of closed connections."""
+        self._gather = gather
+        self._core = MembershipCore()
+        self._probes = ProbeCore()
+        self._listeners: list[Listener] = []
+        self._changed = asyncio.Event()
+        self._resync_wanted = asyncio.Event()
+        self._canary: tuple[str, int] | None = None
+        self._canary_seen = asyncio.Event()
+        self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self.bus.ensure_bucket(self.subjects.members)
+        await self.bus.subscribe(self.subjects.members.feed(">"), self._feed)
+        await self.bus.subscribe(ADVISORY, self._advisory)
+        await self.bus.flush()
+        self.bus.on_reconnect(self._reconnected)
+        await self._resync()
+        self._spawn(self._resyncs())
+        self._spawn(self._sweeps())
+        self._spawn(self._learn_advisories())
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def snapshot(self) -> Snapshot:
+        return self._core.snapshot()
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Calls it with every change, from now on; the result ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
+        """Whether it came to hold within the time-out."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not holds(self.snapshot()):
+                    changed = self._changed
+                    await changed.wait()
+        return holds(self.snapshot())
+
+    async def barrier(self) -> Snapshot:
+        """A snapshot at least as new as the leader's bucket when this was called."""
+        last = await self.bus.last_sequence(self.subjects.members)
+        # Expired markers can leave the last sequence below what a feed showed, never above what a resync shows.
+        if self._core.epoch < last and not await self.wait_until(lambda now: now.epoch >= last, PROBE_TIMEOUT_S):
+            await self._resync()
+        return self.snapshot()
+
+    def connection_died(self, identity: tuple[str, int]) -> bool:
+        """Did the server tell us that this connection is closed?"""
+        return identity in self._dead_connections
+
+    def found_dead(self, instance_id: str, revision: int) -> None:
+        """Somebody has proof: a 503 to the member registered at `revision`."""
+        self._carry_out(self._core.found_dead(instance_id, revision))
+
+    # ---- events in ----
+
+    async def _feed(self, message: Msg) -> None:
+        headers = message.headers or {}
+        key = self.subjects.members.key_of_feed(message.subject)
+        value = None if is_marker(headers) else message.data
+        self._carry_out(self._core.feed(Entry(key, value, int(headers["Nats-Sequence"]))))
+
+    async def _advisory(self, message: Msg) -> None:
+        event = json.loads(message.data)
+        identity = (str(event["server"]["id"]), int(event["client"]["id"]))
+        if identity == self._canary:
+            self._canary_seen.set()
+        self._dead_connections[identity] = None
+        while len(self._dead_connections) > REMEMBERED_DISCONNECTS:
+            self._dead_connections.popitem(last=False)
+        self._carry_out(self._core.disconnected(*identity))
+
+    async def _reconnected(self) -> None:
+        self._probes.restart()
+        # The store may have been lost with the server: a new one starts above every epoch that we know.
+        await self.bus.ensure_bucket(self.subjects.members, self._core.epoch + 1)
+        self._resync_wanted.set()
+
+    async def _resync(self) -> None:
+        entries, last = await self.bus.read_all(self.subjects.members)
+        self._carry_out(self._core.snapshot_read(entries, last))
+
+    # ---- instructions out ----
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Resync():
+                    self._resync_wanted.set()
+                case Purge(instance_id, revision):
+                    self._spawn(self._purge(instance_id, revision))
+                case Changed():
+                    for listener in list(self._listeners):
+                        listener(instruction)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _purge(self, instance_id: str, revision: int) -> None:
+        try:
+            await self.bus.purge(self.subjects.members, MEMBER_PREFIX + instance_id, revision)
+            log.info("worker %s is gone", instance_id)
+        except WrongSequence:
+            pass  # another frontend was first, or the worker has registered again
+        except BusUnreachable as error:
+            log.warning("could not remove worker %s, the sweep will: %s", instance_id, error)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _resyncs(self) -> None:
+        while True:
+            await self._resync_wanted.wait()
+            self._resync_wanted.clear()
+            try:
+                await self._resync()
+            except PlaneError as error:
+                log.debug("resync: %s", error)
+                self._resync_wanted.set()
+                await asyncio.sleep(RESYNC_RETRY_S)
+
+    async def _sweeps(self) -> None:
+        """Asks every member for a bus round trip, for ever."""
+        due = time.monotonic()
+        while True:
+            interval = self._probes.interval_s(len(self._core.members), self.advisories)
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - due > STALLED_FACTOR * (interval + PROBE_TIMEOUT_S):
+                self._probes.restart()
+            if not self.bus.nc.is_connected:
+                self._probes.restart()
+                await asyncio.sleep(RECONNECT_GRACE_S)
+            else:
+                with contextlib.suppress(PlaneError, nats.errors.Error):
+                    await self._sweep()
+            due = time.monotonic()
+
+    async def _sweep(self) -> None:
+        members = self._core.snapshot().members
+        self._probes.keep_only(set(self._core.members))
+        targets = [(self.subjects.rl_direct(member.instance_id), PING) for member in members]
+        answers = await self._gather.run(targets, PROBE_TIMEOUT_S)
+        now = time.monotonic()
+        for member, answer in zip(members, answers, strict=True):
+            outcome: Outcome = "answered"
+            if isinstance(answer, Missing):
+                outcome = "no_responder" if answer is Missing.LOST else "silent"
+            if self._probes.probed(member.instance_id, member.revision, outcome, now):
+                self._carry_out(self._core.found_dead(member.instance_id, member.revision))
+
+    async def _learn_advisories(self) -> None:
+        """Opens and closes a connection and looks whether the server tells of it."""
+        canary = Client()
+        try:
+            await canary.connect(self.bus.url, name="canary", allow_reconnect=False)
+            self._canary = str(canary._server_info["server_id"]), int(canary.client_id or 0)
+            await canary.close()
+            async with asyncio.timeout(CANARY_TIMEOUT_S):
+                await self._canary_seen.wait()
+            self.advisories = True
+        except (nats.errors.Error, TimeoutError, OSError):
+            log.info("this NATS server sends us no disconnect advisories: members are probed instead")

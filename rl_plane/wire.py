@@ -1,0 +1,189 @@
+"""The envelope of every control message: msgpack, or JSON when the first byte is `{` or white space.
+
+Requests are made by RlClient, a frontend or any NATS client, and read by workers and by the fleet subject;
+replies the other way, in the format of the request.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, error_from_wire
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_BYTES = 1_000_000
+"""Below NATS's default max_payload (1 MiB) with room for headers: beyond it the server cuts the connection."""
+
+MAX_ID_CHARS = 128
+
+Format = Literal["msgpack", "json"]
+Status = Literal["ok", "error", "skipped"]
+
+_JSON_START = b"{ \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Only `op` is required on the wire."""
+
+    op: str
+    body: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    epoch: int | None = None
+    """The membership epoch that the caller means; checked by whoever fans out."""
+    fingerprint: str | None = None
+    targets: tuple[str, ...] | None = None
+    """Instance ids; None: all."""
+    fence: int | None = None
+    """The sequence of the sender's lock acquire; workers refuse lower ones than they have seen."""
+    incarnation: str | None = None
+    """The process that is meant; another one refuses."""
+    deadline: int | None = None
+    """Unix ms after which the sender no longer waits. A courtesy: safety never rests on it."""
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "op": self.op, "body": self.body}
+        if self.id:
+            wire["id"] = self.id
+        for key in ("epoch", "fingerprint", "fence", "incarnation", "deadline"):
+            if (value := getattr(self, key)) is not None:
+                wire[key] = value
+        if self.targets is not None:
+            wire["targets"] = list(self.targets)
+        return wire
+
+    def check_deadline(self) -> None:
+        if self.deadline is not None and time.time() * 1000 > self.deadline:
+            raise DeadlineExceeded("the request's deadline had passed when it arrived", field="deadline")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    op: str
+    id: str = ""
+    status: Status = "ok"
+    body: dict[str, Any] = field(default_factory=dict)
+    error: PlaneError | None = None
+    instance_id: str = ""
+    incarnation: str = ""
+    rank_results: list[dict[str, Any]] | None = None
+    elapsed_s: float = 0.0
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "v": PROTOCOL_VERSION,
+            "id": self.id,
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "op": self.op,
+            "status": self.status,
+            "elapsed_s": self.elapsed_s,
+        }
+        if self.error is not None:
+            wire["error"] = self.error.to_wire()
+        else:
+            wire["body"] = self.body
+        if self.rank_results is not None:
+            wire["rank_results"] = self.rank_results
+        return wire
+
+
+def encode(wire: dict[str, Any], form: Format = "msgpack") -> bytes:
+    if form == "json":
+        return json.dumps(wire, allow_nan=False, separators=(",", ":")).encode()
+    packed: bytes = msgpack.packb(wire, use_bin_type=True)
+    return packed
+
+
+def format_of(data: bytes) -> Format:
+    return "json" if data[:1] and data[:1] in _JSON_START else "msgpack"
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """A map, or InvalidRequest naming what is wrong."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(f"the message has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+    form = format_of(data)
+    try:
+        if form == "json":
+            value = json.loads(data, parse_constant=_no_constant)
+        else:
+            value = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise InvalidRequest(
+            f"the message is not {'JSON' if form == 'json' else 'msgpack (and does not start like JSON)'}: "
+            f"{error or type(error).__name__}",
+            fix='send one msgpack or JSON map, such as {"op":"state"}',
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the message is a {type(value).__name__}, not a map", fix='such as {"op":"state"}')
+    return value
+
+
+_TYPES: dict[str, tuple[type, str]] = {
+    "op": (str, "a string"),
+    "body": (dict, "a map"),
+    "id": (str, "a string"),
+    "epoch": (int, "an integer"),
+    "fingerprint": (str, "a string"),
+    "targets": (list, "a list of instance ids"),
+    "fence": (int, "an integer"),
+    "incarnation": (str, "a string"),
+    "deadline": (int, "an integer (Unix ms)"),
+}
+
+
+def request_from_wire(wire: dict[str, Any]) -> Request:
+    fields = dict(wire)
+    version = fields.pop("v", PROTOCOL_VERSION)
+    if version != PROTOCOL_VERSION or isinstance(version, bool):
+        raise InvalidRequest(
+            f"v is {version!r}; this side speaks {PROTOCOL_VERSION}",
+            field="v",
+            fix=f"send v={PROTOCOL_VERSION} or leave it out",
+        )
+    for key in list(fields):
+        if key not in _TYPES:
+            raise InvalidRequest(
+                f"unknown field {key!r}", field=str(key), fix=f"the fields are v, {', '.join(_TYPES)}"
+            )
+        if fields[key] is None:
+            del fields[key]
+            continue
+        kind, words = _TYPES[key]
+        if not isinstance(fields[key], kind) or isinstance(fields[key], bool):
+            raise InvalidRequest(f"{key} must be {words}", field=key, fix=f"send {words}")
+    if "op" not in fields:
+        raise InvalidRequest("op is missing", field="op", fix='such as {"op":"state"}')
+    if len(fields.get("id", "")) > MAX_ID_CHARS:
+        raise InvalidRequest(f"id has more than {MAX_ID_CHARS} characters", field="id", fix="send a shorter id")
+    if "targets" in fields:
+        if not all(isinstance(target, str) for target in fields["targets"]):
+            raise InvalidRequest("targets must be instance ids", field="targets", fix="send a list of strings")
+        fields["targets"] = tuple(fields["targets"])
+    return Request(**fields)
+
+
+def reply_from_wire(wire: dict[str, Any]) -> Reply:
+    error = wire.get("error")
+    return Reply(
+        op=wire.get("op", ""),
+        id=wire.get("id", ""),
+        status=wire["status"],
+        body=wire.get("body") or {},
+        error=error_from_wire(error) if error else None,
+        instance_id=wire.get("instance_id", ""),
+        incarnation=wire.get("incarnation", ""),
+        rank_results=wire.get("rank_results"),
+        elapsed_s=wire.get("elapsed_s", 0.0),
+    )
