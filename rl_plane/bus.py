@@ -190,6 +190,14 @@ class Bus:
                 if error.err_code != STREAM_EXISTS:
                     raise
 
+    async def bucket_exists(self, bucket: Bucket) -> bool:
+        async with _translated(f"read the bucket {bucket.name}"):
+            try:
+                await self.js.stream_info(bucket.stream)
+            except nats.js.errors.NotFoundError:
+                return False
+        return True
+
     async def put(
         self,
         bucket: Bucket,

@@ -287,7 +287,7 @@ class Op:
     doc: str = ""
 
 
-QUICK_S = 2.0
+QUICK_S = 1.0
 """An answer from the worker's NATS loop, which never blocks."""
 ENGINE_S = 30.0
 """An op that the engine carries out between two steps."""

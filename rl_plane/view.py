@@ -17,7 +17,7 @@ from nats.aio.msg import Msg
 from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Gather, Missing
-from rl_plane.membership import Changed, Instruction, MembershipCore, Purge, Resync, Snapshot
+from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, Subjects
 from rl_plane.wire import Request, encode
@@ -75,6 +75,9 @@ class MembershipView:
 
     def snapshot(self) -> Snapshot:
         return self._core.snapshot()
+
+    def member(self, instance_id: str) -> Member | None:
+        return self._core.members.get(instance_id)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Calls it with every change, from now on; the result ends that."""

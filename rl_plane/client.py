@@ -1,0 +1,413 @@
+"""RlClient: the fleet as a service or trainer sees it. Asynchronous; `sync.py` wraps it for plain loops.
+
+async with await RlClient.connect() as client:
+    await client.wait_for(2)
+    print(await client.state())
+    await client.update_weights({"transport": {"backend": "filesystem", "path": "/ckpt/step_17"}})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rl_plane.bus import DEFAULT_NATS_URL, Bus
+from rl_plane.errors import (
+    BusUnreachable,
+    DeadlineExceeded,
+    MembershipChanged,
+    NotFound,
+    NoWorkers,
+    PlaneError,
+    WorkerLost,
+)
+from rl_plane.fanout import Answer, Gather, Missing, Scatter
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
+from rl_plane.membership import Changed, Member, Snapshot
+from rl_plane.ops import Op, not_a_member, op_named, parse_body
+from rl_plane.subjects import Subjects, check_instance_id
+from rl_plane.view import MembershipView
+from rl_plane.wire import Request, decode, encode, reply_from_wire
+
+DEFAULT_NAMESPACE = "demo"
+DEFAULT_COMPONENT = "engine"
+
+DEFAULT_WAIT_S = 5.0
+"""How long a call waits for a fleet that is still coming up."""
+WATCH_QUEUE = 10_000
+"""Changes that a slow watcher may be behind; then its watch ends with an error, rather than growing."""
+
+Status = Literal["ok", "error", "skipped"]
+EmptyFleet = Literal["error", "ok"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker's answer. An error row's `error` is a PlaneError: WorkerLost when it died or left,
+    DeadlineExceeded when it did not answer."""
+
+    instance_id: str
+    incarnation: str
+    status: Status
+    body: dict[str, Any] = field(default_factory=dict)
+    error: PlaneError | None = None
+    rank_results: list[dict[str, Any]] | None = None
+    elapsed_s: float = 0.0
+
+    @property
+    def lost(self) -> bool:
+        return isinstance(self.error, WorkerLost)
+
+    def to_wire(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "status": self.status,
+            **self.body,
+        }
+        if self.error is not None:
+            wire["error"] = self.error.to_wire()
+        if self.rank_results is not None:
+            wire["rank_results"] = self.rank_results
+        return wire
+
+
+@dataclass(frozen=True, slots=True)
+class FanOut:
+    """The answers of one fan-out: a row for each member of the snapshot that it was sent to."""
+
+    snapshot: Snapshot
+    rows: list[WorkerRow]
+    elapsed_s: float
+
+    @property
+    def failed(self) -> list[WorkerRow]:
+        return [row for row in self.rows if row.status == "error"]
+
+
+class RlClient:
+    """One connection. Methods may be called concurrently; `close` ends what is under way with an error."""
+
+    def __init__(self, bus: Bus, namespace: str, component: str) -> None:
+        self.bus = bus
+        self.namespace = namespace
+        self.component = component
+        self.owner = f"{bus.name}@{socket.gethostname()}:{os.getpid()}"
+        """How others see who holds the lock."""
+        self._gather = Gather(bus)
+        self._views: dict[str, MembershipView] = {}
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    async def connect(
+        cls,
+        nats_url: str = DEFAULT_NATS_URL,
+        namespace: str = DEFAULT_NAMESPACE,
+        component: str = DEFAULT_COMPONENT,
+        *,
+        name: str = "rl-client",
+    ) -> RlClient:
+        """Connects and reads the membership. BusUnreachable within seconds when there is no server."""
+        subjects = Subjects(namespace, component)  # checks the names before anything is opened
+        bus = await Bus.connect(nats_url, name)
+        client = cls(bus, namespace, component)
+        try:
+            await client._gather.start_listening()
+            await client._start_view(subjects)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def close(self) -> None:
+        for view in self._views.values():
+            await view.stop()
+        await self.bus.close()
+
+    async def __aenter__(self) -> RlClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    # ---- membership ----
+
+    def subjects(self, component: str | None = None) -> Subjects:
+        return Subjects(self.namespace, component or self.component)
+
+    async def view(self, component: str | None = None) -> MembershipView:
+        """The live view of a component (default: this client's). NotFound if no worker ever joined it."""
+        name = component or self.component
+        if (view := self._views.get(name)) is not None:
+            return view
+        subjects = Subjects(self.namespace, name)
+        async with self._starting:
+            if name in self._views:
+                return self._views[name]
+            if not await self.bus.bucket_exists(subjects.members):
+                raise NotFound(
+                    f"no component {name!r} in the namespace {self.namespace!r}",
+                    field="component",
+                    fix="is a worker of it running?",
+                )
+            return await self._start_view(subjects)
+
+    async def _start_view(self, subjects: Subjects) -> MembershipView:
+        view = MembershipView(self.bus, subjects, self._gather)
+        await self.bus.ensure_bucket(subjects.state)
+        await view.start()
+        self._views[subjects.component] = view
+        return view
+
+    async def list_workers(self, component: str | None = None) -> Snapshot:
+        """The members, their epoch and fingerprint, as new as the leader's."""
+        return await (await self.view(component)).barrier()
+
+    async def watch(self, component: str | None = None) -> AsyncIterator[Changed]:
+        """Every join, leave and death from now on."""
+        queue: asyncio.Queue[Changed] = asyncio.Queue(WATCH_QUEUE)
+        stop = (await self.view(component)).listen(queue.put_nowait)
+        try:
+            while True:
+                if queue.full():
+                    raise BusUnreachable(f"this watcher is {WATCH_QUEUE} changes behind: watch again")
+                yield await queue.get()
+        finally:
+            stop()
+
+    async def wait_for(self, workers: int, timeout_s: float = 60.0, component: str | None = None) -> Snapshot:
+        """The fleet once it has at least so many members; NoWorkers when the time-out is over."""
+        view = await self.view(component)
+        if not await view.wait_until(lambda now: len(now) >= workers, timeout_s):
+            raise NoWorkers(
+                f"{len(view.snapshot())} of {workers} workers are there after {timeout_s:g} s",
+                field="min_workers",
+                fix="start workers, or wait longer",
+                retry_after_s=1.0,
+            )
+        return view.snapshot()
+
+    # ---- calls ----
+
+    def lock(
+        self, view: MembershipView, wait_s: float = DEFAULT_LOCK_WAIT_S
+    ) -> AbstractAsyncContextManager[HeldLock]:
+        """The component's lock, for a sequence of changing calls. Locked when it can't be had in time."""
+        bucket = view.subjects.state
+        return hold_lock(self.bus, bucket, self.owner, wait_s=wait_s, died=view.connection_died)
+
+    async def call(
+        self,
+        instance_id: str,
+        op: str,
+        body: dict[str, Any] | None = None,
+        *,
+        component: str | None = None,
+        timeout_s: float | None = None,
+        held: HeldLock | None = None,
+        request_id: str = "",
+    ) -> WorkerRow:
+        """Asks one worker, and raises its error. Strictly that one: NotFound when it is not in the fleet.
+
+        A changing op takes the component's lock for its fence, unless the caller holds it already."""
+        check_instance_id("instance_id", instance_id)
+        spec = op_named(op)
+        view = await self.view(component)
+        member = view.member(instance_id) or (await view.barrier() and view.member(instance_id))
+        if not member:
+            raise not_a_member(instance_id)
+        async with self._fenced(spec, view, held) as lock:
+            request = self._request(spec, body, timeout_s, lock, request_id)
+            rows = await self._send(view, [member], request, timeout_s or spec.timeout_s)
+        if (error := rows[0].error) is not None:
+            raise error
+        return rows[0]
+
+    async def call_all(
+        self,
+        op: str,
+        body: dict[str, Any] | None = None,
+        *,
+        workers: Sequence[str] | None = None,
+        component: str | None = None,
+        epoch: int | None = None,
+        fingerprint: str | None = None,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        empty: EmptyFleet = "error",
+        held: HeldLock | None = None,
+        request_id: str = "",
+    ) -> FanOut:
+        """Asks every member (or those named), each directly, and returns a row for each: errors are rows.
+
+        `epoch`, `fingerprint`: MembershipChanged unless the fleet is that one, before and after.
+        `timeout_s` bounds each of 1 + `retries` attempts (None: the op's default). `empty`: what no worker
+        at all means. A changing op takes the component's lock, as `call` does."""
+        spec = op_named(op)
+        view = await self.view(component)
+        pinned = epoch is not None or fingerprint is not None
+        snapshot = await view.barrier() if pinned or spec.changes else view.snapshot()
+        check_pin(snapshot, epoch, fingerprint)
+        members = select_members(snapshot, workers)
+        if not members and empty == "error":
+            raise NoWorkers(
+                f"no worker of {view.subjects.namespace}.{view.subjects.component} is there",
+                field="workers",
+                fix="start one: `rl-plane worker`",
+                retry_after_s=1.0,
+            )
+        start = time.monotonic()
+        async with self._fenced(spec, view, held) as lock:
+            request = self._request(spec, body, timeout_s, lock, request_id)
+            rows = await self._send(view, members, request, timeout_s or spec.timeout_s, retries)
+        if pinned:
+            check_pin(await view.barrier(), epoch, fingerprint)
+        return FanOut(snapshot, rows, time.monotonic() - start)
+
+    @asynccontextmanager
+    async def _fenced(
+        self, spec: Op, view: MembershipView, held: HeldLock | None
+    ) -> AsyncIterator[HeldLock | None]:
+        if not spec.changes or held is not None:
+            yield held
+        else:
+            async with self.lock(view) as lock:
+                yield lock
+
+    def _request(
+        self,
+        spec: Op,
+        body: dict[str, Any] | None,
+        timeout_s: float | None,
+        lock: HeldLock | None,
+        request_id: str,
+    ) -> Request:
+        if body:
+            parse_body(spec.request, body)  # bad input is refused here, before anybody is asked
+        return Request(
+            op=spec.name,
+            body=body or {},
+            id=request_id,
+            fence=lock.fence if lock else None,
+            deadline=int((time.time() + (timeout_s or spec.timeout_s)) * 1000) if spec.changes else None,
+        )
+
+    async def _send(
+        self,
+        view: MembershipView,
+        members: Sequence[Member],
+        request: Request,
+        timeout_s: float,
+        retries: int = 0,
+    ) -> list[WorkerRow]:
+        direct = view.subjects.rl_direct
+        if request.fence is None:
+            payload = encode(request.to_wire())
+            targets = [(direct(member.instance_id), payload) for member in members]
+        else:
+            targets = [
+                (direct(member.instance_id), encode(replace(request, incarnation=member.incarnation).to_wire()))
+                for member in members
+            ]
+        scatter = await self._gather.scatter(targets)
+        stop = view.listen(_follow(self._gather, scatter, members))
+        try:
+            for attempt in range(1 + retries):
+                if attempt:
+                    for index in scatter.unanswered:
+                        await scatter.send(index)
+                if await scatter.wait(timeout_s):
+                    break
+            else:
+                await self._last_look(view, scatter, members)
+            answers = scatter.answers()
+        finally:
+            stop()
+            self._gather.close(scatter)
+        rows = []
+        for member, answer in zip(members, answers, strict=True):
+            if answer is Missing.LOST:
+                view.found_dead(member.instance_id, member.revision)
+            rows.append(_row(member, answer, timeout_s))
+        return rows
+
+    async def _last_look(self, view: MembershipView, scatter: Scatter, members: Sequence[Member]) -> None:
+        """Lets the membership say of a silent target that it has died, if it knows."""
+        try:
+            await view.barrier()
+        except BusUnreachable:
+            return
+        for index in scatter.unanswered:
+            now = view.member(members[index].instance_id)
+            if now is None or now.incarnation != members[index].incarnation:
+                scatter.left(index)
+
+
+def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:
+    """A listener that ends the wait for a target that died, and asks again one that has lost its connection
+    since (it may have missed the request; ops are idempotent)."""
+    index_of = {member.instance_id: index for index, member in enumerate(members)}
+
+    def changed(change: Changed) -> None:
+        before = change.before
+        if before is None or (index := index_of.get(before.instance_id)) is None:
+            return
+        if change.after is None or change.after.incarnation != members[index].incarnation:
+            scatter.left(index)
+        elif index in scatter.unanswered:
+            gather.start(scatter.send(index))
+
+    return changed
+
+
+def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
+    if isinstance(answer, Missing):
+        error: PlaneError
+        if answer is Missing.SILENT:
+            error = DeadlineExceeded(
+                f"no answer within {timeout_s:g} s", instance_id=member.instance_id, fix="is the worker hung?"
+            )
+        else:
+            error = WorkerLost(answer.value, instance_id=member.instance_id)
+        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
+    reply = reply_from_wire(decode(answer))
+    return WorkerRow(
+        member.instance_id,
+        reply.incarnation,
+        reply.status,
+        reply.body,
+        reply.error,
+        reply.rank_results,
+        reply.elapsed_s,
+    )
+
+
+def check_pin(snapshot: Snapshot, epoch: int | None, fingerprint: str | None) -> None:
+    """MembershipChanged unless the fleet is the one that was named."""
+    if epoch is not None and epoch != snapshot.epoch:
+        raise MembershipChanged(before_epoch=epoch, after_epoch=snapshot.epoch, fingerprint=snapshot.fingerprint)
+    if fingerprint is not None and fingerprint != snapshot.fingerprint:
+        raise MembershipChanged(
+            f"the fleet's fingerprint is {snapshot.fingerprint} at epoch {snapshot.epoch}, not {fingerprint}",
+            after_epoch=snapshot.epoch,
+            before_epoch=epoch,
+            fingerprint=snapshot.fingerprint,
+        )
+
+
+def select_members(snapshot: Snapshot, workers: Sequence[str] | None) -> Sequence[Member]:
+    """All, or those named: NotFound for one that is not there."""
+    if workers is None:
+        return snapshot.members
+    by_id = {member.instance_id: member for member in snapshot.members}
+    for instance_id in workers:
+        check_instance_id("workers", instance_id)
+        if instance_id not in by_id:
+            raise not_a_member(instance_id)
+    return [by_id[instance_id] for instance_id in dict.fromkeys(workers)]

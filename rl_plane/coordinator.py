@@ -1,0 +1,307 @@
+"""Carries an update through the fleet: the shell around `update.py`. Whoever calls coordinates, under the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.bus import WrongSequence
+from rl_plane.client import RlClient, WorkerRow, check_pin
+from rl_plane.errors import (
+    BusUnreachable,
+    Locked,
+    MembershipChanged,
+    NotFound,
+    NoWorkers,
+    PlaneError,
+    UpdateAborted,
+)
+from rl_plane.lock import HeldLock
+from rl_plane.membership import Snapshot
+from rl_plane.ops import UpdateWeights
+from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_pause, read_record, read_session
+from rl_plane.subjects import PAUSE, RECORD, SESSION
+from rl_plane.update import Prepared, admitted, judge_prepare, still_there
+from rl_plane.versions import WeightVersion
+from rl_plane.view import MembershipView
+
+log = logging.getLogger("rl_plane.coordinator")
+
+SESSION_IDLE_S = 120.0
+"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
+GATE_TIMEOUT_S = 2.0
+"""Closing and opening admission is answered by the worker's NATS loop at once."""
+KEEP_PAUSE_LEASE_S = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an update's reply is made of."""
+
+    version: WeightVersion
+    snapshot: Snapshot
+    rows: list[WorkerRow]
+    excluded: list[str]
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Coordinator:
+    """One update under the lock. Any failure before the decision leaves no trace; after it, the version stands
+    and a worker that fails is excluded and heals by itself."""
+
+    def __init__(self, client: RlClient, view: MembershipView, held: HeldLock, update_id: str) -> None:
+        self._client = client
+        self._view = view
+        self._held = held
+        self._id = update_id
+        self._state = view.subjects.state
+        self._phases: dict[str, float] = {}
+
+    @asynccontextmanager
+    async def _phase(self, name: str) -> AsyncIterator[None]:
+        start = time.monotonic()
+        yield
+        self._phases[f"{name}_s"] = time.monotonic() - start
+
+    async def _all(
+        self, op: str, body: dict[str, Any], workers: Sequence[str] | None, timeout_s: float | None = None
+    ) -> list[WorkerRow]:
+        out = await self._client.call_all(
+            op,
+            body,
+            workers=workers,
+            component=self._view.subjects.component,
+            timeout_s=timeout_s,
+            empty="ok",
+            held=self._held,
+            request_id=f"{self._id}.{op}",
+        )
+        return out.rows
+
+    async def prepare(self, body: UpdateWeights, label: str, pin: Snapshot | None) -> tuple[Prepared, Snapshot]:
+        """Stages on every member; on failure everything is dropped again and the error tells of each worker."""
+        snapshot = await self._view.barrier()
+        if pin is not None and pin.fingerprint != snapshot.fingerprint:
+            raise MembershipChanged(before_epoch=pin.epoch, after_epoch=snapshot.epoch)
+        states = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
+        ids = [member.instance_id for member in snapshot]
+        request = {
+            "update_id": self._id,
+            "target": body.target.model_dump(),
+            "transport": body.transport.model_dump(),
+            "encoding": body.encoding,
+            "label": label,
+            "digest": body.digest,
+            "cast": body.cast,
+        }
+        async with self._phase("prepare"):
+            rows = await self._all("prepare_update", request, ids, body.policy.prepare_timeout_s)
+        try:
+            if pin is not None:
+                after = await self._view.barrier()
+                check_pin(after, None, pin.fingerprint)
+            return judge_prepare(rows, admitted(states.rows), body.policy, body.digest), snapshot
+        except PlaneError as error:
+            error.facts.setdefault("workers", [row.to_wire() for row in rows])
+            await self.abort(self._id)
+            raise
+
+    async def abort(self, update_id: str | None) -> None:
+        """Drops what is staged, wherever it is. A worker that doesn't hear it drops it by its own idle limit."""
+        try:
+            await self._all("abort_update", {"update_id": update_id}, None)
+        except PlaneError as error:
+            log.warning("abort of %s: %s", update_id, error)
+
+    async def decide(self, record: DecisionRecord) -> None:
+        """After this the version is committed. A lost answer is settled by the record itself."""
+        try:
+            await self._held.put(RECORD, record.encode())
+        except BusUnreachable:
+            if not await self._was_decided(record):
+                raise
+
+    async def _was_decided(self, record: DecisionRecord) -> bool:
+        # Renewing the lock moves its sequence, which kills a late copy of our own write; then the record is final.
+        await self._held.renew(b'{"owner": "recovering", "server_id": "", "client_id": 0}')
+        now = await read_record(self._client.bus, self._state)
+        return now is not None and now.update_id == record.update_id
+
+    async def commit(self, body: UpdateWeights, record: DecisionRecord, prepared: Prepared) -> Outcome:
+        """Gate, commit and open; strict: nobody opens before every member is gated and swapped or excluded."""
+        policy = body.policy
+        if policy.keep_pause:
+            desired = DesiredPause(True, policy.pause_mode, time.time() + KEEP_PAUSE_LEASE_S)
+            await self._held.put(PAUSE, desired.encode())
+        snapshot = await self._view.barrier()
+        now = {member.instance_id: member.incarnation for member in snapshot}
+        async with self._phase("gate"):
+            close = {"open": False, "reason": "updating"}
+            gated = await self._all("set_admission", close, list(now), GATE_TIMEOUT_S)
+        closed = [row.instance_id for row in gated if row.status == "ok"]
+        ready = [key for key in still_there(prepared.ready, now) if key in closed]
+        decision = {
+            "update_id": self._id,
+            "version": record.version.to_wire(),
+            "pause_mode": policy.pause_mode,
+            "flush_cache": policy.flush_cache,
+            "keep_pause": policy.keep_pause,
+        }
+        async with self._phase("commit"):
+            committed = await self._all_present("commit_update", decision, ready, policy.commit_timeout_s)
+        done = [row.instance_id for row in committed if row.status == "ok"]
+        async with self._phase("open"):
+            opened = await self._all_present("set_admission", {"open": True, "reason": "updating"}, closed)
+        open_again = {row.instance_id for row in opened if row.status == "ok"}
+        held = [key for key in done if key in open_again]
+        excluded = sorted((set(prepared.ready) | set(prepared.excluded) | set(now)) - set(held))
+        rows = [row for row in committed if row.instance_id in held]
+        rows += [row for row in [*gated, *committed, *opened] if row.status == "error"]
+        shown = {row.instance_id: row for row in reversed(rows)}
+        return Outcome(record.version, snapshot, [shown[key] for key in sorted(shown)], excluded, self._phases)
+
+    async def _all_present(
+        self, op: str, body: dict[str, Any], workers: Sequence[str], timeout_s: float = GATE_TIMEOUT_S
+    ) -> list[WorkerRow]:
+        """Like `_all`, for workers that may have died since: those are left out."""
+        present = [key for key in workers if self._view.member(key) is not None]
+        try:
+            return await self._all(op, body, present, timeout_s)
+        except NotFound:
+            present = [
+                member.instance_id for member in await self._view.barrier() if member.instance_id in workers
+            ]
+            return await self._all(op, body, present, timeout_s)
+
+
+async def _next_record(
+    client: RlClient, view: MembershipView, body: Mapping[str, Any], update_id: str, prepared: Prepared, label: str
+) -> DecisionRecord:
+    record = await read_record(client.bus, view.subjects.state)
+    if record is None:
+        raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
+    version = WeightVersion(record.version.run, record.version.sequence + 1, label, prepared.digest)
+    return DecisionRecord(version, update_id, body["transport"], bool(body.get("cast")), prepared.refetchable)
+
+
+async def _check_no_session(client: RlClient, view: MembershipView, held: HeldLock, update_id: str) -> None:
+    """An update prepared by another call blocks until it ends or falls silent; then it is aborted here."""
+    session = await read_session(client.bus, view.subjects.state)
+    if session is None:
+        if held.took_over:
+            await Coordinator(client, view, held, update_id).abort(None)
+        return
+    if session.live(time.time()):
+        raise Locked(
+            f"the update {session.update_id!r} is prepared and waits for complete or abort",
+            holder=session.update_id,
+            retry_after_s=1.0,
+            fix="complete it, abort it, or wait until its idle limit ends it",
+        )
+    await Coordinator(client, view, held, update_id).abort(session.update_id)
+    await _end_session(client, view)
+
+
+async def _end_session(client: RlClient, view: MembershipView) -> None:
+    entry = await client.bus.get(view.subjects.state, SESSION)
+    if entry is not None and entry.value:
+        with contextlib.suppress(WrongSequence):
+            await client.bus.purge(view.subjects.state, SESSION, entry.sequence)
+
+
+async def update_fleet(
+    client: RlClient,
+    view: MembershipView,
+    held: HeldLock,
+    body: UpdateWeights,
+    update_id: str,
+    pin: Snapshot | None = None,
+) -> Outcome:
+    """A whole update in one call. `pin`: abort if the fleet is another one after preparing."""
+    await _check_no_session(client, view, held, update_id)
+    record = await read_record(client.bus, view.subjects.state)
+    if record is not None and record.update_id == update_id:
+        return Outcome(record.version, await view.barrier(), [], [])  # asked again: the first answer stands
+    coordinator = Coordinator(client, view, held, update_id)
+    label = body.version or str(record.version.sequence + 1 if record else 1)
+    prepared, _ = await coordinator.prepare(body, label, pin)
+    try:
+        record = await _next_record(client, view, body.model_dump(), update_id, prepared, label)
+        await coordinator.decide(record)
+    except PlaneError:
+        await coordinator.abort(update_id)
+        raise
+    return await coordinator.commit(body, record, prepared)
+
+
+async def prepare_fleet(
+    client: RlClient, view: MembershipView, held: HeldLock, body: UpdateWeights, update_id: str
+) -> tuple[UpdateSession, Prepared, Snapshot]:
+    """The first half, which any frontend can complete later. Prepared twice under one id: the first stands."""
+    await _check_no_session(client, view, held, update_id)
+    record = await read_record(client.bus, view.subjects.state)
+    label = body.version or str(record.version.sequence + 1 if record else 1)
+    prepared, snapshot = await Coordinator(client, view, held, update_id).prepare(body, label, None)
+    session = UpdateSession(
+        update_id,
+        label,
+        body.model_dump(),
+        prepared.digest,
+        prepared.refetchable,
+        prepared.ready,
+        time.time() + SESSION_IDLE_S,
+    )
+    await held.put(SESSION, session.encode())
+    return session, prepared, snapshot
+
+
+async def complete_fleet(client: RlClient, view: MembershipView, held: HeldLock, update_id: str | None) -> Outcome:
+    """The second half: decide and commit what `prepare_fleet` has left."""
+    session = await _open_session(client, view, update_id)
+    coordinator = Coordinator(client, view, held, session.update_id)
+    body = UpdateWeights.model_validate(session.body)
+    now = {member.instance_id: member.incarnation for member in await view.barrier()}
+    ready = {key: session.prepared[key] for key in still_there(session.prepared, now)}
+    prepared = Prepared(session.digest, ready, [], session.refetchable)
+    try:
+        if not session.live(time.time()):
+            raise UpdateAborted(f"the update was silent for {SESSION_IDLE_S:g} s", fix="prepare it again")
+        if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
+            raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+        record = await _next_record(client, view, session.body, session.update_id, prepared, session.label)
+        await coordinator.decide(record)
+    except PlaneError:
+        await coordinator.abort(session.update_id)
+        await _end_session(client, view)
+        raise
+    await _end_session(client, view)
+    return await coordinator.commit(body, record, prepared)
+
+
+async def abort_fleet(
+    client: RlClient, view: MembershipView, held: HeldLock, update_id: str | None
+) -> UpdateSession:
+    session = await _open_session(client, view, update_id)
+    await Coordinator(client, view, held, session.update_id).abort(session.update_id)
+    await _end_session(client, view)
+    return session
+
+
+async def _open_session(client: RlClient, view: MembershipView, update_id: str | None) -> UpdateSession:
+    session = await read_session(client.bus, view.subjects.state)
+    if session is None or (update_id is not None and session.update_id != update_id):
+        raise UpdateAborted(
+            "no such update is prepared" + (f": {update_id}" if update_id else ""),
+            field="update_id",
+            fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
+        )
+    return session
+
+
+async def desired_pause(client: RlClient, view: MembershipView) -> DesiredPause:
+    return await read_pause(client.bus, view.subjects.state)

@@ -1,0 +1,726 @@
+"""The `hf` engine itself, on tiny models: what worker/engines/base.py promises, held against plain forwards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
+from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
+from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
+from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
+from worker.engines.hf import HfEngine, IncrementalText, build  # noqa: E402
+from worker.engines.hf_loop import Stream, choose  # noqa: E402
+from worker.engines.hf_weights import ModelWeights  # noqa: E402
+from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
+
+BOUND_S = 20.0
+"""More than anything here takes on a busy machine."""
+
+
+@dataclasses.dataclass
+class Models:
+    tiny: Path
+    witness: dict[int, Path]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("hf-models")
+    return Models(
+        make_tiny_model(root / "tiny", seed=1),
+        {seed: make_witness_model(root / f"witness-{seed}", seed) for seed in (1, 2)},
+    )
+
+
+@pytest.fixture(scope="session")
+def plain(models: Models) -> Any:
+    """The same weights in a module that no engine has touched."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(models.tiny, dtype="auto", local_files_only=True).eval()
+
+
+Start = Callable[..., Awaitable[HfEngine]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    engines: list[HfEngine] = []
+
+    async def start_one(model: Path, **extra: int) -> HfEngine:
+        engine = HfEngine(EngineOptions(model, extra={key: str(value) for key, value in extra.items()}))
+        engines.append(engine)
+        await engine.start()
+        return engine
+
+    yield start_one
+    for engine in engines:
+        await engine.close()
+        await engine.close()
+
+
+@dataclasses.dataclass
+class Result:
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    spans: list[VersionSpan] = dataclasses.field(default_factory=list)
+    prompt: list[int] | None = None
+    deltas: list[GenerateDelta] = dataclasses.field(default_factory=list)
+
+
+class Run:
+    """A request under way, and a way to wait until it has so many tokens."""
+
+    def __init__(self, engine: HfEngine, request: GenerateRequest) -> None:
+        self.result = Result()
+        self._grown = asyncio.Condition()
+        self._task = asyncio.create_task(self._consume(engine, request))
+
+    async def _consume(self, engine: HfEngine, request: GenerateRequest) -> Result:
+        result = self.result
+        try:
+            async for delta in engine.generate(request):
+                result.tokens += delta.token_ids
+                result.logprobs += delta.logprobs or []
+                result.text += delta.text
+                result.finish = delta.finish_reason
+                result.deltas.append(delta)
+                if delta.prompt_token_ids is not None:
+                    assert result.prompt is None
+                    result.prompt = delta.prompt_token_ids
+                if delta.finish_reason:
+                    result.spans = delta.spans
+                async with self._grown:
+                    self._grown.notify_all()
+        finally:
+            async with self._grown:
+                self._grown.notify_all()
+        return result
+
+    async def reach(self, tokens: int) -> None:
+        async with asyncio.timeout(BOUND_S), self._grown:
+            await self._grown.wait_for(lambda: len(self.result.tokens) >= tokens or self._task.done())
+        assert len(self.result.tokens) >= tokens
+
+    async def end(self) -> Result:
+        async with asyncio.timeout(BOUND_S):
+            return await self._task
+
+    async def cancel(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=BOUND_S)
+
+
+numbers = iter(range(1_000_000))
+
+
+def ask(prompt: list[int] | None = None, **fields: Any) -> GenerateRequest:
+    fields = {"id": f"r{next(numbers)}", "max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | fields
+    return GenerateRequest(prompt_token_ids=prompt, **fields)
+
+
+async def run(engine: HfEngine, request: GenerateRequest) -> Result:
+    return await Run(engine, request).end()
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def plain_logprobs(plain: Any, prompt: list[int], tokens: list[int]) -> list[float]:
+    with torch.no_grad():
+        rows = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+
+
+def assert_greedy(plain: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Every token is the most likely one, or ties with it."""
+    with torch.no_grad():
+        rows = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    for row, token in zip(rows, tokens, strict=True):
+        assert float(row.max() - row[token]) < 1e-4
+
+
+def version(sequence: int) -> WeightVersion:
+    return WeightVersion("run", sequence, f"step_{sequence}", f"blake3:{sequence:064d}")
+
+
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def checkpoint(path: Path, dtype: Any = None) -> Iterator[tuple[str, HostTensor]]:
+    """What a transport delivers: read-only memory, in any order."""
+    from safetensors.torch import load_file
+
+    for name, tensor in sorted(load_file(path / "model.safetensors").items(), reverse=True):
+        tensor = tensor.to(dtype or tensor.dtype).contiguous()
+        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).toreadonly()
+        yield name, HostTensor(TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape)), raw)
+
+
+async def stage(engine: HfEngine, path: Path, dtype: Any = None, cast: bool = False) -> Any:
+    return await asyncio.to_thread(engine.stage, checkpoint(path, dtype), cast, lambda: False)
+
+
+def witnessed(seed: int, token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = witness_next_token(seed, token)
+        tokens.append(token)
+    return tokens
+
+
+# tokens, logprobs, sampling
+
+
+async def test_greedy_tokens_and_logprobs_are_those_of_a_plain_forward(
+    start: Start, models: Models, plain: Any
+) -> None:
+    # Small steps and blocks: prompts are prefilled in parts, beside others that decode.
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=64)
+    prompts = [prompt_of(seed, 3 + 11 * seed) for seed in range(6)]
+    results = await asyncio.gather(*(run(engine, ask(prompt, logprobs=True)) for prompt in prompts))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.finish == "length"
+        assert len(result.tokens) == 16
+        assert result.prompt == prompt
+        assert_greedy(plain, prompt, result.tokens)
+        expected = plain_logprobs(plain, prompt, result.tokens)
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    silent = await run(engine, ask(prompts[0]))
+    assert silent.tokens == results[0].tokens
+    assert all(delta.logprobs is None for delta in silent.deltas)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.3}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 3.0, "top_k": 40, "top_p": 0.9}],
+)
+async def test_logprobs_of_sampled_tokens_are_raw(
+    start: Start, models: Models, plain: Any, sampling: dict[str, Any]
+) -> None:
+    engine = await start(models.tiny)
+    prompt = prompt_of(1, 20)
+    result = await run(
+        engine, ask(prompt, logprobs=True, max_tokens=40, seed=5, **{"temperature": 1.0} | sampling)
+    )
+    assert result.logprobs == pytest.approx(plain_logprobs(plain, prompt, result.tokens), abs=1e-4)
+    assert len(set(result.tokens)) > 5
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_else_runs(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+
+    def seeded(seed: int | None = 11) -> GenerateRequest:
+        return ask(prompt_of(1, 9), temperature=1.2, top_p=0.95, seed=seed, max_tokens=30)
+
+    alone = await run(engine, seeded())
+    traffic = [
+        Run(engine, ask(prompt_of(n, n + 1), temperature=0.9, seed=n, top_k=n % 3, max_tokens=40))
+        for n in range(12)
+    ]
+    await traffic[0].reach(2)
+    among = await run(engine, seeded())
+    other, unseeded, again = await asyncio.gather(
+        run(engine, seeded(12)), run(engine, seeded(None)), run(engine, seeded(None))
+    )
+    assert among.tokens == alone.tokens
+    assert other.tokens != alone.tokens
+    assert unseeded.tokens != again.tokens
+    for one in traffic:
+        await one.end()
+
+
+def test_the_sampler_follows_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -math.inf])
+
+    def shares(**fields: Any) -> list[float]:
+        streams = [
+            Stream(str(seed), ask([1], seed=seed, **{"temperature": 1.0} | fields), [1], frozenset())
+            for seed in range(4000)
+        ]
+        tokens, logprobs = choose(logits.expand(len(streams), -1), streams)
+        assert logprobs == pytest.approx([float(logits.log_softmax(-1)[token]) for token in tokens], abs=1e-5)
+        return [tokens.count(token) / len(tokens) for token in range(len(logits))]
+
+    def expected(kept: int, temperature: float = 1.0) -> list[float]:
+        probs = (logits[:kept] / temperature).softmax(-1).tolist()
+        return probs + [0.0] * (len(logits) - kept)
+
+    assert shares() == pytest.approx(expected(6), abs=0.03)
+    assert shares(temperature=2.0) == pytest.approx(expected(6, 2.0), abs=0.03)
+    assert shares(top_k=2) == pytest.approx(expected(2), abs=0.03)
+    assert shares(top_k=1) == [1, 0, 0, 0, 0, 0]
+    assert shares(top_p=0.5) == [1, 0, 0, 0, 0, 0]  # the first alone has 0.56
+    assert shares(top_p=0.7) == pytest.approx(expected(2), abs=0.03)
+    assert shares(temperature=1e-30) == [1, 0, 0, 0, 0, 0]
+    assert shares(temperature=0.0) == [1, 0, 0, 0, 0, 0]
+
+
+# how a request ends, streaming, prompts
+
+
+async def test_stop_tokens_eos_and_length(start: Start, models: Models) -> None:
+    engine = await start(models.witness[1])
+    chain = witnessed(1, 9, 8)
+    stopped = await run(engine, ask([9], stop_token_ids=[chain[3], 511], max_tokens=8))
+    assert (stopped.tokens, stopped.finish) == (chain[:4], "stop")
+    # The witness's eos follows itself; from here greedy decoding would go on with it for ever.
+    ended = await run(engine, ask([0], ignore_eos=False, max_tokens=8))
+    assert (ended.tokens, ended.finish, ended.text) == ([0], "stop", "")
+    ignored = await run(engine, ask([0], max_tokens=3))
+    assert (ignored.tokens, ignored.finish) == ([0, 0, 0], "length")
+    both = await run(engine, ask([9], stop_token_ids=[chain[0]], max_tokens=1))
+    assert both.finish == "stop"
+
+
+async def test_tokens_stream_as_they_come_and_the_text_is_whole(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    for seed in range(3):  # random tokens: many are parts of characters, or of none
+        result = await run(engine, ask(prompt_of(1, 5), temperature=1.0, seed=seed, max_tokens=120))
+        assert len(result.deltas) > 20
+        assert result.deltas[0].prompt_token_ids == prompt_of(1, 5)
+        assert [delta.finish_reason for delta in result.deltas[:-1]] == [None] * (len(result.deltas) - 1)
+        assert result.text == engine._tokenizer.decode(result.tokens, skip_special_tokens=True)
+
+
+def test_text_comes_in_whole_characters(models: Models) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(models.tiny, local_files_only=True)
+    text = "naïve 日本語 🙂 \ufffd end 🙂"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for seed in range(20):
+        pick = random.Random(seed)
+        stream, parts, rest = IncrementalText(tokenizer), [], list(ids)
+        while rest:
+            count = pick.randint(1, 3)
+            parts.append(stream.add(rest[:count], last=len(rest) <= count))
+            rest = rest[count:]
+        assert "".join(parts) == text
+        assert "".join(parts).count("\ufffd") == 1
+    cut = IncrementalText(tokenizer)
+    assert cut.add(ids[:-1], last=False) + cut.add([], last=True) == text[:-1] + "\ufffd"
+
+
+async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    encode = engine._tokenizer.encode
+    text = await run(engine, ask(prompt="hello world"))
+    assert text.prompt == encode("hello world", add_special_tokens=False)
+    chat = await run(engine, ask(messages=[{"role": "user", "content": "hi"}]))
+    assert chat.prompt == encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ({}, "prompt_token_ids"),
+        ({"prompt_token_ids": [1, VOCAB_SIZE]}, "prompt_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"prompt_token_ids": [5] * 60, "max_tokens": 5}, "max_tokens"),
+        ({"messages": ["no message"]}, None),
+        ({"messages": [{"nonsense": 1}], "max_tokens": 64}, "max_tokens"),
+    ],
+)
+async def test_bad_requests_never_reach_the_engine(
+    start: Start, models: Models, fields: dict[str, Any], field: str | None
+) -> None:
+    engine = await start(models.tiny, max_model_len=64)
+    with pytest.raises((InvalidRequest, ValueError)) as caught:
+        await run(engine, GenerateRequest(id="bad", **fields))
+    if field is not None:
+        assert isinstance(caught.value, InvalidRequest)
+        assert caught.value.facts["field"] == field
+        assert caught.value.facts["fix"]
+    assert engine.load() == (0, 0)
+    fits = await run(engine, ask([5] * 59, max_tokens=5))
+    assert len(fits.tokens) == 5
+
+
+async def test_an_id_is_used_by_one_request_at_a_time(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    await engine.pause("keep", clear_cache=False)
+    first = Run(engine, ask([1], id="same"))
+    while engine.load() != (0, 1):
+        await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="same"):
+        await run(engine, ask([1], id="same"))
+    await engine.resume()
+    assert (await first.end()).finish == "length"
+    assert (await run(engine, ask([1], id="same"))).finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"extra": {"blocks": "3"}}, "engine_arg.blocks"),
+        ({"extra": {"num_blocks": "many"}}, "engine_arg.num_blocks"),
+        ({"extra": {"page_size": "2"}}, "engine_arg.page_size"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"model": Path("/nowhere")}, "model"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(
+    models: Models, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(EngineOptions(**{"model": models.tiny} | options))
+    assert caught.value.facts["field"] == field
+
+
+async def test_the_engine_tells_what_it_is(models: Models) -> None:
+    engine = build(EngineOptions(models.tiny, dtype="bfloat16", device="cpu", extra={"num_blocks": "8"}))
+    with pytest.raises(EngineFailed):
+        await engine.liveness()
+    info: EngineInfo = await engine.start()
+    assert (info.engine, info.model, info.dtype, info.device) == ("hf", "tiny", "bfloat16", "cpu")
+    assert (info.world_size, info.vocab_size, info.max_model_len) == (1, VOCAB_SIZE, 8 * 32)
+    for op in ("release_memory", "resume_memory"):
+        assert info.capabilities[op]
+        with pytest.raises(Unsupported):
+            await getattr(engine, op)(["weights"])
+    assert set(engine.weight_spec().values()) >= {TensorSpec("BF16", (VOCAB_SIZE, 128))}
+    await engine.close()
+    with pytest.raises(EngineFailed):
+        await engine.liveness()
+    too_long = build(EngineOptions(models.tiny, extra={"num_blocks": "2", "max_model_len": "65"}))
+    with pytest.raises(InvalidRequest):
+        await too_long.start()
+
+
+# abort, pause, liveness, death
+
+
+async def test_abort_ends_some_or_all_with_their_tokens(start: Start, models: Models) -> None:
+    engine = await start(models.witness[1])
+    runs = [Run(engine, ask([n + 1], id=f"a{n}", max_tokens=4000)) for n in range(3)]
+    for one in runs:
+        await one.reach(5)
+    assert await engine.abort(["a1", "a1", "unknown"]) == 1
+    ended = await runs[1].end()
+    assert ended.finish == "abort"
+    assert ended.tokens == witnessed(1, 2, len(ended.tokens))
+    assert engine.load()[0] == 2
+    assert await engine.abort(None) == 2
+    for one in runs:
+        assert (await one.end()).finish == "abort"
+    assert engine.load() == (0, 0)
+    assert await engine.abort(None) == 0
+
+
+async def test_closing_the_iterator_ends_the_request_in_the_engine(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    stream = engine.generate(ask([1], max_tokens=4000))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    cancelled = Run(engine, ask([2], max_tokens=4000))
+    await cancelled.reach(1)
+    await cancelled.cancel()
+    await engine.liveness()  # commands run in order: the aborts are done
+    assert engine._loop is not None
+    assert engine._loop.running() == 0
+    assert engine.load() == (0, 0)
+
+
+async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(start: Start, models: Models) -> None:
+    # 40 blocks of 4 tokens; each of the ten needs 26 in the end.
+    engine = await start(models.witness[1], num_blocks=40, page_size=4, max_batch_tokens=32)
+    engine.set_version(version(0))
+    runs = [Run(engine, ask([n + 1] * 4, max_tokens=100)) for n in range(10)]
+    for n, result in enumerate([await one.end() for one in runs]):
+        assert result.tokens == witnessed(1, n + 1, 100)
+        assert [(span.start, span.end) for span in result.spans] == [(0, 100)]
+    runs = [Run(engine, ask([n + 1] * 4, id=f"b{n}", max_tokens=150)) for n in range(10)]
+    scheduler = engine._loop.batch_processor.scheduler  # type: ignore[union-attr]
+    async with asyncio.timeout(BOUND_S):
+        while not scheduler.block_new_requests:  # requests have been evicted
+            await asyncio.sleep(0)
+    await engine.pause("keep", clear_cache=False)
+    active = [engine._loop._live[key].request.id for key in scheduler.active_requests]  # type: ignore[union-attr]
+    assert 0 < len(active) < 10
+    assert await engine.abort(active) == len(active)
+    await engine.resume()
+    results = [await one.end() for one in runs]
+    assert sorted(result.finish or "" for result in results) == ["abort"] * len(active) + ["length"] * (
+        10 - len(active)
+    )
+
+
+async def test_pause_keep_freezes_between_two_tokens_and_resume_goes_on(start: Start, models: Models) -> None:
+    engine = await start(models.witness[1])
+    one = Run(engine, ask([7], max_tokens=300))
+    await one.reach(10)
+    await engine.pause("keep", clear_cache=False)
+    await engine.pause("keep", clear_cache=True)
+    await engine.liveness()
+    frozen = len(one.result.tokens)
+    late = Run(engine, ask([8], max_tokens=20))
+    for _ in range(20):
+        async with asyncio.timeout(BOUND_S):
+            await engine.liveness()
+    assert len(one.result.tokens) == frozen < 300
+    assert late.result.tokens == []
+    assert engine.load() == (1, 1)
+    await engine.resume()
+    await engine.resume()
+    assert (await one.end()).tokens == witnessed(1, 7, 300)
+    assert (await late.end()).tokens == witnessed(1, 8, 20)
+
+
+async def test_pause_wait_lets_the_running_end_and_holds_the_new(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    one = Run(engine, ask([7], max_tokens=200))
+    await one.reach(1)
+    waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
+    await engine.liveness()
+    late = Run(engine, ask([8]))
+    async with asyncio.timeout(BOUND_S):
+        await waiting
+    assert len((await one.end()).tokens) == 200
+    await engine.liveness()
+    assert late.result.tokens == []
+    async with asyncio.timeout(BOUND_S):
+        await engine.pause("wait", clear_cache=True)  # nothing runs: at once
+    await engine.resume()
+    assert len((await late.end()).tokens) == 16
+
+
+async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    one = Run(engine, ask([7], max_tokens=2000))
+    await one.reach(1)
+    waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
+    await engine.liveness()
+    late = Run(engine, ask([8]))
+    await engine.liveness()
+    assert late.result.tokens == []
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=BOUND_S)
+    assert waiting.cancelled()
+    assert len((await late.end()).tokens) == 16
+    assert not one._task.done()
+    await one.cancel()
+
+
+async def test_pause_abort_ends_all(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    runs = [Run(engine, ask([n + 1], max_tokens=4000)) for n in range(3)]
+    for one in runs:
+        await one.reach(1)
+    await engine.pause("abort", clear_cache=True)
+    for one in runs:
+        assert (await one.end()).finish == "abort"
+    late = Run(engine, ask([1]))
+    await engine.liveness()
+    assert late.result.tokens == []
+    await engine.resume()
+    assert len((await late.end()).tokens) == 16
+
+
+async def test_a_dead_generation_thread_fails_everything_at_once(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    one = Run(engine, ask([7], max_tokens=4000))
+    await one.reach(3)
+    waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
+    await engine.liveness()
+    held = Run(engine, ask([8]))
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine._model.forward = broken
+    for failing in (one.end(), held.end(), waiting, engine.liveness(), engine.abort(None), engine.resume()):
+        with pytest.raises(EngineFailed, match="device is gone"):
+            async with asyncio.timeout(BOUND_S):
+                await failing
+    with pytest.raises(EngineFailed):
+        await run(engine, ask([1]))
+    assert len(one.result.tokens) >= 3
+
+
+async def test_logits_that_are_no_numbers_fail_their_request_only(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    with torch.no_grad():
+        engine._model.model.embed_tokens.weight[77] = math.nan
+    good = Run(engine, ask([5], max_tokens=300))
+    with pytest.raises(EngineFailed, match="finite"):
+        await run(engine, ask([77], temperature=1.0))
+    assert not good._task.done()
+    await good.cancel()
+    assert engine.load() == (0, 0)
+
+
+# weights
+
+
+async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start, models: Models) -> None:
+    engine = await start(models.witness[1])
+    engine.set_version(version(0))
+    runs = [Run(engine, ask([n + 20], max_tokens=400)) for n in range(4)]
+    for round_ in range(1, 4):
+        for one in runs:
+            await one.reach(60 * round_)
+        weights = 1 + round_ % 2
+        staged = await stage(engine, models.witness[weights])
+        await engine.pause("keep", clear_cache=False)
+        assert await engine.swap(staged, version(round_), flush=round_ != 2) is (round_ != 2)
+        await engine.liveness()
+        await engine.resume()
+    for n, one in enumerate(runs):
+        result = await one.end()
+        assert [span.sequence for span in result.spans] == [0, 1, 2, 3]
+        assert [span.version for span in result.spans] == ["step_0", "step_1", "step_2", "step_3"]
+        assert [span.start for span in result.spans] == [0] + [span.end for span in result.spans[:-1]]
+        assert result.spans[-1].end == len(result.tokens) == 400
+        before = n + 20
+        for span in result.spans:
+            assert span.end > span.start
+            made = result.tokens[span.start : span.end]
+            assert made == witnessed(1 + span.sequence % 2, before, len(made))
+            before = made[-1]
+    after = await run(engine, ask([3]))
+    assert after.tokens == witnessed(2, 3, 16)
+    assert [(span.sequence, span.start, span.end) for span in after.spans] == [(3, 0, 16)]
+    with pytest.raises(EngineFailed):
+        await engine.swap(staged, version(9), flush=True)  # used once
+
+
+async def test_after_a_flush_no_new_request_reuses_old_kv(start: Start, models: Models, plain: Any) -> None:
+    """The prompt's KV decides the logprobs: with one block of the old weights' they would be far off."""
+    engine = await start(models.witness[1], page_size=4)
+    matched: list[int] = []
+    assert engine._loop is not None
+    cache = engine._loop.batch_processor.cache
+    search = cache.search_prefix_match
+    cache.search_prefix_match = lambda *args: matched.append(search(*args)) or matched[-1]
+
+    prompt = prompt_of(1, 30)
+    for _ in range(2):
+        await run(engine, ask(prompt, logprobs=True))
+    assert matched == [0, 28]
+    # Older than the flush, it completes blocks after it; a follower with the same tokens must not get them.
+    old = Run(engine, ask(prompt, max_tokens=200, logprobs=True))
+    await old.reach(20)
+    staged = await stage(engine, models.tiny)
+    await engine.pause("keep", clear_cache=False)
+    assert await engine.swap(staged, version(1), flush=True) is True
+    before = len(old.result.tokens)
+    await engine.resume()
+    await old.reach(min(before + 60, 200))
+    matched.clear()
+    follower_prompt = prompt + old.result.tokens[: before + 40]
+    results = [await run(engine, ask(follower_prompt, logprobs=True)) for _ in range(2)]
+    assert matched == [0, (len(follower_prompt) - 1) // 4 * 4]
+    for result in results:
+        expected = plain_logprobs(plain, follower_prompt, result.tokens)
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    await old.end()
+    assert await engine.flush_cache() is True
+    matched.clear()
+    await run(engine, ask(prompt))
+    assert matched == [0]
+
+
+async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    good = dict(checkpoint(models.tiny))
+    name = "lm_head.weight"
+    assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
+    assert engine.optional_tensors() == frozenset()
+
+    def staging(tensors: dict[str, HostTensor], cast: bool = False) -> Any:
+        return engine.stage(iter(tensors.items()), cast, lambda: False)
+
+    with pytest.raises(InvalidWeights, match=name):
+        staging({key: tensor for key, tensor in good.items() if key != name})
+    with pytest.raises(InvalidWeights):
+        staging({**good, "more.weight": good[name]})
+    with pytest.raises(InvalidWeights):
+        staging({**good, name: good["model.norm.weight"]})
+    half = dict(checkpoint(models.tiny, torch.bfloat16))
+    with pytest.raises(InvalidWeights, match="BF16"):
+        staging(half)
+    with pytest.raises(EngineFailed, match="cancelled"):
+        engine.stage(iter(good.items()), False, lambda: True)
+
+    # A transport may use its buffer again as soon as the next tensor is asked for.
+    def reused() -> Iterator[tuple[str, HostTensor]]:
+        buffer = bytearray(max(tensor.spec.nbytes for tensor in good.values()))
+        for key, tensor in good.items():
+            buffer[: tensor.spec.nbytes] = tensor.data
+            yield key, HostTensor(tensor.spec, memoryview(buffer)[: tensor.spec.nbytes])
+        buffer[:] = b"\xff" * len(buffer)
+
+    before = await engine.check_weights("checksum")
+    await engine.swap(engine.stage(reused(), False, lambda: False), version(1), flush=False)
+    assert await engine.check_weights("checksum") == before
+    await engine.swap(staging(half, cast=True), version(2), flush=False)
+    assert await engine.check_weights("checksum") != before
+    spare = staging(good)
+    await engine.discard(spare)
+    with pytest.raises(EngineFailed):
+        await engine.swap(spare, version(3), flush=False)
+
+
+async def test_checks_see_every_change(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    twin = await start(models.tiny)
+    with pytest.raises(PlaneError):
+        await engine.check_weights("compare")
+    (row,) = await engine.check_weights("checksum")
+    assert row["rank"] == 0
+    assert [row] == await twin.check_weights("checksum")
+    await engine.check_weights("snapshot")
+    assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
+    with torch.no_grad():
+        engine._model.model.norm.weight[3] += 1e-6
+    assert await engine.check_weights("compare") == [
+        {"rank": 0, "match": False, "mismatches": ["model.norm.weight"]}
+    ]
+    assert await engine.check_weights("checksum") != [row]
+    await engine.check_weights("reset_tensors")
+    (compared,) = await engine.check_weights("compare")
+    assert set(compared["mismatches"]) == set(engine.weight_spec())
+    await engine.liveness()
+    await engine.swap(await stage(engine, models.tiny), version(1), flush=True)
+    assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / str(seed))
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / seed).eval() for seed in "12")
+    weights = ModelWeights(one)
+    assert dict(weights.spec) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
+    assert weights.optional == ({"lm_head.weight"} if tied else set())
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert not torch.allclose(one(ids).logits, two(ids).logits)
+        weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
+        assert torch.equal(one(ids).logits, two(ids).logits)
+    assert weights.checksum() == ModelWeights(two).checksum()

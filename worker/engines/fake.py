@@ -1,0 +1,643 @@
+"""The `fake` engine: the whole contract of an EngineAdapter without a model, for tests and for scale.
+
+It holds the bytes of any safetensors model directory, and makes tokens from their digest: which weights made a
+token can be told from the token itself (`fake_token`), whatever label the version carries. No torch; no thread or
+task of its own, so that a process may carry a thousand.
+
+A request's tokens are made when its reader asks for them, so a reader that stalls holds up a `pause` in mode
+`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. Sampling parameters
+change nothing. With `cast`, bytes are kept as they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import time
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
+from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.versions import TensorSpec, WeightVersion, tensors_digest
+from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode, Staged, TensorStream
+from worker.safetensors_file import write_atomically, write_safetensors
+from worker.transports.filesystem import Checkpoint, open_checkpoint
+
+FAKE_VERSION = "1"
+
+FIRST_TOKEN = 3
+"""0, 1 and 2 are never made: most tokenizers have padding, begin and end there."""
+
+MAX_DELAY_S = 3600.0
+"""Longer than any time-out that a test of one could want."""
+
+STEP_S = 0.02
+"""How often a delay on a thread looks whether it was cancelled."""
+
+MEMORY_TAGS = ("weights", "kv_cache")
+
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
+
+
+def _hash(digest: str, prompt_hash: bytes, position: int) -> bytes:
+    return blake2b(
+        prompt_hash + position.to_bytes(8, "little"), key=blake2b(digest.encode()).digest(), digest_size=16
+    ).digest()
+
+
+def _prompt_hash(prompt_token_ids: list[int]) -> bytes:
+    return blake2b(array("Q", prompt_token_ids).tobytes(), digest_size=32).digest()
+
+
+def _token(made: bytes, vocab_size: int) -> int:
+    return FIRST_TOKEN + int.from_bytes(made[:8], "little") % (vocab_size - FIRST_TOKEN)
+
+
+def _logprob(made: bytes) -> float:
+    return -(1 + int.from_bytes(made[8:12], "little")) / (1 << 30)
+
+
+def fake_token(digest: str, prompt_token_ids: list[int], position: int, vocab_size: int = 512) -> int:
+    """The token that the fake engine makes under the weights of `digest` (a version's: "blake3:<hex>") as number
+    `position`, from 0, of the completion."""
+    return _token(_hash(digest, _prompt_hash(prompt_token_ids), position), vocab_size)
+
+
+def fake_logprob(digest: str, prompt_token_ids: list[int], position: int) -> float:
+    """That token's logprob, in [-4, 0)."""
+    return _logprob(_hash(digest, _prompt_hash(prompt_token_ids), position))
+
+
+def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024) -> Path:
+    """Writes a model directory of `tensors` float32 tensors of `nbytes` each; other seeds, other bytes. Again with
+    the same seed it writes the same bytes."""
+    if tensors < 1 or nbytes < 4 or nbytes % 4:
+        raise ValueError("a fake model has at least one tensor, of a positive multiple of 4 bytes")
+    path.mkdir(parents=True, exist_ok=True)
+    source = random.Random(seed)
+    weights = {}
+    for number in range(tensors):
+        data = bytearray(source.randbytes(nbytes))
+        data[3::4] = b"\x3d" * (nbytes // 4)  # the exponent: all finite, around 0.06
+        weights[f"layers.{number}.weight"] = (TensorSpec("F32", (nbytes // 4,)), bytes(data))
+    write_atomically(path / "config.json", [json.dumps({"model_type": "fake"}).encode()])
+    write_safetensors(path / "model.safetensors", weights)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConfig:
+    """The engine arguments (`--engine-arg key=value`)."""
+
+    token_delay_s: float = 0.0
+    """Before each token. At 0 other tasks still get their turn between two tokens."""
+    vocab_size: int = 512
+    max_model_len: int = 4096
+    stage_delay_s: float = 0.0
+    """Before the first tensor is taken; ends early when cancelled."""
+    swap_delay_s: float = 0.0
+    """Before the weights change; cancelled in it, a swap has changed nothing."""
+    hold_bytes: bool = True
+    """False: keep digests only, for large models or many engines."""
+    fail_stage: bool = False
+    fail_swap: bool = False
+    """Fails before anything has changed."""
+    hang_liveness: bool = False
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, str]) -> FakeConfig:
+        defaults = cls()
+        known = asdict(defaults)
+        values: dict[str, Any] = {}
+        for key, text in extra.items():
+            if key not in known:
+                raise InvalidRequest(
+                    f"the fake engine has no argument {key[:64]!r}",
+                    field=f"engine-arg.{key[:64]}",
+                    fix=f"use one of {', '.join(known)}",
+                )
+            values[key] = _parsed(key, text, known[key])
+        return cls(**values)
+
+
+_INT_BOUNDS = {"vocab_size": (FIRST_TOKEN + 1, 1 << 31), "max_model_len": (2, 1 << 31)}
+
+
+def _parsed(key: str, text: str, default: bool | int | float) -> bool | int | float:
+    def refuse(fix: str) -> InvalidRequest:
+        return InvalidRequest(f"{key} is {text[:64]!r}", field=f"engine-arg.{key}", fix=fix)
+
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise refuse("say true or false")
+        return text == "true"
+    if isinstance(default, int):
+        low, high = _INT_BOUNDS[key]
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
+            raise refuse(f"give a whole number from {low} to {high}")
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_DELAY_S:
+        raise refuse(f"give seconds from 0 to {MAX_DELAY_S:g}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTensor:
+    spec: TensorSpec
+    digest: str  # blake3 hex of the bytes
+    data: bytes | None  # None without hold_bytes
+
+    def digest_now(self) -> str:
+        """From the bytes themselves where they are held."""
+        return self.digest if self.data is None else str(blake3(self.data).hexdigest())
+
+
+class FakeWeights:
+    """A full set of weights: what the engine holds, and, before it is swapped in, what `stage` made."""
+
+    def __init__(self, tensors: dict[str, FakeTensor]) -> None:
+        self.tensors = tensors
+        self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
+        self.used = False
+
+    def checksum(self) -> str:
+        lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())
+        return str(blake3("\n".join(["fake", *lines]).encode()).hexdigest())
+
+    def mismatches(self, other: FakeWeights) -> list[str]:
+        return sorted(
+            name
+            for name in self.tensors.keys() | other.tensors.keys()
+            if self._digest_now(name) != other._digest_now(name)
+        )
+
+    def _digest_now(self, name: str) -> str | None:
+        tensor = self.tensors.get(name)
+        return None if tensor is None else tensor.digest_now()
+
+    def noise(self) -> FakeWeights:
+        """Other weights of the same shapes."""
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            if tensor.data is None:
+                tensors[name] = FakeTensor(tensor.spec, os.urandom(32).hex(), None)
+            else:
+                data = os.urandom(tensor.spec.nbytes)
+                tensors[name] = FakeTensor(tensor.spec, str(blake3(data).hexdigest()), data)
+        return FakeWeights(tensors)
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """One request in the engine."""
+
+    prompt: list[int]
+    prompt_hash: bytes
+    admitted: bool = False
+    """Has it left the queue? Waiting ones stay in it while the engine is paused."""
+    ended: FinishReason | None = None
+    """Set from outside: the reader's next delta is the last."""
+    made: int = 0
+    spans: list[VersionSpan] = field(default_factory=list)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def label(self, version: WeightVersion | None) -> None:
+        """Counts one token, made under `version`; None: unknown, and so in no span."""
+        self.made += 1
+        if version is None:
+            return
+        last = self.spans[-1] if self.spans else None
+        same = last is not None and (last.run, last.sequence, last.version, last.digest) == (
+            version.run,
+            version.sequence,
+            version.label,
+            version.digest,
+        )
+        if last is not None and same and last.end == self.made - 1:
+            self.spans[-1] = last.model_copy(update={"end": self.made})
+        else:
+            self.spans.append(
+                VersionSpan(
+                    version=version.label,
+                    sequence=version.sequence,
+                    digest=version.digest,
+                    run=version.run,
+                    start=self.made - 1,
+                    end=self.made,
+                )
+            )
+
+
+class FakeEngine:
+    """An EngineAdapter. `fail_stage`, `fail_swap` and `hang_liveness` may be set while it runs."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.config = FakeConfig.parse(options.extra)
+        if options.dtype is not None and options.dtype not in _DTYPES:
+            raise InvalidRequest(
+                f"the dtype is {options.dtype[:64]!r}", field="dtype", fix=f"use one of {', '.join(_DTYPES)}"
+            )
+        if options.device not in ("auto", "cpu"):
+            raise InvalidRequest(
+                f"the fake engine has no device {options.device[:64]!r}", field="device", fix="use auto or cpu"
+            )
+        self.fail_stage = self.config.fail_stage
+        self.fail_swap = self.config.fail_swap
+        self.hang_liveness = self.config.hang_liveness
+        self._options = options
+        self._specs: dict[str, TensorSpec] = {}
+        self._weights: FakeWeights | None = None  # None before start and after close
+        self._snapshot: FakeWeights | None = None
+        self._version: WeightVersion | None = None
+        self._requests: dict[str, _Running] = {}
+        self._frozen = False  # no token is made
+        self._queueing = False  # new requests wait; without _frozen: a `wait` lets the running ones end
+        self._drained = asyncio.Event()
+        self._released: set[str] = set()
+        self._closed = False
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        weights = await asyncio.to_thread(self._load)
+        if self._closed:
+            raise EngineFailed("the fake engine was closed while it started")
+        self._weights = weights
+        wanted = _DTYPES.get(self._options.dtype or "")
+        self._specs = {
+            name: TensorSpec(wanted, tensor.spec.shape)
+            if wanted is not None and tensor.spec.dtype in _DTYPE_NAMES
+            else tensor.spec
+            for name, tensor in weights.tensors.items()
+        }
+        sizes: Counter[str] = Counter()
+        for spec in self._specs.values():
+            sizes[spec.dtype] += spec.nbytes
+        dtype = max(sorted(sizes), key=sizes.__getitem__, default="F32")
+        return EngineInfo(
+            engine="fake",
+            engine_version=FAKE_VERSION,
+            model=self._options.model.resolve().name,
+            dtype=_DTYPE_NAMES.get(dtype, dtype.lower()),
+            device="cpu",
+            world_size=1,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.config.max_model_len,
+            capabilities={},
+        )
+
+    def _load(self) -> FakeWeights:
+        checkpoint = open_checkpoint(self._options.model, field="model")
+        try:
+            return FakeWeights(self._read(checkpoint))
+        finally:
+            checkpoint.close()
+
+    def _read(self, checkpoint: Checkpoint) -> dict[str, FakeTensor]:
+        if not self.config.hold_bytes:
+            digests = checkpoint.tensor_digests()
+            return {name: FakeTensor(spec, digests[name], None) for name, spec in checkpoint.specs.items()}
+        return {
+            name: FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), bytes(tensor.data))
+            for name, tensor in checkpoint.tensors()
+        }
+
+    async def close(self) -> None:
+        self._closed = True
+        self._end(list(self._requests), "error")
+        self._weights = self._snapshot = self._version = None
+
+    async def liveness(self) -> None:
+        if self.hang_liveness:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        self._held()
+
+    def _held(self) -> FakeWeights:
+        if self._weights is None:
+            raise EngineFailed("the fake engine is not running")
+        return self._weights
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        self._held()
+        prompt = self._prompt(request)
+        if request.id in self._requests:
+            raise InvalidRequest(
+                f"a request with id {request.id!r} is running",
+                field="id",
+                fix="give each request an id of its own",
+            )
+        if self._released:
+            raise NotAdmitted(f"memory is released ({', '.join(sorted(self._released))}): resume it first")
+        running = _Running(prompt, _prompt_hash(prompt))
+        self._requests[request.id] = running
+        first: list[int] | None = prompt
+        stops = frozenset(request.stop_token_ids)
+        try:
+            while True:
+                await self._turn(running)
+                if running.ended is not None:
+                    break
+                # From here to the yield nothing waits, so that weights and label belong together.
+                made = _hash(self._held().digest, running.prompt_hash, running.made)
+                token = _token(made, self.config.vocab_size)
+                running.label(self._version)
+                if token in stops:
+                    running.ended = "stop"
+                elif running.made >= request.max_tokens:
+                    running.ended = "length"
+                if running.ended is not None:
+                    self._forget(request.id, running)
+                yield GenerateDelta(
+                    token_ids=[token],
+                    logprobs=[_logprob(made)] if request.logprobs else None,
+                    text=f" t{token}",
+                    finish_reason=running.ended,
+                    spans=running.spans if running.ended is not None else [],
+                    prompt_token_ids=first,
+                )
+                if running.ended in ("stop", "length"):
+                    return
+                first = None
+            yield GenerateDelta(
+                token_ids=[],
+                logprobs=[] if request.logprobs else None,
+                finish_reason=running.ended,
+                spans=running.spans,
+                prompt_token_ids=first,
+            )
+        finally:
+            self._forget(request.id, running)
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"{' and '.join(given) or 'no prompt'} given",
+                field=given[-1] if given else "prompt",
+                fix="give exactly one of prompt_token_ids, prompt and messages",
+            )
+        size = self.config.vocab_size
+        if request.prompt_token_ids is not None:
+            prompt = request.prompt_token_ids
+            if max(prompt, default=0) >= size:
+                raise InvalidRequest(
+                    f"prompt_token_ids has {max(prompt)}, the vocabulary ends at {size - 1}",
+                    field="prompt_token_ids",
+                    fix="use this model's tokenizer",
+                )
+        else:
+            text = request.prompt if request.prompt is not None else _rendered(request.messages or [])
+            prompt = [FIRST_TOKEN + byte % (size - FIRST_TOKEN) for byte in text.encode("utf-8", "surrogatepass")]
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
+        if len(prompt) + request.max_tokens > self.config.max_model_len:
+            raise InvalidRequest(
+                f"{len(prompt)} prompt tokens and max_tokens {request.max_tokens} are more than "
+                f"max_model_len {self.config.max_model_len}",
+                field="max_tokens",
+                fix=f"ask for at most {max(0, self.config.max_model_len - len(prompt))} tokens",
+            )
+        return prompt
+
+    async def _turn(self, running: _Running) -> None:
+        """Waits until `running` may make a token, or is ended."""
+        await self._gate(running)
+        loop = asyncio.get_running_loop()
+        due = loop.time() + self.config.token_delay_s
+        await asyncio.sleep(0)
+        while running.ended is None and (left := due - loop.time()) > 0:
+            running.wake.clear()
+            try:
+                async with asyncio.timeout(left):
+                    await running.wake.wait()
+            except TimeoutError:
+                pass
+        await self._gate(running)
+
+    async def _gate(self, running: _Running) -> None:
+        # Looked at again after each wait: between the wake-up and this task's turn there may be another pause.
+        while running.ended is None and (self._frozen or (self._queueing and not running.admitted)):
+            running.wake.clear()
+            await running.wake.wait()
+        running.admitted = True
+
+    def _forget(self, request_id: str, running: _Running) -> None:
+        if self._requests.get(request_id) is running:
+            del self._requests[request_id]
+        if not any(other.admitted for other in self._requests.values()):
+            self._drained.set()
+
+    def _end(self, request_ids: list[str], reason: FinishReason) -> int:
+        count = 0
+        for request_id in request_ids:
+            running = self._requests.get(request_id)
+            if running is None:
+                continue
+            running.ended = reason
+            running.wake.set()
+            self._forget(request_id, running)
+            count += 1
+        return count
+
+    def _wake(self) -> None:
+        for running in self._requests.values():
+            running.wake.set()
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        return self._end(list(self._requests) if request_ids is None else request_ids, "abort")
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        self._held()
+        if mode == "abort":
+            self._end(list(self._requests), "abort")
+        elif mode == "wait":
+            await self._drain()
+        elif mode != "keep":
+            raise InvalidRequest(
+                f"the pause mode is {str(mode)[:64]!r}", field="mode", fix="use keep, wait or abort"
+            )
+        self._frozen = self._queueing = True
+        if clear_cache:
+            await self.flush_cache()
+
+    async def _drain(self) -> None:
+        """Requests that an earlier `keep` froze go on, so that they can end."""
+        before = (self._frozen, self._queueing)
+        self._frozen, self._queueing = False, True
+        self._wake()
+        try:
+            while any(running.admitted for running in self._requests.values()):
+                self._drained.clear()
+                await self._drained.wait()
+        except BaseException:
+            self._frozen, self._queueing = before
+            self._wake()
+            raise
+
+    async def resume(self) -> None:
+        self._held()
+        self._frozen = self._queueing = False
+        self._wake()
+
+    async def flush_cache(self) -> bool:
+        """There is no prefix cache: nothing is ever reused."""
+        self._held()
+        return True
+
+    def load(self) -> tuple[int, int]:
+        admitted = sum(running.admitted for running in self._requests.values())
+        return admitted, len(self._requests) - admitted
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        self._held()
+        return self._specs
+
+    def optional_tensors(self) -> frozenset[str]:
+        return frozenset()
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
+        deadline = time.monotonic() + self.config.stage_delay_s
+        while not cancelled() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(STEP_S, left))
+        if self.fail_stage:
+            raise EngineFailed("fail_stage is set")
+        staged = {}
+        for name, tensor in tensors:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+            # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
+            data = bytes(tensor.data) if self.config.hold_bytes else None
+            staged[name] = FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        return FakeWeights(staged)
+
+    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+        weights = self._swappable(staged)
+        if self.config.swap_delay_s:
+            await asyncio.sleep(self.config.swap_delay_s)
+            weights = self._swappable(staged)
+        if self.fail_swap:
+            raise EngineFailed("fail_swap is set")
+        weights.used = True
+        self._weights, self._version = weights, version
+        return await self.flush_cache() if flush else False
+
+    def _swappable(self, staged: Staged) -> FakeWeights:
+        self._held()
+        if not isinstance(staged, FakeWeights) or staged.used:
+            raise EngineFailed("these weights were not staged here, or were swapped or discarded before")
+        if not (self._frozen and self._queueing):
+            raise EngineFailed("a swap needs a paused engine")
+        if "weights" in self._released:
+            raise EngineFailed("the weights' memory is released: resume it first")
+        return staged
+
+    async def discard(self, staged: Staged) -> None:
+        if isinstance(staged, FakeWeights) and not staged.used:
+            staged.used = True
+            staged.tensors = {}
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._held()
+        self._version = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        held = self._held()
+        if "weights" in self._released:
+            raise EngineFailed("the weights' memory is released: resume it first")
+        if action == "checksum":
+            return [{"rank": 0, "checksum": await asyncio.to_thread(held.checksum)}]
+        if action == "snapshot":
+            self._snapshot = held  # never changed in place, so holding it is a copy
+            return [{"rank": 0}]
+        if action == "compare":
+            if self._snapshot is None:
+                raise InvalidRequest("there is no snapshot", field="action", fix="take a snapshot first")
+            mismatches = await asyncio.to_thread(held.mismatches, self._snapshot)
+            return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
+        if action == "reset_tensors":
+            self._weights = await asyncio.to_thread(held.noise)
+            self._version = None  # noise is no version
+            return [{"rank": 0}]
+        raise InvalidRequest(
+            f"the action is {str(action)[:64]!r}",
+            field="action",
+            fix="use checksum, snapshot, compare or reset_tensors",
+        )
+
+    async def release_memory(self, tags: list[str]) -> None:
+        """No tags: all. Only flags: the bytes stay."""
+        self._held()
+        tags = _checked_tags(tags)
+        if not self._frozen and any(running.admitted for running in self._requests.values()):
+            raise InvalidRequest(
+                "requests are running", field="tags", fix="pause first (mode wait or abort), then release memory"
+            )
+        self._released |= set(tags)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        """No tags: all."""
+        self._held()
+        self._released -= set(_checked_tags(tags))
+
+
+def _checked_tags(tags: list[str]) -> list[str]:
+    unknown = [tag for tag in tags if tag not in MEMORY_TAGS]
+    if unknown:
+        raise InvalidRequest(
+            f"there is no memory tag {str(unknown[0])[:64]!r}",
+            field="tags",
+            fix=f"use {' or '.join(MEMORY_TAGS)}",
+        )
+    return tags or list(MEMORY_TAGS)
+
+
+def _rendered(messages: list[dict[str, Any]]) -> str:
+    """The messages' text, one after the other."""
+
+    def refuse(number: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"messages[{number}] has no text",
+            field=f"messages.{number}.content",
+            fix="give content as a string, or as a list of {type: text, text: …}",
+        )
+
+    texts: list[str] = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            texts.append(content)
+            continue
+        if not isinstance(content, list):
+            raise refuse(number)
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise refuse(number)
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def build(options: EngineOptions) -> FakeEngine:
+    return FakeEngine(options)

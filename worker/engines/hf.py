@@ -1,0 +1,426 @@
+"""The `hf` engine: a model on transformers' continuous batching, in this process, on a CPU or one GPU.
+
+Two threads besides the caller's: the event loop, on which every coroutine here runs, and the generation thread
+of `hf_loop`, which alone touches the scheduler, the cache and the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.versions import TensorSpec, WeightVersion
+from worker.engines.base import (
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+    Staged,
+    TensorStream,
+)
+from worker.engines.hf_loop import GenerationLoop, Piece, Stream
+from worker.engines.hf_weights import ModelWeights, StagedTensors
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
+_NO_LORA = "the hf engine serves base weights only"
+_CAPABILITIES = {
+    "release_memory": _NO_SLEEP,
+    "resume_memory": _NO_SLEEP,
+    "prepare_update:lora": _NO_LORA,
+    "update_weights:lora": _NO_LORA,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HfArguments:
+    """The engine arguments (`--engine-arg key=value`). The cache has room for num_blocks × page_size tokens."""
+
+    num_blocks: int = 256
+    page_size: int = 32
+    """Tokens per block; prompts share whole blocks only."""
+    max_batch_tokens: int = 512
+    """Tokens per step; longer prompts take several. The attention mask has this times the cache's tokens."""
+    max_model_len: int | None = None
+    """None: what the model and the cache allow."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, str]) -> HfArguments:
+        values = {}
+        for key, text in extra.items():
+            if key not in cls.__dataclass_fields__:
+                known = ", ".join(cls.__dataclass_fields__)
+                raise InvalidRequest(
+                    f"unknown engine argument {key}", field=f"engine_arg.{key}", fix=f"one of {known}"
+                )
+            low = 4 if key == "page_size" else 1
+            if not text.isdecimal() or int(text) < low:
+                raise InvalidRequest(
+                    f"{key}={text} is not a number of at least {low}", field=f"engine_arg.{key}", fix="give one"
+                )
+            values[key] = int(text)
+        return cls(**values)
+
+
+def build(options: EngineOptions) -> EngineAdapter:
+    return HfEngine(options)
+
+
+class HfEngine:
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._arguments = HfArguments.parse(options.extra)
+        if options.dtype is not None and options.dtype not in _DTYPES:
+            raise InvalidRequest(
+                f"unknown dtype {options.dtype}", field="dtype", fix=f"one of {', '.join(_DTYPES)}"
+            )
+        if not (options.model / "config.json").is_file():
+            raise InvalidRequest(
+                f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
+            )
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._info: EngineInfo | None = None
+        self._loop: GenerationLoop | None = None
+        self._weights: ModelWeights | None = None
+        self._weights_lock = asyncio.Lock()
+        """A check must not see half of a swap; checks only read, so they may come at any time."""
+        self._eos: frozenset[int] = frozenset()
+        self._streams: dict[str, Stream] = {}
+        self._keys = itertools.count()
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        try:
+            info = await asyncio.to_thread(self._load)
+            config = ContinuousBatchingConfig(
+                num_blocks=self._arguments.num_blocks,
+                page_size=self._arguments.page_size,
+                max_batch_tokens=self._arguments.max_batch_tokens,
+                use_async_batching=False,  # our sampler runs on the host, in each step
+                use_cuda_graph=False,
+                auto_switch_to_flash=False,  # it would fetch kernels from the network
+            )
+            self._loop = await asyncio.to_thread(GenerationLoop, self._model, config, asyncio.get_running_loop())
+            self._loop.start()
+            await self.liveness()
+        except PlaneError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise EngineFailed(f"the model did not load: {error}") from error
+        self._info = info
+        return info
+
+    def _load(self) -> EngineInfo:
+        path, device = self._options.model, self._options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
+        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
+        )
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._weights = ModelWeights(self._model)
+        self._eos = _eos_tokens(self._model, self._tokenizer)
+        config = self._model.config.get_text_config()
+        room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
+        length = self._arguments.max_model_len or room
+        if length > room:
+            raise InvalidRequest(
+                f"max_model_len {length} is more than the model and the cache take ({room})",
+                field="engine_arg.max_model_len",
+                fix="lower it, or raise num_blocks",
+            )
+        return EngineInfo(
+            engine="hf",
+            engine_version=transformers.__version__,
+            model=Path(path).resolve().name,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            device=str(self._model.device),
+            world_size=1,
+            vocab_size=config.vocab_size,
+            max_model_len=length,
+            capabilities=_CAPABILITIES,
+        )
+
+    async def close(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call(loop.stop_loop)
+            await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
+        self._model = self._weights = self._tokenizer = None
+
+    async def liveness(self) -> None:
+        device = self._model.device if self._model is not None else "cpu"
+        # The command proves the loop, its tensor the device.
+        await self._call(lambda _: torch.ones((), device=device).item())
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        loop = self._running()
+        prompt = await self._prompt(request)
+        self._validate(request, prompt)
+        stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
+        stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
+        text = IncrementalText(self._tokenizer)
+        self._streams[request.id] = stream
+        submitted = loop.call(lambda: loop.submit(stream))
+        finished = False
+        told: list[int] | None = prompt
+        try:
+            await asyncio.wrap_future(submitted)
+            while not finished:
+                piece, failure = await _next_piece(stream)
+                finished = piece.finish_reason is not None
+                if finished or piece.token_ids:
+                    yield GenerateDelta(
+                        token_ids=piece.token_ids,
+                        logprobs=piece.logprobs if request.logprobs else None,
+                        text=text.add(piece.token_ids, last=finished),
+                        finish_reason=piece.finish_reason,
+                        spans=piece.spans,
+                        prompt_token_ids=told,
+                    )
+                    told = None
+                if failure is not None:
+                    finished = True
+                    raise failure
+        finally:
+            del self._streams[request.id]
+            if not finished:
+                # Not awaited: this may be a cancelled task, or a generator that is being closed.
+                loop.call(lambda: loop.abort([stream]))
+
+    async def _prompt(self, request: GenerateRequest) -> list[int]:
+        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"a request has one of prompt_token_ids, prompt and messages, not {given}",
+                field=given[-1] if given else "prompt_token_ids",
+                fix="give exactly one",
+            )
+        if request.prompt_token_ids is not None:
+            return list(request.prompt_token_ids)
+        if request.prompt is not None:
+            return await asyncio.to_thread(self._tokenizer.encode, request.prompt, add_special_tokens=False)
+        try:
+            ids: list[int] = await asyncio.to_thread(
+                self._tokenizer.apply_chat_template,
+                request.messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except Exception as error:  # a template is a program of the model's: it raises what it likes
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}",
+                field="messages",
+                fix="give each a role and a content",
+            ) from error
+        return ids
+
+    def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
+        info = self._info
+        assert info is not None, "start sets it before the loop is there"
+        for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
+            if ids and max(ids) >= info.vocab_size:
+                raise InvalidRequest(
+                    f"token {max(ids)} is outside the vocabulary",
+                    field=field,
+                    fix=f"use ids below {info.vocab_size}",
+                )
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
+        if len(prompt) + request.max_tokens > info.max_model_len:
+            raise InvalidRequest(
+                f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {info.max_model_len}",
+                field="max_tokens",
+                fix=f"at most {info.max_model_len} together",
+            )
+        if request.id in self._streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        streams = None
+        if request_ids is not None:
+            streams = [self._streams[name] for name in dict.fromkeys(request_ids) if name in self._streams]
+        count: int = await self._call(lambda loop: loop.abort(streams))
+        return count
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        if mode == "wait":
+            await self._drain()
+        else:
+            await self._call(lambda loop: loop.freeze())
+        if mode == "abort":
+            await self._call(lambda loop: loop.abort(None))
+        if clear_cache:
+            await self.flush_cache()
+
+    async def _drain(self) -> None:
+        drained: Future[None] = Future()
+        try:
+            await self._call(lambda loop: loop.drain(drained))
+            await asyncio.wrap_future(drained)
+        except asyncio.CancelledError:
+            loop = self._running()
+            loop.call(lambda: loop.undo_drain(drained))
+            raise
+
+    async def resume(self) -> None:
+        await self._call(lambda loop: loop.thaw())
+
+    async def flush_cache(self) -> bool:
+        flushed: bool = await self._call(lambda loop: loop.flush())
+        return flushed
+
+    def load(self) -> tuple[int, int]:
+        loop, total = self._loop, len(self._streams)
+        running = min(total, loop.running()) if loop is not None else 0
+        return running, total - running
+
+    # weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._held_weights().spec
+
+    def optional_tensors(self) -> frozenset[str]:
+        return self._held_weights().optional
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
+        return self._held_weights().stage(tensors, cast, cancelled)
+
+    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+        assert isinstance(staged, StagedTensors), "what `stage` gave"
+        weights = self._held_weights()
+
+        def between_two_steps(loop: GenerationLoop) -> bool:
+            weights.load(staged)
+            loop.version = version
+            return flush and loop.flush()
+
+        async with self._weights_lock:
+            flushed: bool = await self._call(between_two_steps)
+        return flushed
+
+    async def discard(self, staged: Staged) -> None:
+        assert isinstance(staged, StagedTensors), "what `stage` gave"
+        staged.tensors = None
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._running().version = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        weights = self._held_weights()
+        async with self._weights_lock:
+            if action == "checksum":
+                return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
+            if action == "snapshot":
+                await asyncio.to_thread(weights.snapshot)
+                return [{"rank": 0}]
+            if action == "compare":
+                mismatches = await asyncio.to_thread(weights.compare)
+                return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
+            await self._call(lambda _: weights.reset())
+            return [{"rank": 0}]
+
+    async def release_memory(self, tags: list[str]) -> None:
+        _refuse(_NO_SLEEP)
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        _refuse(_NO_SLEEP)
+
+    def _running(self) -> GenerationLoop:
+        if self._loop is None:
+            raise EngineFailed("the engine is not running")
+        return self._loop
+
+    def _held_weights(self) -> ModelWeights:
+        if self._weights is None:
+            raise EngineFailed("the engine is not running")
+        return self._weights
+
+    async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
+        loop = self._running()
+        try:
+            return await asyncio.wrap_future(loop.call(lambda: command(loop)))
+        except PlaneError:
+            raise
+        except Exception as error:
+            raise EngineFailed(f"{type(error).__name__}: {error}") from error
+
+
+class IncrementalText:
+    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
+
+    _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._sent = 0  # characters of the decoded window
+
+    def add(self, token_ids: list[int], last: bool) -> str:
+        self._ids += token_ids
+        text = self._decode(self._ids)
+        whole = len(text)
+        if not last:
+            # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
+            while whole > max(self._sent, len(text) - 3) and text[whole - 1] == "\ufffd":
+                whole -= 1
+        fresh = text[self._sent : whole]
+        self._sent = max(self._sent, whole)
+        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
+            self._ids = self._ids[-self._WINDOW :]
+            self._sent = len(self._decode(self._ids))
+        return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
+    """All that has come since the last, as one piece, and the failure that came after it."""
+    merged = Piece()
+    item = await stream.pieces.get()
+    while True:
+        if isinstance(item, EngineFailed):
+            return merged, item
+        merged.token_ids += item.token_ids
+        merged.logprobs += item.logprobs
+        merged.finish_reason, merged.spans = item.finish_reason, item.spans
+        if stream.pieces.empty():
+            return merged, None
+        item = stream.pieces.get_nowait()
+
+
+def _eos_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise Unsupported(reason, reason=reason)

@@ -1,0 +1,404 @@
+"""The generation loop of the `hf` engine: transformers' continuous batching, steered between two steps.
+
+Everything that touches the scheduler, the cache or the weights runs on the generation thread itself, as a
+command that it takes up between two steps. So no lock is held while a step runs, no step runs while a command
+does, and a command that comes back (liveness is an empty one) proves that the loop goes round, paused or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+
+from rl_plane.errors import EngineFailed
+from rl_plane.generation import FinishReason, GenerateRequest, VersionSpan
+from rl_plane.versions import WeightVersion
+
+IDLE_WAIT_S = 0.1
+"""How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
+
+MIN_TEMPERATURE = 1e-5
+"""Lower ones overflow float32; at this one anything but an exact tie is greedy already."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens of one request; the last one has a finish_reason and the spans of all its tokens."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    spans: list[VersionSpan] = field(default_factory=list)
+
+
+class Stream:
+    """One request. `pieces` is the consumer's, on the event loop; all else the generation thread's."""
+
+    def __init__(self, key: str, request: GenerateRequest, prompt: list[int], stop: frozenset[int]) -> None:
+        self.key = key
+        """The library's id for it: a caller may use its own id again before the library has let go of the old."""
+        self.request = request
+        self.prompt = prompt
+        self.stop = stop
+        self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
+        self.done = False
+        self._count = 0
+        self._fresh = Piece()
+        self._spans: list[tuple[WeightVersion | None, int]] = []  # (version, end); starts where the last ended
+        # One draw per token, from a generator of its own: what else is in the batch can't matter.
+        self._random = random.Random(request.seed)
+
+    @property
+    def truncated(self) -> bool:
+        return self.request.top_p < 1.0 or self.request.top_k > 0
+
+    def draw(self) -> float:
+        """Uniform in (0, 1]."""
+        return 1.0 - self._random.random()
+
+    def push(self, token: int, logprob: float, version: WeightVersion | None) -> None:
+        self._fresh.token_ids.append(token)
+        self._fresh.logprobs.append(logprob)
+        self._count += 1
+        if self._spans and self._spans[-1][0] == version:
+            self._spans.pop()
+        self._spans.append((version, self._count))
+        if token in self.stop:
+            self.end("stop")
+        elif self._count >= self.request.max_tokens:
+            self.end("length")
+
+    def end(self, reason: FinishReason) -> None:
+        self.done = True
+        self._fresh.finish_reason = reason
+        start = 0
+        for version, end in self._spans:
+            if version is not None:
+                self._fresh.spans.append(
+                    VersionSpan(
+                        version=version.label,
+                        sequence=version.sequence,
+                        digest=version.digest,
+                        run=version.run,
+                        start=start,
+                        end=end,
+                    )
+                )
+            start = end
+
+    def take(self) -> Piece:
+        piece, self._fresh = self._fresh, Piece()
+        return piece
+
+
+def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
+    """The next token of each row and its log-softmax at temperature 1, before any other processing."""
+    chosen = logits.argmax(dim=-1)
+    # Which way a row goes depends on its own request only, or its rounding would depend on its neighbours.
+    for truncated in (False, True):
+        rows = [
+            row
+            for row, stream in enumerate(streams)
+            if stream.request.temperature > 0 and stream.truncated == truncated
+        ]
+        if rows:
+            chosen[rows] = _sample(logits[rows], [streams[row] for row in rows], truncated)
+    logprobs = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
+    return chosen.tolist(), logprobs.tolist()
+
+
+def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> torch.Tensor:
+    """Inverse transform sampling, with one uniform number per row."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    temperature = column([max(stream.request.temperature, MIN_TEMPERATURE) for stream in streams])
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature.float()
+    vocab_size = logits.shape[1]
+    if truncated:
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(vocab_size, device=logits.device)
+        top_k = column([stream.request.top_k or vocab_size for stream in streams])
+        logits = logits.masked_fill(rank >= top_k, -math.inf)
+    probs = logits.softmax(dim=-1)
+    if truncated:
+        mass_before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
+        probs = probs.masked_fill(mass_before >= column([stream.request.top_p for stream in streams]), 0.0)
+    reached = probs.cumsum(dim=-1, dtype=torch.float64)
+    # The first token that reaches a draw in (0, total] has a probability above 0. NaN finds none: stay in range,
+    # the caller sees its logprob.
+    wanted = column([stream.draw() for stream in streams]) * reached[:, -1:]
+    index = torch.searchsorted(reached, wanted).clamp_(max=vocab_size - 1)
+    return (order.gather(1, index) if truncated else index).squeeze(1)
+
+
+class _NoRouter(OutputRouter):  # type: ignore[misc]  # the library is untyped
+    """Tokens leave through the streams; the library's own queue would grow for ever."""
+
+    def deliver(self, output: Any) -> None:
+        pass
+
+    def deliver_batch(self, outputs: Any) -> None:
+        pass
+
+
+class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the library is untyped
+    """The library's manager and thread, with our sampler, our commands and our pause.
+
+    Methods below `call` are commands: they run on the generation thread, by way of `call`.
+    """
+
+    def __init__(self, model: Any, config: ContinuousBatchingConfig, events: asyncio.AbstractEventLoop) -> None:
+        # A neutral generation config: no logits processor of the library stands before our sampler.
+        super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
+        self.output_router = _NoRouter()
+        self.version: WeightVersion | None = None
+        self._events = events
+        self._lock = threading.Lock()  # of the next two
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ended = False
+        self._stopping = False
+        self._gate_closed = False  # new requests are held
+        self._frozen = False  # no step runs
+        self._drain: Future[None] | None = None
+        self._before_drain = (False, False)
+        self._live: dict[str, Stream] = {}  # known to the scheduler
+        self._held: deque[Stream] = deque()
+        self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
+        self._broken: list[str] = []
+        self._outbox: list[tuple[Stream, Piece | EngineFailed]] = []
+
+    def start(self) -> None:
+        # The library's thread would keep the process alive when nobody closes the engine.
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(
+            target=self._run_generation_loop, name="hf-generation", daemon=True
+        )
+        self._generation_thread.start()
+
+    def join_thread(self, timeout_s: float) -> bool:
+        thread = self._generation_thread
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def call(self, command: Callable[[], Any]) -> Future[Any]:
+        """Runs `command` on the generation thread between two steps, in the order of the calls; thread-safe.
+        The future fails with EngineFailed when that thread has ended, or ends first."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if not self._ended:
+                self._commands.append((command, future))
+                self._wake_up_loop.set()
+                return future
+        future.set_exception(self._failure())
+        return future
+
+    def running(self) -> int:
+        """Requests that hold cache; thread-safe."""
+        return len(self.batch_processor.scheduler.active_requests) if self.batch_processor else 0
+
+    # commands
+
+    def submit(self, stream: Stream) -> None:
+        if self._gate_closed:
+            self._held.append(stream)
+        else:
+            self._admit(stream)
+
+    def abort(self, streams: Iterable[Stream] | None) -> int:
+        """Ends these (None: all) with finish_reason `abort`; how many were not over yet."""
+        known = [*self._live.values(), *self._held]
+        victims = known if streams is None else [stream for stream in streams if stream in known]
+        for stream in victims:
+            if stream.key not in self._live:
+                self._held.remove(stream)
+            stream.end("abort")
+            self._outbox.append((stream, stream.take()))
+        self._drop([stream.key for stream in victims])
+        return len(victims)
+
+    def freeze(self) -> None:
+        self._gate_closed = self._frozen = True
+        self._drain = None
+
+    def drain(self, drained: Future[None]) -> None:
+        """Holds what is new, lets what runs go on to its end (also when frozen before), then freezes."""
+        self._before_drain = (self._gate_closed, self._frozen)
+        self._gate_closed, self._frozen = True, False
+        self._drain = drained
+
+    def undo_drain(self, drained: Future[None]) -> None:
+        """Back to what it was before `drain(drained)`, also when that has just finished."""
+        if self._drain is drained:
+            gate_closed, frozen = self._before_drain
+            self.thaw()
+            self._gate_closed, self._frozen = gate_closed, frozen
+
+    def thaw(self) -> None:
+        self._gate_closed = self._frozen = False
+        self._drain = None
+        while self._held:
+            self._admit(self._held.popleft())
+
+    def flush(self) -> bool:
+        """Forgets all shared blocks: those that nobody uses go back to the pool, running requests keep theirs."""
+        cache = self.batch_processor.cache
+        cache.evict_cached_blocks()
+        for allocator in cache.cache_allocators.values():
+            allocator.ledger.hash_to_block.clear()
+            allocator.ledger.block_to_hash.clear()
+        self._stale.update(self.batch_processor.scheduler.active_requests)
+        return True
+
+    def stop_loop(self) -> None:
+        self._stopping = True
+
+    # the generation thread
+
+    def _admit(self, stream: Stream) -> None:
+        self._live[stream.key] = stream
+        self.batch_processor.scheduler.add_waiting_request(
+            RequestState(
+                request_id=stream.key,
+                initial_tokens=list(stream.prompt),
+                max_new_tokens=stream.request.max_tokens,
+                eos_token_id=list(stream.stop),
+            )
+        )
+
+    def _drop(self, keys: list[str]) -> None:
+        if not keys:
+            return
+        scheduler = self.batch_processor.scheduler
+        for key in keys:
+            self._live.pop(key, None)
+            scheduler.set_request_cancellation(key)
+        scheduler.clear_cancelled_requests()
+        # Set when the cache ran full, and else reset only when a request ends by itself: without this,
+        # cancelling all that run would leave those that wait stuck.
+        scheduler.block_new_requests = False
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()
+        processor.model_runner._sample = self._sample_step
+        share_blocks = processor.cache.mark_complete_blocks
+
+        def share_fresh_blocks(state: Any, complete_blocks: Any) -> None:
+            if state.request_id not in self._stale:
+                share_blocks(state, complete_blocks)
+
+        processor.cache.mark_complete_blocks = share_fresh_blocks
+        return processor
+
+    def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows
+        are those of the requests that get a token, in order, and the rest (split prefills) mean nothing."""
+        batch = self.batch_processor.inputs_and_outputs.requests_in_batch
+        streams = [self._live[future.state.request_id] for future in batch if future.has_new_token]
+        if not streams:
+            return
+        tokens, logprobs = choose(scores[0, : len(streams)], streams)
+        output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
+        for stream, token, logprob in zip(streams, tokens, logprobs, strict=True):
+            if math.isfinite(logprob):
+                stream.push(token, logprob, self.version)
+                self._outbox.append((stream, stream.take()))
+            else:
+                stream.done = True
+                self._broken.append(stream.key)
+                self._outbox.append((stream, EngineFailed("the model's logits are not finite numbers")))
+            if stream.done:
+                del self._live[stream.key]
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        self._run_commands()
+        self._finish_drain()
+        self._deliver()
+        if self._stopping:
+            return False
+        if self._frozen:
+            self._wake_up_loop.wait(IDLE_WAIT_S)
+            self._wake_up_loop.clear()
+            return True
+        going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
+        self._drop(self._broken)
+        self._broken = []
+        if self._stale:
+            scheduler = batch_processor.scheduler
+            self._stale.intersection_update([*scheduler.active_requests, *scheduler.waiting_requests])
+        self._deliver()
+        return going_on
+
+    def _finish_drain(self) -> None:
+        drained = self._drain
+        # A cancelled one is undone by its caller, a finished one stays until the next pause or resume.
+        if drained is not None and not self._live and not drained.done():
+            self._frozen = True
+            if drained.set_running_or_notify_cancel():
+                drained.set_result(None)
+
+    def _run_commands(self) -> None:
+        while True:
+            with self._lock:
+                if not self._commands:
+                    return
+                command, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+    def _deliver(self) -> None:
+        """One wake-up of the event loop for all the tokens of a step."""
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            self._events.call_soon_threadsafe(_hand_out, outbox)
+
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            with self._lock:
+                self._ended = True
+                commands = list(self._commands)
+                self._commands.clear()
+            for _, future in commands:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._failure())
+            if self._drain is not None and not self._drain.done():
+                self._drain.set_exception(self._failure())
+            self._outbox += [(stream, self._failure()) for stream in (*self._live.values(), *self._held)]
+            self._live.clear()
+            self._held.clear()
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+                self._deliver()
+
+    def _failure(self) -> EngineFailed:
+        cause = self.background_thread_status.fatal_error
+        if cause is None:
+            return EngineFailed("the engine is closed")
+        failure = EngineFailed(f"the generation thread died: {type(cause).__name__}: {cause}")
+        failure.__cause__ = cause
+        return failure
+
+
+def _hand_out(outbox: list[tuple[Stream, Piece | EngineFailed]]) -> None:
+    for stream, piece in outbox:
+        stream.pieces.put_nowait(piece)

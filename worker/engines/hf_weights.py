@@ -1,0 +1,174 @@
+"""A transformers model's weights under their checkpoint names: what must come, staging, swapping, checking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.versions import TensorSpec
+from worker.engines.base import TensorStream
+
+NOISE_STD = 0.5
+"""Of the noise that `reset` writes: far from any trained or freshly made weights."""
+
+_NAME_OF_DTYPE = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
+
+
+@dataclass(slots=True)
+class StagedTensors:
+    """By checkpoint name, in host memory, in the model's dtypes. None once used or discarded."""
+
+    tensors: dict[str, torch.Tensor] | None
+
+
+class ModelWeights:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        targets = _checkpoint_views(model)
+        tied = set(model.all_tied_weights_keys)
+        self.optional = frozenset(tied & targets.keys())
+        self._targets = {name: view for name, view in targets.items() if name not in tied}
+        self.spec: Mapping[str, TensorSpec] = {
+            name: TensorSpec(_NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
+        }
+        self._snapshot: dict[str, torch.Tensor] | None = None
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
+        staged: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+            if name in self.optional:
+                continue  # the model has one tensor for it and the one that it is tied to
+            spec = self.spec.get(name)
+            if spec is None or spec.shape != tensor.spec.shape:
+                raise InvalidWeights(
+                    f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
+                )
+            if spec.dtype != tensor.spec.dtype and not cast:
+                raise InvalidWeights(
+                    f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
+                )
+            staged[name] = _copy(tensor.data, tensor.spec).to(_DTYPE_OF_NAME[spec.dtype])
+        missing = sorted(self.spec.keys() - staged.keys())
+        if missing:
+            raise InvalidWeights(
+                f"{len(missing)} tensors are missing, {missing[0]} the first",
+                field=missing[0],
+                fix="send them all",
+            )
+        return StagedTensors(staged)
+
+    def load(self, staged: StagedTensors) -> None:
+        """In place, so that tied weights and views stay what they are. No step may be running."""
+        if staged.tensors is None:
+            raise EngineFailed("these staged weights were used or discarded before")
+        with torch.no_grad():
+            for name, tensor in staged.tensors.items():
+                self._targets[name].copy_(tensor)
+        staged.tensors = None
+        self._settle()
+
+    def checksum(self) -> str:
+        """BLAKE3 over the names and bytes of all parameters and persistent buffers."""
+        from blake3 import blake3
+
+        digest = blake3()
+        for name, tensor in self._state():
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(_bytes(tensor).numpy())
+        return f"blake3:{digest.hexdigest()}"
+
+    def snapshot(self) -> None:
+        self._snapshot = {name: tensor.clone() for name, tensor in self._state()}
+
+    def compare(self) -> list[str]:
+        """Names whose bytes differ from the snapshot's."""
+        kept = self._snapshot
+        if kept is None:
+            raise EngineFailed("there is no snapshot to compare with")
+        # Bytes, because NaN differs from itself.
+        return [name for name, tensor in self._state() if not torch.equal(_bytes(tensor), _bytes(kept[name]))]
+
+    def reset(self) -> None:
+        """Noise over every floating point tensor. No step may be running."""
+        with torch.no_grad():
+            for tensor in self._targets.values():
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
+        self._settle()
+
+    def _state(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor.detach().cpu()) for name, tensor in sorted(self._model.state_dict().items())]
+
+    def _settle(self) -> None:
+        # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+
+def _copy(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+    # Through numpy, which takes read-only memory and lets other threads run meanwhile.
+    tensor = torch.empty(spec.shape, dtype=_DTYPE_OF_NAME[spec.dtype])
+    np.copyto(_bytes(tensor).numpy(), np.frombuffer(data, dtype=np.uint8))
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
+    """Checkpoint name → the part of the live model that it fills.
+
+    Mostly the state dict itself. A model that fuses or renames (mixtures of experts) is asked to turn its state
+    back into checkpoint form: some of that comes as views of the live tensors, some as copies. For the latter,
+    the same is asked of tensors that hold their own element numbers, which then tell the view.
+    """
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    views = dict(revert_weight_conversion(model, dict(state)))
+    at = {tensor.untyped_storage().data_ptr(): name for name, tensor in state.items()}
+    covered = {at.get(view.untyped_storage().data_ptr()) for view in views.values()}
+    fused = {name: tensor for name, tensor in state.items() if _storage_owner(at, tensor) not in covered}
+    if not fused:
+        return views
+    counted, starts, total = {}, {}, 0
+    for name, tensor in fused.items():
+        if not tensor.is_contiguous():
+            raise Unsupported(f"{name} of {type(model).__name__} is not contiguous: the hf engine can't update it")
+        counted[name] = torch.arange(total, total + tensor.numel()).reshape(tensor.shape)
+        starts[name] = total
+        total += tensor.numel()
+    for name, numbers in revert_weight_conversion(model, counted).items():
+        first = int(numbers.flatten()[0])
+        source = max((start, origin) for origin, start in starts.items() if start <= first)[1]
+        stride = [
+            int(numbers.select(axis, 1).flatten()[0]) - first if side > 1 else 1
+            for axis, side in enumerate(numbers.shape)
+        ]
+        offset = first - starts[source]
+        elements = counted[source].reshape(-1)
+        try:
+            found = torch.equal(elements.as_strided(numbers.shape, stride, offset), numbers)
+        except RuntimeError:  # the strides lead out of the tensor
+            found = False
+        if not found:
+            raise Unsupported(f"{type(model).__name__} keeps {name} in a form that the hf engine can't update")
+        views[name] = fused[source].reshape(-1).as_strided(numbers.shape, stride, offset)
+    return views
+
+
+def _storage_owner(at: Mapping[int, str], tensor: torch.Tensor) -> str:
+    return at[tensor.untyped_storage().data_ptr()]

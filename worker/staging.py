@@ -1,0 +1,217 @@
+"""Receiving weights into an engine: the half of prepare that knows neither the engine nor the transport.
+
+All of it runs on the calling thread, never on a loop: it reads, hashes and copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+from blake3 import blake3
+
+from rl_plane.errors import EngineFailed, InvalidWeights
+from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
+from worker.engines.base import EngineAdapter, Staged
+from worker.transports.base import Delivery
+from worker.transports.filesystem import open_checkpoint
+
+FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
+
+PARALLEL_HASH_BYTES = 16 << 20
+"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
+
+SHOWN = 5
+"""Tensors that a message lists of each kind before it only counts."""
+
+SHOWN_CHARS = 200
+"""Of a name in a message."""
+
+
+def check_specs(
+    wanted: Mapping[str, TensorSpec], optional: frozenset[str], offered: Mapping[str, TensorSpec], cast: bool
+) -> None:
+    """InvalidWeights unless `offered` is what a model needs; for this, no byte of the weights is read.
+
+    `optional` names may be missing; one that `wanted` has too must still fit. Facts: `missing`, `unexpected`,
+    `wrong_shape`, `wrong_dtype`, each `{count, names}` with the first few.
+    """
+    missing = sorted(name for name in wanted if name not in offered and name not in optional)
+    unexpected = sorted(name for name in offered if name not in wanted and name not in optional)
+    both = sorted(name for name in wanted if name in offered)
+    wrong_shape = [name for name in both if wanted[name].shape != offered[name].shape]
+    other_dtype = [name for name in both if wanted[name].dtype != offered[name].dtype]
+    castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
+    wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
+    if not (missing or unexpected or wrong_shape or wrong_dtype):
+        return
+
+    def shapes(name: str) -> str:
+        return f"{_short(name)} is {list(offered[name].shape)}, the model has {list(wanted[name].shape)}"
+
+    def dtypes(name: str) -> str:
+        return f"{_short(name)} is {offered[name].dtype}, the model has {wanted[name].dtype}"
+
+    parts = [
+        *_part("missing", missing, _short),
+        *_part("unknown to the model", unexpected, _short),
+        *_part("of another shape", wrong_shape, shapes),
+        *_part("of another dtype", wrong_dtype, dtypes),
+    ]
+    only_cast = not (missing or unexpected or wrong_shape) and not cast and len(castable) == len(wrong_dtype)
+    raise InvalidWeights(
+        f"the weights do not fit the model: {'; '.join(parts)}",
+        field="cast" if only_cast else "transport",
+        fix="pass cast: true, or publish the weights in the model's dtype"
+        if only_cast
+        else "publish a full checkpoint of the model that this engine runs",
+        missing=_fact(missing),
+        unexpected=_fact(unexpected),
+        wrong_shape=_fact(wrong_shape),
+        wrong_dtype=_fact(wrong_dtype),
+    )
+
+
+def _short(name: str) -> str:
+    return repr(name[:SHOWN_CHARS])
+
+
+def _part(what: str, names: list[str], show: Callable[[str], str]) -> Iterator[str]:
+    if names:
+        more = ", …" if len(names) > SHOWN else ""
+        yield f"{len(names)} {what} ({', '.join(map(show, names[:SHOWN]))}{more})"
+
+
+def _fact(names: list[str]) -> dict[str, object] | None:
+    return {"count": len(names), "names": [name[:SHOWN_CHARS] for name in names[:SHOWN]]} if names else None
+
+
+class DigestingStream:
+    """A delivery's tensors, each checked and hashed before it is passed on. Iterated once.
+
+    The last step, after all tensors, compares the digest of the whole and raises InvalidWeights instead of ending:
+    an engine that reads the stream to its end never finishes staging wrong weights.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        *,
+        expected_digest: str | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.digest: str | None = None
+        """The version's digest, once everything has arrived and was right."""
+        self._delivery = delivery
+        self._expected = expected_digest
+        self._cancelled = cancelled
+        self._digests: dict[str, str] = {}
+        self._stream = self._run()
+
+    def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
+        return self._stream
+
+    def finish(self) -> str:
+        """The digest, for whoever consumed the stream; EngineFailed if it was not consumed whole."""
+        if next(self._stream, None) is not None:  # an engine may have counted, and not asked for the end
+            taken, total = len(self._digests) - 1, len(self._delivery.specs)
+            raise EngineFailed(f"the engine took {taken} of {total} tensors: nothing was staged")
+        if self.digest is None:
+            raise EngineFailed("the engine went on although the weights failed on their way: nothing was staged")
+        return self.digest
+
+    def _run(self) -> Iterator[tuple[str, HostTensor]]:
+        specs, stated = self._delivery.specs, self._delivery.tensor_digests
+        self._compare(self._delivery.digest, self._expected, "the delivery states")
+        for name, tensor in self._delivery.tensors():
+            if self._cancelled():
+                raise EngineFailed("staging was cancelled")
+            self._check(name, tensor, specs)
+            digest = _hash(tensor.data)
+            if stated is not None and stated.get(name) != digest:
+                raise _refuse(
+                    f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
+                )
+            self._digests[name] = digest
+            yield name, tensor
+        missing = sorted(specs.keys() - self._digests.keys())
+        if missing:
+            raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
+        computed = tensors_digest((name, specs[name], digest) for name, digest in self._digests.items())
+        self._compare(computed, self._delivery.digest, "the bytes make")
+        self._compare(computed, self._expected, "the bytes make")
+        if self._cancelled():
+            raise EngineFailed("staging was cancelled")
+        self.digest = computed
+
+    def _check(self, name: str, tensor: HostTensor, specs: Mapping[str, TensorSpec]) -> None:
+        if name not in specs:
+            raise _refuse(f"{_short(name)} arrived, but was not announced", tensor=name)
+        if name in self._digests:
+            raise _refuse(f"{_short(name)} arrived twice", tensor=name)
+        if tensor.spec != specs[name]:
+            raise _refuse(f"{_short(name)} arrived as {tensor.spec}, but {specs[name]} was announced", tensor=name)
+        if tensor.data.nbytes != tensor.spec.nbytes:
+            raise _refuse(
+                f"{_short(name)} arrived with {tensor.data.nbytes} bytes, not {tensor.spec.nbytes}", tensor=name
+            )
+
+    def _compare(self, digest: str | None, wanted: str | None, source: str) -> None:
+        if digest is not None and wanted is not None and digest != wanted:
+            raise _refuse(
+                f"{source} version digest {digest}, but {wanted} is wanted", digest=digest, expected_digest=wanted
+            )
+
+
+def _refuse(what: str, *, tensor: str | None = None, **facts: str) -> InvalidWeights:
+    return InvalidWeights(
+        what,
+        field="transport",
+        fix="publish the weights again, and don't change them while they are read",
+        tensor=None if tensor is None else tensor[:SHOWN_CHARS],
+        **facts,
+    )
+
+
+def _hash(data: memoryview) -> str:
+    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
+    return str(blake3(data, max_threads=threads).hexdigest())
+
+
+def receive(
+    adapter: EngineAdapter,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> tuple[Staged, str]:
+    """Checks, stages and verifies a delivery, on the calling thread; (what was staged, the version's digest).
+
+    Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise
+    inside `adapter.stage`, which then frees what it had, as on any error of its own. The one exception is an
+    adapter that returned without asking for the stream's end; its Staged is host memory by contract, and goes
+    with its last reference, here.
+    """
+    try:
+        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        staged = adapter.stage(stream, cast, cancelled)
+        try:
+            return staged, stream.finish()
+        except BaseException:
+            del staged  # or the traceback would keep the weights as long as the error is kept
+            raise
+    finally:
+        delivery.close()
+
+
+def model_digest(directory: Path, roots: Iterable[Path] | None = None) -> str:
+    """The version digest of a model directory's safetensors files, in bounded memory. Their bytes are read, a
+    manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice."""
+    checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
+    try:
+        return checkpoint.digest()
+    finally:
+        checkpoint.close()
