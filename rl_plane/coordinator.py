@@ -24,7 +24,7 @@ from rl_plane.errors import (
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.ops import UpdateWeights
-from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_pause, read_record, read_session
+from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_record, read_session
 from rl_plane.subjects import PAUSE, RECORD, SESSION
 from rl_plane.update import Prepared, admitted, judge_prepare, still_there
 from rl_plane.versions import WeightVersion
@@ -128,7 +128,7 @@ class Coordinator:
 
     async def _was_decided(self, record: DecisionRecord) -> bool:
         # Renewing the lock moves its sequence, which kills a late copy of our own write; then the record is final.
-        await self._held.renew(b'{"owner": "recovering", "server_id": "", "client_id": 0}')
+        await self._held.renew()
         now = await read_record(self._client.bus, self._state)
         return now is not None and now.update_id == record.update_id
 
@@ -301,7 +301,3 @@ async def _open_session(client: RlClient, view: MembershipView, update_id: str |
             fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
         )
     return session
-
-
-async def desired_pause(client: RlClient, view: MembershipView) -> DesiredPause:
-    return await read_pause(client.bus, view.subjects.state)

@@ -30,26 +30,29 @@ DEFAULT_LOCK_WAIT_S = 2.0
 """Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
 
 DiedCheck = Callable[[tuple[str, int]], bool]
+Holder = dict[str, str | int]
+"""owner, server_id, client_id; fence, once it is known (from the first renewal on)."""
 
 
 class HeldLock:
     """The lock while it is held. `fence` goes into every changing request."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, fence: int, took_over: bool) -> None:
+    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, took_over: bool) -> None:
         self.fence = fence
         self.took_over = took_over
         """The one before did not give it back: what it left half done is for this one to end."""
+        self._value = json.dumps({**holder, "fence": fence}).encode()
         self._bus = bus
         self._bucket = bucket
         self._revision = fence
         self._busy = asyncio.Lock()
         self.lost = False
 
-    async def renew(self, value: bytes) -> None:
+    async def renew(self) -> None:
         async with self._busy:
             try:
                 self._revision = await self._bus.put(
-                    self._bucket, LOCK, value, last=self._revision, ttl_s=LOCK_TTL_S
+                    self._bucket, LOCK, self._value, last=self._revision, ttl_s=LOCK_TTL_S
                 )
             except WrongSequence as error:
                 self.lost = True
@@ -77,11 +80,11 @@ class HeldLock:
                 await self._bus.purge(self._bucket, LOCK, self._revision)
 
 
-async def _renewals(held: HeldLock, value: bytes) -> None:
+async def _renewals(held: HeldLock) -> None:
     while True:
         await asyncio.sleep(RENEW_S)
         try:
-            await held.renew(value)
+            await held.renew()
         except StaleFence:
             return
         except BusUnreachable as error:
@@ -94,9 +97,9 @@ async def hold_lock(
 ) -> AsyncIterator[HeldLock]:
     """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back."""
     server_id, client_id = bus.identity
-    value = json.dumps({"owner": owner, "server_id": server_id, "client_id": client_id}).encode()
-    held = await _acquire(bus, bucket, value, wait_s, died)
-    renewals = asyncio.create_task(_renewals(held, value))
+    holder: dict[str, str | int] = {"owner": owner, "server_id": server_id, "client_id": client_id}
+    held = await _acquire(bus, bucket, holder, wait_s, died)
+    renewals = asyncio.create_task(_renewals(held))
     try:
         yield held
     finally:
@@ -106,7 +109,7 @@ async def hold_lock(
         await held.release()
 
 
-async def _acquire(bus: Bus, bucket: Bucket, value: bytes, wait_s: float, died: DiedCheck) -> HeldLock:
+async def _acquire(bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck) -> HeldLock:
     give_up = time.monotonic() + wait_s
     took_over = False
     while True:
@@ -119,8 +122,8 @@ async def _acquire(bus: Bus, bucket: Bucket, value: bytes, wait_s: float, died: 
         if holder is None:
             try:
                 last = entry.sequence if entry is not None else 0
-                fence = await bus.put(bucket, LOCK, value, last=last, ttl_s=LOCK_TTL_S)
-                return HeldLock(bus, bucket, fence, took_over or bool(entry and entry.expired))
+                fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
+                return HeldLock(bus, bucket, mine, fence, took_over or bool(entry and entry.expired))
             except WrongSequence:
                 continue  # somebody was faster: look again
         if time.monotonic() >= give_up:
@@ -133,8 +136,19 @@ async def _acquire(bus: Bus, bucket: Bucket, value: bytes, wait_s: float, died: 
         await asyncio.sleep(POLL_S)
 
 
-def _holder(entry: Entry | None) -> dict[str, str | int] | None:
+def _holder(entry: Entry | None) -> Holder | None:
     if entry is None or entry.value is None:
         return None
-    holder: dict[str, str | int] = json.loads(entry.value)
+    holder: Holder = json.loads(entry.value)
     return holder
+
+
+async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
+    """(the newest fence that can be known, does its holder still hold the lock?), from the leader."""
+    entry = await bus.get(bucket, LOCK)
+    if entry is None:
+        return 0, False
+    holder = _holder(entry)
+    if holder is None:
+        return entry.sequence, False
+    return int(holder.get("fence", entry.sequence)), True

@@ -282,8 +282,6 @@ class Op:
     """Needs a live fence and the target's incarnation."""
     timeout_s: float
     """How long a caller waits for a worker unless it says otherwise."""
-    keyed: bool = False
-    """Made idempotent by the request's `id`; the others are so by nature."""
     doc: str = ""
 
 
@@ -303,12 +301,12 @@ OPS: dict[str, Op] = {
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
-        Op("init_transport", InitTransport, Empty, True, 300.0, True, doc="Set up a weight transport."),
+        Op("init_transport", InitTransport, Empty, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, Empty, True, ENGINE_S, doc="Take it down."),
-        Op("prepare_update", Prepare, PreparedReply, True, 300.0, True, doc="Stage and verify weights."),
-        Op("commit_update", Commit, CommittedReply, True, 60.0, True, doc="Swap staged weights in."),
+        Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
+        Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),
         Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),
-        Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, True, doc="Prepare, commit."),
+        Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, doc="Prepare, commit."),
         Op("release_memory", MemoryTags, MemoryReply, True, 60.0, doc="Give memory back (sleep)."),
         Op("resume_memory", MemoryTags, MemoryReply, True, 60.0, doc="Take it again (wake)."),
         Op("check_weights", CheckWeights, CheckWeightsReply, True, 60.0, doc="Checksum or compare."),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,9 +129,9 @@ class Run:
 numbers = iter(range(1_000_000))
 
 
-def ask(prompt: list[int] | None = None, **fields: Any) -> GenerateRequest:
+def ask(ids: list[int] | None = None, /, **fields: Any) -> GenerateRequest:
     fields = {"id": f"r{next(numbers)}", "max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | fields
-    return GenerateRequest(prompt_token_ids=prompt, **fields)
+    return GenerateRequest(prompt_token_ids=ids, **fields)
 
 
 async def run(engine: HfEngine, request: GenerateRequest) -> Result:
@@ -143,7 +145,8 @@ def prompt_of(seed: int, length: int) -> list[int]:
 def plain_logprobs(plain: Any, prompt: list[int], tokens: list[int]) -> list[float]:
     with torch.no_grad():
         rows = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    return [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+    picked: list[float] = rows.gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+    return picked
 
 
 def assert_greedy(plain: Any, prompt: list[int], tokens: list[int]) -> None:
@@ -257,7 +260,7 @@ def test_the_sampler_follows_the_distribution() -> None:
         return [tokens.count(token) / len(tokens) for token in range(len(logits))]
 
     def expected(kept: int, temperature: float = 1.0) -> list[float]:
-        probs = (logits[:kept] / temperature).softmax(-1).tolist()
+        probs: list[float] = (logits[:kept] / temperature).softmax(-1).tolist()
         return probs + [0.0] * (len(logits) - kept)
 
     assert shares() == pytest.approx(expected(6), abs=0.03)
@@ -357,8 +360,8 @@ async def test_an_id_is_used_by_one_request_at_a_time(start: Start, models: Mode
     engine = await start(models.tiny)
     await engine.pause("keep", clear_cache=False)
     first = Run(engine, ask([1], id="same"))
-    while engine.load() != (0, 1):
-        await asyncio.sleep(0)
+    await engine.liveness()
+    assert engine.load() == (0, 1)
     with pytest.raises(InvalidRequest, match="same"):
         await run(engine, ask([1], id="same"))
     await engine.resume()
@@ -449,7 +452,7 @@ async def test_a_full_cache_evicts_and_goes_on_and_aborts_leave_nobody_stuck(sta
     runs = [Run(engine, ask([n + 1] * 4, id=f"b{n}", max_tokens=150)) for n in range(10)]
     scheduler = engine._loop.batch_processor.scheduler  # type: ignore[union-attr]
     async with asyncio.timeout(BOUND_S):
-        while not scheduler.block_new_requests:  # requests have been evicted
+        while not scheduler.block_new_requests:  # noqa: ASYNC110  until requests are evicted, which nobody tells
             await asyncio.sleep(0)
     await engine.pause("keep", clear_cache=False)
     active = [engine._loop._live[key].request.id for key in scheduler.active_requests]  # type: ignore[union-attr]
@@ -518,6 +521,36 @@ async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: 
     await one.cancel()
 
 
+async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
+    engine = await start(models.witness[1])
+    one = Run(engine, ask([7], max_tokens=2000))
+    await one.reach(1)
+    await engine.pause("keep", clear_cache=False)
+    held = Run(engine, ask([8]))
+    # From `keep`, a wait lets the frozen ones go on; cancelled, it leaves them frozen again.
+    waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
+    await one.reach(len(one.result.tokens) + 20)
+    waiting.cancel()
+    await asyncio.wait([waiting], timeout=BOUND_S)
+    await engine.liveness()
+    frozen = len(one.result.tokens)
+    for _ in range(10):
+        await engine.liveness()
+    assert len(one.result.tokens) == frozen < 2000
+    assert held.result.tokens == []
+    # A resume in the middle of a wait ends it.
+    waiting = asyncio.create_task(engine.pause("wait", clear_cache=False))
+    await engine.liveness()
+    await engine.resume()
+    with pytest.raises(EngineFailed, match="resume"):
+        async with asyncio.timeout(BOUND_S):
+            await waiting
+    assert (await held.end()).tokens == witnessed(1, 8, 16)
+    assert await engine.abort(None) == 1
+    result = await one.end()
+    assert result.tokens == witnessed(1, 7, len(result.tokens))
+
+
 async def test_pause_abort_ends_all(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
     runs = [Run(engine, ask([n + 1], max_tokens=4000)) for n in range(3)]
@@ -554,16 +587,41 @@ async def test_a_dead_generation_thread_fails_everything_at_once(start: Start, m
     assert len(one.result.tokens) >= 3
 
 
-async def test_logits_that_are_no_numbers_fail_their_request_only(start: Start, models: Models) -> None:
-    engine = await start(models.tiny)
+async def test_logits_that_are_no_numbers_fail_their_requests_and_not_the_engine(
+    start: Start, models: Models, plain: Any
+) -> None:
+    engine = await start(models.tiny, page_size=4)
+    embedding = engine._model.model.embed_tokens.weight
+    kept = embedding[77].clone()
     with torch.no_grad():
-        engine._model.model.embed_tokens.weight[77] = math.nan
-    good = Run(engine, ask([5], max_tokens=300))
-    with pytest.raises(EngineFailed, match="finite"):
-        await run(engine, ask([77], temperature=1.0))
-    assert not good._task.done()
-    await good.cancel()
+        embedding[77] = math.nan
+    prompt = prompt_of(4, 30)
+    results = await asyncio.gather(
+        run(engine, ask([*prompt, 77], temperature=1.0)), run(engine, ask(prompt)), return_exceptions=True
+    )
+    assert isinstance(results[0], EngineFailed)
+    assert "finite" in results[0].message
     assert engine.load() == (0, 0)
+    with torch.no_grad():
+        embedding[77] = kept
+    for ids in (prompt, [*prompt, 77]):
+        result = await run(engine, ask(ids, logprobs=True))
+        assert result.logprobs == pytest.approx(plain_logprobs(plain, ids, result.tokens), abs=1e-4)
+
+
+async def test_closing_ends_what_runs(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    one = Run(engine, ask([7], max_tokens=4000))
+    await one.reach(3)
+    thread = engine._loop._generation_thread  # type: ignore[union-attr]
+    await engine.close()
+    assert not thread.is_alive()
+    with pytest.raises(EngineFailed, match="closed"):
+        await one.end()
+    with pytest.raises(EngineFailed):
+        await run(engine, ask([1]))
+    again = await start(models.tiny)
+    assert (await run(again, ask([7]))).tokens[:3] == one.result.tokens[:3]
 
 
 # weights
@@ -608,8 +666,12 @@ async def test_after_a_flush_no_new_request_reuses_old_kv(start: Start, models: 
     assert engine._loop is not None
     cache = engine._loop.batch_processor.cache
     search = cache.search_prefix_match
-    cache.search_prefix_match = lambda *args: matched.append(search(*args)) or matched[-1]
 
+    def watched(*args: Any) -> int:
+        matched.append(search(*args))
+        return matched[-1]
+
+    cache.search_prefix_match = watched
     prompt = prompt_of(1, 30)
     for _ in range(2):
         await run(engine, ask(prompt, logprobs=True))
@@ -676,6 +738,15 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     await engine.discard(spare)
     with pytest.raises(EngineFailed):
         await engine.swap(spare, version(3), flush=False)
+
+
+async def test_the_model_does_not_follow_its_file(start: Start, models: Models, tmp_path: Path) -> None:
+    path = shutil.copytree(models.witness[1], tmp_path / "model")
+    engine = await start(path)
+    before = await engine.check_weights("checksum")
+    os.truncate(path / "model.safetensors", 100)
+    assert await engine.check_weights("checksum") == before
+    assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
 
 
 async def test_checks_see_every_change(start: Start, models: Models) -> None:

@@ -104,7 +104,9 @@ def _holds(path: Path, recipe: dict[str, Any]) -> bool:
 def _write(path: Path, recipe: dict[str, Any], shape_weights: Callable[[Any], None]) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     config = Qwen3Config(
         **recipe["shape"],
         tie_word_embeddings=False,

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
@@ -98,8 +98,6 @@ class HfEngine:
         self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
         self._weights: ModelWeights | None = None
-        self._weights_lock = asyncio.Lock()
-        """A check must not see half of a swap; checks only read, so they may come at any time."""
         self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, Stream] = {}
         self._keys = itertools.count()
@@ -134,11 +132,16 @@ class HfEngine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
+        disable_progress_bar()  # a worker's standard error is a log
         self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
         self._model = model.to(device).eval().requires_grad_(False)
+        if self._model.device.type == "cpu":
+            # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()
         self._weights = ModelWeights(self._model)
         self._eos = _eos_tokens(self._model, self._tokenizer)
         config = self._model.config.get_text_config()
@@ -153,7 +156,7 @@ class HfEngine:
         return EngineInfo(
             engine="hf",
             engine_version=transformers.__version__,
-            model=Path(path).resolve().name,
+            model=path.absolute().name,
             dtype=str(self._model.dtype).removeprefix("torch."),
             device=str(self._model.device),
             world_size=1,
@@ -278,12 +281,12 @@ class HfEngine:
             await self.flush_cache()
 
     async def _drain(self) -> None:
+        loop = self._running()
         drained: Future[None] = Future()
         try:
             await self._call(lambda loop: loop.drain(drained))
             await asyncio.wrap_future(drained)
         except asyncio.CancelledError:
-            loop = self._running()
             loop.call(lambda: loop.undo_drain(drained))
             raise
 
@@ -319,8 +322,7 @@ class HfEngine:
             loop.version = version
             return flush and loop.flush()
 
-        async with self._weights_lock:
-            flushed: bool = await self._call(between_two_steps)
+        flushed: bool = await self._call(between_two_steps)
         return flushed
 
     async def discard(self, staged: Staged) -> None:
@@ -332,17 +334,16 @@ class HfEngine:
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         weights = self._held_weights()
-        async with self._weights_lock:
-            if action == "checksum":
-                return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
-            if action == "snapshot":
-                await asyncio.to_thread(weights.snapshot)
-                return [{"rank": 0}]
-            if action == "compare":
-                mismatches = await asyncio.to_thread(weights.compare)
-                return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
+        if action == "checksum":
+            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
+        if action == "compare":
+            mismatches = await asyncio.to_thread(weights.compare)
+            return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
+        if action == "snapshot":
+            await asyncio.to_thread(weights.snapshot)
+        else:
             await self._call(lambda _: weights.reset())
-            return [{"rank": 0}]
+        return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:
         _refuse(_NO_SLEEP)

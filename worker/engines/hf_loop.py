@@ -233,11 +233,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return len(victims)
 
     def freeze(self) -> None:
+        self._end_wait()
         self._gate_closed = self._frozen = True
-        self._drain = None
 
     def drain(self, drained: Future[None]) -> None:
         """Holds what is new, lets what runs go on to its end (also when frozen before), then freezes."""
+        self._end_wait()
         self._before_drain = (self._gate_closed, self._frozen)
         self._gate_closed, self._frozen = True, False
         self._drain = drained
@@ -245,13 +246,14 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def undo_drain(self, drained: Future[None]) -> None:
         """Back to what it was before `drain(drained)`, also when that has just finished."""
         if self._drain is drained:
-            gate_closed, frozen = self._before_drain
-            self.thaw()
-            self._gate_closed, self._frozen = gate_closed, frozen
+            gate_closed, self._frozen = self._before_drain
+            if not gate_closed:
+                self.thaw()
+            self._drain = None
 
     def thaw(self) -> None:
+        self._end_wait()
         self._gate_closed = self._frozen = False
-        self._drain = None
         while self._held:
             self._admit(self._held.popleft())
 
@@ -269,6 +271,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._stopping = True
 
     # the generation thread
+
+    def _end_wait(self) -> None:
+        """Another pause or a resume takes the place of one that still waits: it must not wait for ever."""
+        drained, self._drain = self._drain, None
+        if drained is not None and not drained.done() and drained.set_running_or_notify_cancel():
+            drained.set_exception(EngineFailed("another pause or resume ended this wait"))
 
     def _admit(self, stream: Stream) -> None:
         self._live[stream.key] = stream
@@ -336,8 +344,11 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self._wake_up_loop.clear()
             return True
         going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        self._drop(self._broken)
-        self._broken = []
+        if self._broken:
+            self._drop(self._broken)
+            self._broken = []
+            # All that ran in this step attended over one packed batch: its NaNs may be in anyone's new blocks.
+            self.flush()
         if self._stale:
             scheduler = batch_processor.scheduler
             self._stale.intersection_update([*scheduler.active_requests, *scheduler.waiting_requests])

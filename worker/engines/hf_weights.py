@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
 from rl_plane.versions import TensorSpec
 from worker.engines.base import TensorStream
 
@@ -44,6 +45,8 @@ class ModelWeights:
             name: TensorSpec(_NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
         }
         self._snapshot: dict[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()
+        """A check, on any thread, must not see half of a swap."""
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
         staged: dict[str, torch.Tensor] = {}
@@ -75,43 +78,47 @@ class ModelWeights:
         """In place, so that tied weights and views stay what they are. No step may be running."""
         if staged.tensors is None:
             raise EngineFailed("these staged weights were used or discarded before")
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             for name, tensor in staged.tensors.items():
                 self._targets[name].copy_(tensor)
+            self._settle()
         staged.tensors = None
-        self._settle()
 
     def checksum(self) -> str:
         """BLAKE3 over the names and bytes of all parameters and persistent buffers."""
         from blake3 import blake3
 
         digest = blake3()
-        for name, tensor in self._state():
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            digest.update(_bytes(tensor).numpy())
+        with self._lock:
+            for name, tensor in self._state():
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(_bytes(tensor).numpy())
         return f"blake3:{digest.hexdigest()}"
 
     def snapshot(self) -> None:
-        self._snapshot = {name: tensor.clone() for name, tensor in self._state()}
+        with self._lock:
+            self._snapshot = {name: tensor.clone() for name, tensor in self._state()}
 
     def compare(self) -> list[str]:
         """Names whose bytes differ from the snapshot's."""
-        kept = self._snapshot
-        if kept is None:
-            raise EngineFailed("there is no snapshot to compare with")
-        # Bytes, because NaN differs from itself.
-        return [name for name, tensor in self._state() if not torch.equal(_bytes(tensor), _bytes(kept[name]))]
+        with self._lock:
+            kept = self._snapshot
+            if kept is None:
+                raise InvalidRequest("there is no snapshot to compare with", field="action", fix="take a snapshot")
+            # Bytes, because NaN differs from itself.
+            return [name for name, now in self._state() if not torch.equal(_bytes(now), _bytes(kept[name]))]
 
     def reset(self) -> None:
         """Noise over every floating point tensor. No step may be running."""
-        with torch.no_grad():
+        with self._lock, torch.no_grad():
             for tensor in self._targets.values():
                 if tensor.is_floating_point():
                     tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
-        self._settle()
+            self._settle()
 
-    def _state(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor.detach().cpu()) for name, tensor in sorted(self._model.state_dict().items())]
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sorted(self._model.state_dict().items()):
+            yield name, tensor.detach().cpu()
 
     def _settle(self) -> None:
         # The generation steps run on a CUDA stream of their own, which does not wait for these copies.

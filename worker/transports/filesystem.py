@@ -116,7 +116,7 @@ class FilesystemDelivery:
     """A Delivery of files."""
 
     def __init__(
-        self, checkpoint: Checkpoint, digest: str | None, tensor_digests: Mapping[str, str] | None
+        self, checkpoint: Checkpoint, digest: str | None = None, tensor_digests: Mapping[str, str] | None = None
     ) -> None:
         self.specs: Mapping[str, TensorSpec] = checkpoint.specs
         self.digest = digest
@@ -151,11 +151,10 @@ class FilesystemTransport:
 
     def open(self, request: Mapping[str, Any]) -> FilesystemDelivery:
         _check_fields(request, _FIELDS)
-        checkpoint, manifest = _open(
-            _checked_path(request.get("path"), self._roots), self._roots, "transport.path"
-        )
+        path = _checked_path(request.get("path"), self._roots)
+        checkpoint, manifest = _open(path, self._roots, "transport.path", with_manifest=True)
         if manifest is None:
-            return FilesystemDelivery(checkpoint, None, None)
+            return FilesystemDelivery(checkpoint)
         try:
             digest, tensor_digests = _checked_manifest(manifest, checkpoint)
         except BaseException:
@@ -166,7 +165,7 @@ class FilesystemTransport:
 
 def open_checkpoint(path: Path, roots: list[Path] | None = None, *, field: str = "transport.path") -> Checkpoint:
     """Opens a file or a directory without its manifest. `roots` None: the path is our own operator's."""
-    return _open(os.path.abspath(path), roots, field)[0]
+    return _open(os.path.abspath(path), roots, field, with_manifest=False)[0]
 
 
 def write_manifest(directory: Path) -> dict[str, Any]:
@@ -393,8 +392,10 @@ def _unopened(name: str, error: OSError, field: str) -> PlaneError:
     return unreadable(name, error)
 
 
-def _open(path: str, roots: list[Path] | None, field: str) -> tuple[Checkpoint, dict[str, Any] | None]:
-    """The checkpoint at an absolute path, and its manifest as it was read, of a directory only."""
+def _open(
+    path: str, roots: list[Path] | None, field: str, *, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    """The checkpoint at an absolute path; and its manifest as it was read, of a directory only."""
     real = os.path.realpath(path)
     # Before anything is looked at: nobody learns from the answer what exists outside.
     _check_beneath(real, path, roots, field)
@@ -406,7 +407,7 @@ def _open(path: str, roots: list[Path] | None, field: str) -> tuple[Checkpoint, 
     if stat.S_ISDIR(status.st_mode):
         directory = _Directory(real, roots, field)
         try:
-            return _open_directory(directory, path)
+            return _open_directory(directory, path, with_manifest)
         finally:
             directory.close()
     if not stat.S_ISREG(status.st_mode):
@@ -431,8 +432,10 @@ def _open(path: str, roots: list[Path] | None, field: str) -> tuple[Checkpoint, 
     return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
 
 
-def _open_directory(directory: _Directory, path: str) -> tuple[Checkpoint, dict[str, Any] | None]:
-    single, index, manifest = map(directory.has, (SINGLE_NAME, INDEX_NAME, MANIFEST_NAME))
+def _open_directory(
+    directory: _Directory, path: str, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
     if not single and not index:
         raise _nothing_there(directory, path)
     identities: dict[str, tuple[int, int]] = {}
@@ -445,7 +448,7 @@ def _open_directory(directory: _Directory, path: str) -> tuple[Checkpoint, dict[
                 f"{path!r} holds {SINGLE_NAME} and an index of other files: two checkpoints", "remove one of them"
             )
     stated: dict[str, Any] | None = None
-    if manifest:
+    if with_manifest and directory.has(MANIFEST_NAME):
         stated, identities[MANIFEST_NAME] = directory.read_json(MANIFEST_NAME)
 
     files: list[SafetensorsFile] = []

@@ -1,0 +1,61 @@
+"""GRPO in plain functions: advantages within a group of completions, and the clipped policy-gradient loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+CLIP = 0.2
+"""How far a token's probability may move from the rollout's before it stops being pushed: PPO's usual value."""
+SPREAD_FLOOR = 1e-6
+"""A group whose rewards are all equal teaches nothing: its advantages are 0, not 0/0."""
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """One group's rewards, less their mean, over their standard deviation."""
+    mean = sum(rewards) / len(rewards)
+    spread = (sum((value - mean) ** 2 for value in rewards) / len(rewards)) ** 0.5
+    return [(value - mean) / (spread + SPREAD_FLOOR) for value in rewards]
+
+
+def policy_loss(new: Any, old: Any, advantages: Any, mask: Any, clip: float = CLIP) -> Any:
+    """The mean over tokens of -min(ratio * A, clipped ratio * A).
+
+    `new`, `old`: log-probabilities of the sampled tokens, [completions, tokens]; `old` is what the engines said
+    when they sampled. `advantages`: [completions]. `mask`: [completions, tokens], true for real tokens.
+    """
+    ratio = (new - old).exp()
+    gain = advantages.unsqueeze(1)
+    worst = (ratio * gain).minimum(ratio.clamp(1.0 - clip, 1.0 + clip) * gain)
+    return -(worst * mask).sum() / mask.sum()
+
+
+def completion_logprobs(model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Any:
+    """The log-softmax of the raw logits at each completion token; [completions, longest], 0 where padded.
+
+    Padding stands on the right, where a causal model's real tokens don't see it.
+    """
+    import torch
+
+    rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+    longest = max(len(row) for row in rows)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    logprobs = model(input_ids=tokens[:, :-1], use_cache=False).logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+    width = max(len(completion) for completion in completions)
+    starts = torch.tensor([len(prompt) - 1 for prompt in prompts]).unsqueeze(1)
+    at = (starts + torch.arange(width)).clamp(max=longest - 2)
+    return chosen.gather(1, at) * padded_mask(completions)
+
+
+def padded(rows: Sequence[Sequence[float]]) -> Any:
+    """Ragged rows as a float tensor, 0 where a row has ended."""
+    import torch
+
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float32)
+
+
+def padded_mask(rows: Sequence[Sequence[object]]) -> Any:
+    """True where `padded` holds a value of a row."""
+    return padded([[1.0] * len(row) for row in rows]).bool()

@@ -1,0 +1,392 @@
+"""Every setting of the command line: one table. `RL_PLANE_<NAME>` mirrors each flag; the flag wins.
+
+An empty variable is an unset one. A bad value is a BadSetting that names the flag or the variable, and the fix.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_plane.bus import DEFAULT_NATS_URL
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.errors import InvalidRequest
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, LABEL_CHARS, MAX_LEASE_S, MAX_TIMEOUT_S
+from rl_plane.subjects import check_instance_id, check_name
+
+ENV_PREFIX = "RL_PLANE_"
+
+DEFAULT_URL = "http://127.0.0.1:8002"
+DEFAULT_NATS_PORT = 4222
+START_TIMEOUT_S = 600.0
+"""A large model takes minutes to load; longer is a fault."""
+MAX_COUNT = 10_000
+"""The largest fleet that was measured."""
+
+Parse = Callable[[str], Any]
+
+
+class BadSetting(InvalidRequest):
+    """A flag or a variable that can't be used; the command line exits with 2."""
+
+
+class Refused(ValueError):
+    """A parser's answer to a bad value: what it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    """Its key in what `resolve` gives. None there means not set."""
+    help: str
+    parse: Parse | None = str
+    """None: a switch, `--flag` and `--no-flag`; true or false in the environment."""
+    default: Any = None
+    flag: str = ""
+    """`--name-with-dashes` unless another."""
+    env: str = ""
+    """Without the prefix; the name in capitals unless another."""
+    separator: str = ""
+    """Not empty: the value is a tuple, the flag may be repeated, and this splits the variable (a comma also what
+    a flag was given)."""
+    metavar: str = ""
+    secret: bool = False
+    """Never shown in help, in messages, or in a process listing."""
+
+    @property
+    def option(self) -> str:
+        return self.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + (self.env or self.name.upper())
+
+
+def _seconds(low: float, high: float = MAX_TIMEOUT_S) -> Parse:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (low == 0.0 and math.copysign(1, value) < 0):
+            raise Refused(f"give seconds from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+_positive_seconds = _seconds(0.001)
+
+
+def _whole(low: int, high: int) -> Parse:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not low <= int(text) <= high:
+            raise Refused(f"give a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise Refused("give a port from 0 (a free one) to 65535")
+    return int(text)
+
+
+def _port_or_off(text: str) -> int | None:
+    if text == "off":
+        return None
+    try:
+        return _port(text)
+    except Refused:
+        raise Refused("give a port from 0 (a free one) to 65535, or `off`") from None
+
+
+def _one_of(*words: str) -> Parse:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise Refused(f"use one of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _matching(pattern: str, fix: str) -> Parse:
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise Refused(fix)
+        return text
+
+    return parse
+
+
+def _name(text: str) -> str:
+    return _checked(check_name, "name", text)
+
+
+def _instance_id(text: str) -> str:
+    return _checked(check_instance_id, "instance id", text)
+
+
+def _checked(check: Callable[[str, str], str], what: str, text: str) -> str:
+    try:
+        return check(what, text)
+    except InvalidRequest as error:
+        raise Refused(error.facts["fix"]) from error
+
+
+def _path(text: str) -> Path:
+    if "\0" in text:
+        raise Refused("a path has no NUL")
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def _directory(text: str) -> Path:
+    path = _path(text)
+    if not path.is_dir():
+        raise Refused("name an existing directory")
+    return path
+
+
+def _url(schemes: tuple[str, ...], such_as: str) -> Parse:
+    def parse(text: str) -> str:
+        try:
+            parts = [urlsplit(item) for item in text.split(",")]
+            good = all(part.scheme in schemes and part.hostname and part.port != 0 for part in parts)
+        except ValueError:
+            good = False
+        if not good or not text.isprintable() or " " in text:
+            raise Refused(f"give an address such as {such_as}")
+        return text
+
+    return parse
+
+
+def _key(text: str) -> str:
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise Refused("a key is of printable ASCII characters without spaces")
+    return text
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise Refused("write key=value")
+    return key, value
+
+
+_label = _matching(rf"(?s).{{1,{LABEL_CHARS}}}", f"give 1 to {LABEL_CHARS} characters")
+_host = _matching(r"[A-Za-z0-9._:%\[\]-]{1,255}", "give an address or a host name, such as 127.0.0.1")
+_pause_mode = _one_of("keep", "wait", "abort")
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        # the bus
+        Setting(
+            "nats_url",
+            f"the NATS server [{DEFAULT_NATS_URL}]",
+            _url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
+            metavar="URL",
+            secret=True,  # it may carry a password
+        ),
+        Setting("namespace", "the first part of every subject", _name, DEFAULT_NAMESPACE),
+        Setting("component", "the fleet's name", _name, DEFAULT_COMPONENT),
+        Setting("nats_port", "nats-server's port; 0: a free one", _port, DEFAULT_NATS_PORT, flag="--port"),
+        Setting("nats_host", "nats-server's address", _host, "127.0.0.1", flag="--host"),
+        Setting("up_nats_port", "nats-server's port; 0: a free one", _port, 0, "--nats-port", "UP_NATS_PORT"),
+        Setting("store", "nats-server's folder; none: a temporary one", _path, metavar="DIR"),
+        # a worker
+        Setting("engine", "the engine: an entry point of the group rl_plane.engines"),
+        Setting("engines", "the engines, N workers of each [hf]", flag="--engine", env="ENGINE", separator=","),
+        Setting("model", "a model directory; none: a tiny model, made from a seed", _directory, metavar="DIR"),
+        Setting("model_name", "how requests call the model; none: the directory's last part", _label),
+        Setting(
+            "weight_roots",
+            "weights are read beneath these only, and the model's directory",
+            _path,
+            (),
+            "--weight-root",
+            separator=os.pathsep,
+            metavar="DIR",
+        ),
+        Setting("dtype", "the engine's dtype; none: as the checkpoint says"),
+        Setting("device", "auto, cpu, cuda, cuda:1, …", str, "auto"),
+        Setting(
+            "engine_args",
+            "an engine's own argument, key=value",
+            _pair,
+            (),
+            "--engine-arg",
+            separator=";",
+            metavar="K=V",
+        ),
+        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", _instance_id),
+        Setting("copies", "workers in this one process (engine fake only)", _whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting("drain_s", "how long SIGTERM lets running requests take", _seconds(0.0), 30.0, metavar="SECONDS"),
+        # a frontend
+        Setting("host", "the listeners' address", _host, "127.0.0.1"),
+        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", _port_or_off, 8002),
+        Setting("http_port", "the generation API's port; 0: a free one, off: none", _port_or_off, 8000),
+        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", _key, secret=True),
+        Setting("api_key", "the generation API's key: better set in the environment", _key, secret=True),
+        Setting("insecure", "listen beyond loopback without a key", None, False),
+        Setting(
+            "liveness_timeout_s",
+            "how long an engine's round trip may take",
+            _positive_seconds,
+            5.0,
+            metavar="SECONDS",
+        ),
+        # up
+        Setting("workers", "workers of each engine", _whole(0, 1000), 1, metavar="N"),
+        Setting("restart", "start a worker that died again", None, False),
+        Setting(
+            "start_timeout_s",
+            "how long until all are ready",
+            _positive_seconds,
+            START_TIMEOUT_S,
+            metavar="SECONDS",
+        ),
+        # the commands that steer
+        Setting("url", "the facade", _url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
+        Setting(
+            "components",
+            "the components, comma separated; none: the facade's own",
+            _name,
+            None,
+            "--component",
+            "COMPONENT",
+            ",",
+            "NAME",
+        ),
+        Setting(
+            "select_workers",
+            "only these instance ids, comma separated",
+            _instance_id,
+            None,
+            "--workers",
+            separator=",",
+            metavar="ID",
+        ),
+        Setting("json", "print JSON", None, False),
+        Setting("timeout_s", "how long to wait", _positive_seconds, metavar="SECONDS"),
+        Setting(
+            "pause_mode",
+            "keep freezes requests, wait lets them end, abort ends them",
+            _pause_mode,
+            "keep",
+            metavar="MODE",
+        ),
+        Setting("clear_cache", "drop the prefix caches too", None, False),
+        Setting(
+            "lease_s",
+            "the fleet resumes by itself after so long",
+            _seconds(0.001, MAX_LEASE_S),
+            DEFAULT_PAUSE_LEASE_S,
+            metavar="SECONDS",
+        ),
+        Setting("version", "the trainer's word for the weights, such as step_17", _label, metavar="LABEL"),
+        Setting("cast", "allow another float dtype than the engine's", None, False),
+        Setting("keep_pause", "leave the fleet paused after the commit", None, False),
+        Setting("flush", "drop the prefix caches after the commit", None, True),
+        Setting(
+            "on_prepare_failure",
+            "abort: all or none; exclude: go on without it",
+            _one_of("abort", "exclude"),
+            "abort",
+            metavar="WHAT",
+        ),
+        Setting("min_ready", "with exclude: how many must be ready", _whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting(
+            "digest",
+            "what the trainer published: blake3:<64 hex digits>",
+            _matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+        ),
+        Setting(
+            "action",
+            "checksum, snapshot, compare or reset_tensors",
+            _one_of("checksum", "snapshot", "compare", "reset_tensors"),
+            "checksum",
+        ),
+        # the demo
+        Setting("out", "where the report goes", _path, Path("demo-out"), metavar="DIR"),
+        Setting("steps", "optimiser steps", _whole(1, 1_000_000), metavar="N"),
+        Setting("seed", "of everything random", _whole(0, 2**31 - 1), metavar="N"),
+    )
+}
+
+
+def resolve(
+    names: Iterable[str], flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The settings' values: the flag, else the variable, else the default.
+
+    `flags` holds what was given: a string, a list of them for a repeatable one, a bool for a switch."""
+    return {name: _resolve(SETTINGS[name], flags, environ) for name in names}
+
+
+def _resolve(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+    where, given = setting.option, flags.get(setting.name)
+    if given is None:
+        where, given = setting.variable, environ.get(setting.variable) or None
+    if given is None:
+        return setting.default
+    if setting.parse is None:
+        return given if isinstance(given, bool) else _switch(where, given)
+    if not setting.separator:
+        return _parsed(setting, where, given)
+    if isinstance(given, str):
+        texts = [text for text in given.split(setting.separator) if text]
+    else:
+        texts = [part for text in given for part in (text.split(",") if setting.separator == "," else [text])]
+    return tuple(dict.fromkeys(_parsed(setting, where, text) for text in texts)) or setting.default
+
+
+def _parsed(setting: Setting, where: str, text: str) -> Any:
+    assert setting.parse is not None
+    try:
+        if not text:
+            raise Refused("give a value, or leave it out")
+        return setting.parse(text)
+    except Refused as error:
+        shown = "not usable" if setting.secret else repr(text[:200])
+        raise BadSetting(f"{where} is {shown}", field=where, fix=str(error)) from error
+
+
+def _switch(where: str, text: str) -> bool:
+    word = text.lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise BadSetting(f"{where} is {text[:200]!r}", field=where, fix="give 1 or 0")
+
+
+def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The same settings for a child process: flags, and its environment, which alone carries the secrets."""
+    known = {setting.variable for setting in SETTINGS.values()}
+    env = {key: value for key, value in environ.items() if key not in known}
+    argv: list[str] = []
+    for name, value in values.items():
+        setting = SETTINGS[name]
+        if setting.secret:
+            if value is not None:
+                env[setting.variable] = value
+        elif setting.parse is None:
+            argv.append(setting.option if value else "--no-" + setting.option[2:])
+        elif setting.parse is _port_or_off:
+            argv.append(f"{setting.option}={'off' if value is None else value}")
+        elif setting.parse is _pair:
+            argv += [f"{setting.option}={key}={text}" for key, text in value]
+        elif setting.separator:
+            argv += [f"{setting.option}={item}" for item in value or ()]
+        elif value is not None:
+            argv.append(f"{setting.option}={value}")
+    return argv, env

@@ -1,0 +1,686 @@
+"""The fake engine keeps the whole contract of an EngineAdapter."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.versions import TensorSpec, WeightVersion
+from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, Staged
+from worker.engines.fake import FakeEngine, build, fake_logprob, fake_token, make_fake_model
+from worker.staging import model_digest, receive
+from worker.transports.filesystem import FilesystemTransport
+
+BOUND_S = 10.0
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_fake_model(tmp_path / "base", 0)
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return make_fake_model(tmp_path / "new", 1)
+
+
+def version(sequence: int, directory: Path) -> WeightVersion:
+    return WeightVersion("run", sequence, f"step_{sequence}", model_digest(directory))
+
+
+async def started(model: Path, **extra: str) -> FakeEngine:
+    engine = build(EngineOptions(model, extra=extra))
+    await engine.start()
+    engine.set_version(version(0, model))
+    return engine
+
+
+def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> Staged:
+    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)})
+    return receive(engine, delivery, cast=False, expected_digest=None, cancelled=cancelled)[0]
+
+
+def ask(name: str = "r", **fields: Any) -> GenerateRequest:
+    if not fields.keys() & {"prompt", "messages"}:
+        fields.setdefault("prompt_token_ids", PROMPT)
+    return GenerateRequest(id=name, **fields)
+
+
+async def drain(stream: AsyncIterator[GenerateDelta]) -> list[GenerateDelta]:
+    async with asyncio.timeout(BOUND_S):
+        return [delta async for delta in stream]
+
+
+def tokens(deltas: list[GenerateDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+async def settle() -> None:
+    """Lets every task go as far as it gets without time passing."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not true():  # noqa: ASYNC110  (what is waited for makes no event)
+            await asyncio.sleep(0)
+
+
+# life and options
+
+
+async def test_it_is_an_engine(base: Path) -> None:
+    factory: EngineFactory = build
+    engine: EngineAdapter = factory(EngineOptions(base))
+    info = await engine.start()
+    assert (info.engine, info.model, info.dtype, info.device, info.world_size) == (
+        "fake",
+        "base",
+        "float32",
+        "cpu",
+        1,
+    )
+    assert (info.vocab_size, info.max_model_len, info.capabilities) == (512, 4096, {})
+    assert engine.weight_spec() == {f"layers.{i}.weight": TensorSpec("F32", (256,)) for i in range(4)}
+    assert engine.optional_tensors() == frozenset()
+    await engine.liveness()
+    assert await engine.flush_cache()
+    await engine.close()
+    await engine.close()
+
+
+async def test_before_start_and_after_close(base: Path) -> None:
+    engine = build(EngineOptions(base))
+    await engine.close()  # at any time
+    with pytest.raises(EngineFailed, match="closed"):
+        await engine.start()
+    for call in (
+        engine.liveness(),
+        engine.pause("keep", False),
+        engine.resume(),
+        engine.flush_cache(),
+        engine.check_weights("checksum"),
+        engine.release_memory([]),
+        drain(engine.generate(ask())),
+    ):
+        with pytest.raises(EngineFailed, match="not running"):
+            await call
+    with pytest.raises(EngineFailed):
+        engine.weight_spec()
+
+
+async def test_closing_ends_what_runs(base: Path) -> None:
+    engine = await started(base)
+    stream = engine.generate(ask(max_tokens=100))
+    await anext(stream)
+    await engine.close()
+    (last,) = await drain(stream)
+    assert last.finish_reason == "error"
+    assert last.spans[0].end == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("speed", "1"),
+        ("token_delay_s", "-1"),
+        ("token_delay_s", "nan"),
+        ("token_delay_s", "inf"),
+        ("token_delay_s", "1e9"),
+        ("token_delay_s", "soon"),
+        ("vocab_size", "3"),
+        ("vocab_size", "1e3"),
+        ("vocab_size", "²"),
+        ("vocab_size", "9" * 5000),
+        ("max_model_len", "0"),
+        ("fail_stage", "yes"),
+        ("hold_bytes", "True"),
+    ],
+)
+def test_bad_engine_arguments(base: Path, key: str, value: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(EngineOptions(base, extra={key: value}))
+    assert caught.value.facts["field"] == f"engine-arg.{key}"
+    assert caught.value.facts["fix"]
+
+
+def test_bad_dtype_and_device(base: Path) -> None:
+    for field, options in (
+        ("dtype", EngineOptions(base, dtype="int4")),
+        ("device", EngineOptions(base, device="cuda")),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            build(options)
+        assert caught.value.facts["field"] == field
+
+
+async def test_a_missing_or_bad_model(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await build(EngineOptions(tmp_path / "absent")).start()
+    assert caught.value.facts["field"] == "model"
+    (base / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes() + b"!")
+    with pytest.raises(InvalidWeights, match="trailing"):
+        await build(EngineOptions(base)).start()
+
+
+async def test_a_configured_dtype_asks_for_a_cast(base: Path, new: Path) -> None:
+    engine = build(EngineOptions(base, dtype="bfloat16"))
+    info = await engine.start()
+    assert info.dtype == "bfloat16"
+    with pytest.raises(InvalidWeights) as caught:
+        stage(engine, new)
+    assert caught.value.facts["field"] == "cast"
+    delivery = FilesystemTransport([new]).open({"backend": "filesystem", "path": str(new)})
+    _, digest = receive(engine, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
+    assert digest == model_digest(new)
+
+
+def test_make_fake_model(tmp_path: Path) -> None:
+    one = make_fake_model(tmp_path / "1", 7, tensors=2, nbytes=8)
+    assert sorted(path.name for path in one.iterdir()) == ["config.json", "model.safetensors"]
+    assert model_digest(one) == model_digest(make_fake_model(tmp_path / "2", 7, tensors=2, nbytes=8))
+    assert model_digest(one) != model_digest(make_fake_model(tmp_path / "3", 8, tensors=2, nbytes=8))
+    for bad in ({"tensors": 0}, {"nbytes": 0}, {"nbytes": 6}):
+        with pytest.raises(ValueError, match="fake model"):
+            make_fake_model(tmp_path / "4", 1, **bad)
+
+
+# generation
+
+
+async def test_tokens_tell_the_weights(base: Path) -> None:
+    engine = await started(base)
+    deltas = await drain(engine.generate(ask(max_tokens=8, logprobs=True)))
+    digest = model_digest(base)
+    assert tokens(deltas) == [fake_token(digest, PROMPT, i) for i in range(8)]
+    assert all(3 <= token < 512 for token in tokens(deltas))
+    assert [delta.logprobs for delta in deltas] == [[fake_logprob(digest, PROMPT, i)] for i in range(8)]
+    assert all(-4 <= fake_logprob(digest, PROMPT, i) < 0 for i in range(100))
+    assert deltas[0].prompt_token_ids == PROMPT
+    assert all(delta.prompt_token_ids is None for delta in deltas[1:])
+    assert [delta.finish_reason for delta in deltas] == [None] * 7 + ["length"]
+    assert [len(delta.spans) for delta in deltas] == [0] * 7 + [1]
+    assert "".join(delta.text for delta in deltas) == "".join(f" t{token}" for token in tokens(deltas))
+    assert engine.load() == (0, 0)
+
+
+def test_the_token_depends_on_all_that_it_should(base: Path, new: Path) -> None:
+    def sequence(digest: str, prompt: list[int], start: int = 0) -> list[int]:
+        return [fake_token(digest, prompt, start + i, 1 << 30) for i in range(4)]
+
+    first = sequence(model_digest(base), PROMPT)
+    assert first != sequence(model_digest(new), PROMPT)
+    assert first != sequence(model_digest(base), [5, 6])
+    assert first[1:] == sequence(model_digest(base), PROMPT, 1)[:3]
+    assert len(set(first)) == 4
+    assert fake_token("blake3:00", [0], 0, 4) == 3
+
+
+async def test_prompts_as_text_and_messages(base: Path) -> None:
+    engine = await started(base)
+    text = await drain(engine.generate(ask(prompt="aé", max_tokens=1)))
+    assert text[0].prompt_token_ids == [byte + 3 for byte in "aé".encode()]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "é"}]},
+    ]
+    chat = await drain(engine.generate(ask(messages=messages, max_tokens=1)))
+    assert chat[0].prompt_token_ids == text[0].prompt_token_ids
+    small = await started(base, vocab_size="10")
+    (delta,) = await drain(small.generate(ask(prompt="\xff\0", max_tokens=1)))
+    assert all(3 <= token < 10 for token in delta.prompt_token_ids or [0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_token_ids": None}, "prompt"),
+        ({"prompt_token_ids": [5], "prompt": "x"}, "prompt"),
+        ({"prompt": "x", "messages": []}, "messages"),
+        ({"prompt_token_ids": [512]}, "prompt_token_ids"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"prompt_token_ids": [5], "max_tokens": 4096}, "max_tokens"),
+    ],
+)
+async def test_bad_requests(base: Path, fields: dict[str, Any], field: str) -> None:
+    engine = await started(base)
+    with pytest.raises(InvalidRequest) as caught:
+        await drain(engine.generate(GenerateRequest(id="r", **fields)))
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+    assert engine.load() == (0, 0)
+    assert len(await drain(engine.generate(ask(max_tokens=2)))) == 2
+
+
+async def test_the_longest_request_that_fits(base: Path) -> None:
+    engine = await started(base, max_model_len="8")
+    assert len(await drain(engine.generate(ask(max_tokens=5)))) == 5
+
+
+async def test_stop_tokens_are_part_of_what_comes_back(base: Path) -> None:
+    engine = await started(base)
+    all_tokens = tokens(await drain(engine.generate(ask(max_tokens=6))))
+    stop = all_tokens[2]
+    deltas = await drain(engine.generate(ask(max_tokens=6, stop_token_ids=[stop])))
+    assert tokens(deltas) == all_tokens[: all_tokens.index(stop) + 1]
+    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].spans[-1].end == len(tokens(deltas))
+
+
+async def test_an_id_is_used_once_at_a_time(base: Path) -> None:
+    engine = await started(base)
+    async with aclosing(cast(Any, engine.generate(ask(max_tokens=9)))) as stream:
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="is running"):
+            await drain(engine.generate(ask()))
+        assert engine.load() == (1, 0)
+    assert engine.load() == (0, 0)  # closing the iterator aborted it
+    assert len(await drain(engine.generate(ask(max_tokens=1)))) == 1
+
+
+async def test_a_token_delay_can_be_aborted(base: Path) -> None:
+    engine = await started(base, token_delay_s="3600")
+    task = asyncio.create_task(drain(engine.generate(ask())))
+    await until(lambda: engine.load() == (1, 0))
+    assert await engine.abort(["r", "unknown"]) == 1
+    (last,) = await task
+    assert (last.finish_reason, last.token_ids, last.prompt_token_ids) == ("abort", [], PROMPT)
+
+
+async def test_token_delays_pass(base: Path) -> None:
+    engine = await started(base, token_delay_s="0.01")
+    before = asyncio.get_running_loop().time()
+    assert len(await drain(engine.generate(ask(max_tokens=3)))) == 3
+    assert asyncio.get_running_loop().time() - before >= 0.03
+
+
+async def test_other_tasks_get_their_turn(base: Path) -> None:
+    engine = await started(base)
+    order: list[str] = []
+
+    async def one(name: str) -> None:
+        async for _ in engine.generate(ask(name, max_tokens=3)):
+            order.append(name)
+
+    await asyncio.gather(one("x"), one("y"))
+    assert order == ["x", "y"] * 3
+
+
+async def test_abort_some_and_all(base: Path) -> None:
+    engine = await started(base)
+    streams = {name: engine.generate(ask(name, max_tokens=100)) for name in "abc"}
+    for stream in streams.values():
+        await anext(stream)
+    assert await engine.abort(["a"]) == 1
+    assert await engine.abort(["a"]) == 0
+    assert engine.load() == (2, 0)
+    assert await engine.abort(None) == 2
+    for stream in streams.values():
+        (last,) = await drain(stream)
+        assert (last.finish_reason, last.spans[0].start, last.spans[0].end) == ("abort", 0, 1)
+    assert await engine.abort(None) == 0
+
+
+# pausing
+
+
+class Reader:
+    """A request that is read as fast as it comes."""
+
+    def __init__(self, engine: FakeEngine, name: str = "r", max_tokens: int = 1000) -> None:
+        self.deltas: list[GenerateDelta] = []
+        self.task = asyncio.create_task(self._read(engine.generate(ask(name, max_tokens=max_tokens))))
+
+    async def _read(self, stream: AsyncIterator[GenerateDelta]) -> None:
+        async for delta in stream:
+            self.deltas.append(delta)
+
+    async def end(self) -> GenerateDelta:
+        async with asyncio.timeout(BOUND_S):
+            await self.task
+        return self.deltas[-1]
+
+
+async def test_keep_freezes_between_two_tokens(base: Path) -> None:
+    engine = await started(base)
+    reader = Reader(engine)
+    await until(lambda: len(reader.deltas) == 3)
+    await engine.pause("keep", False)
+    await engine.pause("keep", True)  # idempotent
+    late = Reader(engine, "late", 2)
+    await settle()
+    assert len(reader.deltas) == 3
+    assert late.deltas == []
+    assert engine.load() == (1, 1)
+    await engine.liveness()
+    await engine.resume()
+    await engine.resume()
+    assert (await reader.end()).finish_reason == "length"
+    assert (await late.end()).finish_reason == "length"
+    assert tokens(reader.deltas) == [fake_token(model_digest(base), PROMPT, i) for i in range(1000)]
+
+
+async def test_a_pause_right_after_a_resume(base: Path) -> None:
+    """Woken readers must look again before they go on."""
+    engine = await started(base)
+    reader = Reader(engine)
+    await until(lambda: len(reader.deltas) == 1)
+    await engine.pause("keep", False)
+    await settle()
+    await engine.resume()
+    await engine.pause("keep", False)
+    await settle()
+    assert len(reader.deltas) == 1
+    await engine.close()
+    assert (await reader.end()).finish_reason == "error"
+
+
+async def test_abort_ends_the_running_and_the_waiting(base: Path) -> None:
+    engine = await started(base)
+    reader = Reader(engine)
+    await until(lambda: len(reader.deltas) == 2)
+    await engine.pause("keep", False)
+    late = Reader(engine, "late")
+    await until(lambda: engine.load() == (1, 1))
+    await engine.pause("abort", False)
+    assert engine.load() == (0, 0)
+    assert (await reader.end()).spans[0].end == 2
+    assert (await late.end()).finish_reason == "abort"
+    assert late.deltas[0].spans == []
+    after = Reader(engine, "after", 1)
+    await settle()
+    assert after.deltas == []
+    await engine.resume()
+    await after.end()
+
+
+async def test_wait_lets_the_running_end(base: Path) -> None:
+    engine = await started(base)
+    reader = Reader(engine, max_tokens=50)
+    await until(lambda: len(reader.deltas) == 1)
+    pausing = asyncio.create_task(engine.pause("wait", False))
+    await until(lambda: engine._queueing)
+    late = Reader(engine, "late", 1)
+    async with asyncio.timeout(BOUND_S):
+        await pausing
+    assert (await reader.end()).finish_reason == "length"
+    await settle()
+    assert late.deltas == []
+    assert engine.load() == (0, 1)
+    await engine.resume()
+    await late.end()
+
+
+async def test_wait_on_an_idle_engine_and_after_an_abort(base: Path) -> None:
+    engine = await started(base)
+    async with asyncio.timeout(BOUND_S):
+        await engine.pause("wait", False)
+        await engine.resume()
+        stream = engine.generate(ask(max_tokens=100))
+        await anext(stream)
+        pausing = asyncio.create_task(engine.pause("wait", False))
+        await settle()
+        assert not pausing.done()
+        await engine.abort(None)
+        await pausing
+
+
+async def test_wait_after_keep_lets_the_frozen_end(base: Path) -> None:
+    engine = await started(base)
+    reader = Reader(engine, max_tokens=20)
+    await until(lambda: len(reader.deltas) == 2)
+    await engine.pause("keep", False)
+    async with asyncio.timeout(BOUND_S):
+        await engine.pause("wait", False)
+    assert (await reader.end()).finish_reason == "length"
+
+
+async def test_cancelling_a_wait_leaves_things_as_they_were(base: Path) -> None:
+    for paused in (False, True):
+        engine = await started(base)
+        stream = engine.generate(ask(max_tokens=100))
+        await anext(stream)
+        if paused:
+            await engine.pause("keep", False)
+        pausing = asyncio.create_task(engine.pause("wait", False))
+        await settle()
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        reader = Reader(engine, "late", 3)
+        await settle()
+        assert len(reader.deltas) == (0 if paused else 3)
+        await engine.close()
+        await reader.task
+        await drain(stream)
+
+
+async def test_an_unknown_mode(base: Path) -> None:
+    engine = await started(base)
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.pause(cast(Any, "stop"), False)
+    assert caught.value.facts["field"] == "mode"
+    assert len(await drain(engine.generate(ask(max_tokens=1)))) == 1
+
+
+# weights
+
+
+@pytest.mark.parametrize("hold_bytes", ["true", "false"])
+async def test_a_swap_in_the_middle_of_a_stream(base: Path, new: Path, hold_bytes: str) -> None:
+    engine = await started(base, hold_bytes=hold_bytes)
+    staged = stage(engine, new)
+    reader = Reader(engine, max_tokens=40)
+    await until(lambda: len(reader.deltas) == 4)
+    await engine.pause("keep", False)
+    assert await engine.swap(staged, version(1, new), True) is True
+    await settle()
+    assert len(reader.deltas) == 4  # it stays paused
+    await engine.resume()
+    last = await reader.end()
+    old_digest, new_digest = model_digest(base), model_digest(new)
+    assert tokens(reader.deltas) == [fake_token(old_digest if i < 4 else new_digest, PROMPT, i) for i in range(40)]
+    assert [(span.sequence, span.digest, span.start, span.end) for span in last.spans] == [
+        (0, old_digest, 0, 4),
+        (1, new_digest, 4, 40),
+    ]
+
+
+async def test_the_label_does_not_make_the_token(base: Path, new: Path) -> None:
+    """Weights other than their label says are seen in the tokens."""
+    engine = await started(base)
+    engine.set_version(version(1, new))
+    (delta,) = await drain(engine.generate(ask(max_tokens=1)))
+    assert delta.token_ids == [fake_token(model_digest(base), PROMPT, 0)]
+    assert delta.spans[0].digest == model_digest(new)
+
+
+async def test_without_a_version_no_span_is_guessed(base: Path) -> None:
+    engine = build(EngineOptions(base))
+    await engine.start()
+    stream = engine.generate(ask(max_tokens=3))
+    await anext(stream)
+    engine.set_version(version(0, base))
+    last = (await drain(stream))[-1]
+    assert [(span.start, span.end) for span in last.spans] == [(1, 3)]
+
+
+async def test_a_swap_without_flush(base: Path, new: Path) -> None:
+    engine = await started(base)
+    await engine.pause("wait", False)
+    assert await engine.swap(stage(engine, new), version(1, new), False) is False
+
+
+async def test_swaps_that_are_refused_change_nothing(base: Path, new: Path) -> None:
+    engine = await started(base)
+    staged = stage(engine, new)
+    with pytest.raises(EngineFailed, match="paused"):
+        await engine.swap(staged, version(1, new), True)
+    await engine.pause("keep", False)
+    engine.fail_swap = True
+    with pytest.raises(EngineFailed, match="fail_swap"):
+        await engine.swap(staged, version(1, new), True)
+    engine.fail_swap = False
+    with pytest.raises(EngineFailed, match="not staged here"):
+        await engine.swap(object(), version(1, new), True)
+    await engine.resume()
+    (delta,) = await drain(engine.generate(ask(max_tokens=1)))
+    assert delta.token_ids == [fake_token(model_digest(base), PROMPT, 0)]
+    assert delta.spans[0].sequence == 0
+    await engine.pause("keep", False)
+    await engine.swap(staged, version(1, new), True)
+    with pytest.raises(EngineFailed, match="swapped or discarded"):
+        await engine.swap(staged, version(1, new), True)
+
+
+async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
+    engine = await started(base)
+    staged = stage(engine, new)
+    await engine.discard(staged)
+    await engine.discard(staged)
+    await engine.pause("keep", False)
+    with pytest.raises(EngineFailed, match="discarded"):
+        await engine.swap(staged, version(1, new), True)
+
+
+async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Path) -> None:
+    engine = await started(base)
+    staged = stage(engine, new)
+    await engine.pause("keep", False)
+    await engine.swap(staged, version(1, new), True)
+    await engine.discard(staged)
+    (row,) = await engine.check_weights("checksum")
+    assert row["checksum"]
+    await engine.resume()
+    (delta,) = await drain(engine.generate(ask(max_tokens=1)))
+    assert delta.token_ids == [fake_token(model_digest(new), PROMPT, 0)]
+
+
+async def test_a_swap_cancelled_in_its_delay_changed_nothing(base: Path, new: Path) -> None:
+    engine = await started(base, swap_delay_s="3600")
+    await engine.pause("keep", False)
+    swapping = asyncio.create_task(engine.swap(stage(engine, new), version(1, new), True))
+    await settle()
+    swapping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await swapping
+    await engine.resume()
+    (delta,) = await drain(engine.generate(ask(max_tokens=1)))
+    assert delta.spans[0].sequence == 0
+
+
+async def test_stage_faults(base: Path, new: Path) -> None:
+    engine = await started(base, fail_stage="true")
+    with pytest.raises(EngineFailed, match="fail_stage"):
+        stage(engine, new)
+    engine.fail_stage = False
+    stage(engine, new)
+    slow = await started(base, stage_delay_s="3600")
+    with pytest.raises(EngineFailed, match="cancelled"):
+        stage(slow, new, lambda: True)
+
+
+async def test_a_hung_engine(base: Path) -> None:
+    engine = await started(base, hang_liveness="true")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await engine.liveness()
+    assert len(await drain(engine.generate(ask(max_tokens=1)))) == 1
+
+
+@pytest.mark.parametrize("hold_bytes", ["true", "false"])
+async def test_check_weights(base: Path, new: Path, hold_bytes: str) -> None:
+    engine, twin = await started(base, hold_bytes=hold_bytes), await started(base)
+
+    async def checksum(of: FakeEngine) -> str:
+        (row,) = await of.check_weights("checksum")
+        assert row["rank"] == 0
+        return str(row["checksum"])
+
+    with pytest.raises(InvalidRequest, match="snapshot"):
+        await engine.check_weights("compare")
+    first = await checksum(engine)
+    assert first == await checksum(twin)
+    await engine.check_weights("snapshot")
+    assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
+
+    await engine.check_weights("reset_tensors")
+    assert await checksum(engine) != first
+    (row,) = await engine.check_weights("compare")
+    assert row["match"] is False
+    assert row["mismatches"] == sorted(engine.weight_spec())
+    (delta,) = await drain(engine.generate(ask(max_tokens=1)))
+    assert delta.spans == []  # noise is no version
+
+    await engine.pause("keep", False)
+    await engine.swap(stage(engine, base), version(0, base), True)
+    assert await checksum(engine) == first
+    assert (await engine.check_weights("compare"))[0]["match"] is True
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.check_weights(cast(Any, "burn"))
+    assert caught.value.facts["field"] == "action"
+
+
+async def test_the_checksum_sees_every_byte(base: Path) -> None:
+    engine = await started(base)
+    (before,) = await engine.check_weights("checksum")
+    raw = bytearray((base / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (base / "model.safetensors").write_bytes(raw)
+    other = await started(base)
+    (after,) = await other.check_weights("checksum")
+    assert before != after
+
+
+async def test_memory_flags(base: Path, new: Path) -> None:
+    engine = await started(base)
+    staged = stage(engine, new)
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.release_memory(["weights", "cuda"])
+    assert caught.value.facts["field"] == "tags"
+    stream = engine.generate(ask(max_tokens=50))
+    await anext(stream)
+    with pytest.raises(InvalidRequest, match="requests are running"):
+        await engine.release_memory(["kv_cache"])
+    await engine.pause("abort", False)
+    await drain(stream)
+    await engine.release_memory([])
+    with pytest.raises(NotAdmitted, match="kv_cache, weights"):
+        await drain(engine.generate(ask()))
+    with pytest.raises(EngineFailed, match="released"):
+        await engine.swap(staged, version(1, new), True)
+    with pytest.raises(EngineFailed, match="released"):
+        await engine.check_weights("checksum")
+    await engine.resume_memory(["weights"])
+    await engine.swap(staged, version(1, new), True)
+    await engine.resume_memory([])
+    await engine.resume()
+    assert math.isclose(1, len(await drain(engine.generate(ask(max_tokens=1)))))
+
+
+async def test_a_process_carries_a_thousand(base: Path, new: Path) -> None:
+    """And they share nothing: one updated, the others not."""
+    engines = [build(EngineOptions(base)) for _ in range(1000)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+    await engines[7].pause("keep", False)
+    await engines[7].swap(stage(engines[7], new), version(1, new), True)
+    await engines[7].resume()
+    deltas = await asyncio.gather(*(drain(engine.generate(ask(max_tokens=1))) for engine in engines))
+    made = [tokens(each)[0] for each in deltas]
+    expected = [fake_token(model_digest(base), PROMPT, 0)] * 1000
+    expected[7] = fake_token(model_digest(new), PROMPT, 0)
+    assert made == expected
+    await asyncio.gather(*(engine.close() for engine in engines))

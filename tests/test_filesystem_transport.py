@@ -1,0 +1,795 @@
+"""The filesystem transport and the safetensors reader, against good checkpoints and every kind of bad one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+import worker.safetensors_file as safetensors_file
+import worker.transports.filesystem as filesystem
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.versions import TensorSpec, tensors_digest
+from worker.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
+from worker.transports.base import Delivery, WeightTransport
+from worker.transports.filesystem import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    FilesystemDelivery,
+    FilesystemTransport,
+    open_checkpoint,
+    write_manifest,
+)
+
+Tensors = dict[str, tuple[TensorSpec, bytes]]
+
+A = (TensorSpec("F32", (2, 3)), bytes(range(24)))
+B = (TensorSpec("BF16", (4,)), b"abcdefgh")
+SCALAR = (TensorSpec("I64", ()), b"12345678")
+EMPTY = (TensorSpec("F16", (0, 7)), b"")
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_leaks() -> Iterator[None]:
+    """Whatever a test refuses or closes, no descriptor stays."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    yield
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
+def transport(root: Path) -> FilesystemTransport:
+    return FilesystemTransport([root])
+
+
+def request(path: Any, **extra: Any) -> dict[str, Any]:
+    return {"backend": "filesystem", "path": path if not isinstance(path, Path) else str(path), **extra}
+
+
+def single(directory: Path, tensors: Tensors | None = None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    write_safetensors(directory / SINGLE_NAME, tensors or {"a": A, "b": B})
+    return directory
+
+
+def sharded(directory: Path, weight_map: dict[str, Any] | None = None, **shards: Tensors) -> Path:
+    """Shards `name.safetensors`, and an index, by default of what they hold."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, tensors in shards.items():
+        write_safetensors(directory / f"{name}.safetensors", tensors)
+    index = {tensor: f"{name}.safetensors" for name, tensors in shards.items() for tensor in tensors}
+    (directory / INDEX_NAME).write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": index if weight_map is None else weight_map})
+    )
+    return directory
+
+
+def read(delivery: Delivery) -> Tensors:
+    try:
+        return {name: (tensor.spec, bytes(tensor.data)) for name, tensor in delivery.tensors()}
+    finally:
+        delivery.close()
+
+
+def refusal(
+    transport: FilesystemTransport, path: Any, kind: type[InvalidRequest] = InvalidRequest
+) -> InvalidRequest:
+    """The typed refusal of `path`, which names the field and a fix."""
+    with pytest.raises(InvalidRequest) as caught:
+        transport.open(request(path)).close()
+    assert type(caught.value) is kind
+    assert caught.value.facts["field"] == "transport.path"
+    assert caught.value.facts["fix"]
+    return caught.value
+
+
+# what is read
+
+
+def test_it_is_a_transport(transport: FilesystemTransport, root: Path) -> None:
+    seam: WeightTransport = transport
+    assert seam.backend == "filesystem"
+    seam.init({"backend": "filesystem"})
+    seam.init({})
+    seam.destroy()
+    seam.destroy()
+    with pytest.raises(InvalidRequest, match="port"):
+        seam.init({"port": 1})
+
+
+def test_a_directory_and_a_file_give_the_same(transport: FilesystemTransport, root: Path) -> None:
+    tensors = {"a": A, "scalar": SCALAR, "empty": EMPTY, "b": B}
+    directory = single(root / "step_1", tensors)
+    for path in (directory, directory / SINGLE_NAME, f"{directory}/", f"{root}/x/../step_1"):
+        delivery = transport.open(request(path))
+        assert delivery.refetchable
+        assert delivery.digest is None
+        assert delivery.tensor_digests is None
+        assert delivery.specs == {name: spec for name, (spec, _) in tensors.items()}
+        assert read(delivery) == tensors
+
+
+def test_the_safetensors_package_reads_what_we_write_and_the_other_way_round(
+    transport: FilesystemTransport, root: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    write_safetensors(root / "a.safetensors", {"a": A, "scalar": SCALAR}, {"format": "pt"})
+    theirs = dict(safetensors.deserialize((root / "a.safetensors").read_bytes()))
+    assert bytes(theirs["a"]["data"]) == A[1]
+    assert theirs["a"]["shape"] == [2, 3]
+    numpy = pytest.importorskip("numpy")
+    save = pytest.importorskip("safetensors.numpy").save
+    array = numpy.frombuffer(A[1], numpy.float32).reshape(2, 3)
+    raw = save({"z": array}, {"format": "pt"})
+    (root / "b.safetensors").write_bytes(raw)
+    assert read(transport.open(request(root / "b.safetensors"))) == {"z": A}
+
+
+def test_shards(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A, "s": SCALAR}, two={"b": B})
+    assert read(transport.open(request(directory))) == {"a": A, "s": SCALAR, "b": B}
+
+
+def test_a_delivery_is_read_once_and_closed_twice(transport: FilesystemTransport, root: Path) -> None:
+    delivery: Delivery = transport.open(request(single(root / "c")))
+    assert isinstance(delivery, FilesystemDelivery)
+    list(delivery.tensors())
+    with pytest.raises(RuntimeError, match="once"):
+        delivery.tensors()
+    delivery.close()
+    delivery.close()
+
+
+def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -> None:
+    delivery = transport.open(request(single(root / "c")))
+    tensors = delivery.tensors()
+    delivery.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        next(tensors)
+
+
+def test_the_buffer_is_reused_and_writable(transport: FilesystemTransport, root: Path) -> None:
+    """torch.frombuffer warns of read-only memory, and one buffer bounds what a receive takes."""
+    delivery = transport.open(request(single(root / "c")))
+    (_, first), (_, second) = list(delivery.tensors())
+    assert first.data.obj is second.data.obj
+    assert not first.data.readonly
+    delivery.close()
+
+
+def test_large_tensors_are_read_in_pieces(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "READ_BYTES", 7)
+    directory = single(root / "c")
+    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+
+
+# where it may read
+
+
+@pytest.mark.parametrize(
+    "path", [None, 7, True, b"/x", ["x"], {}, "", ".", "relative/dir", "~/x", "/a\0b", "/" + "a" * 5000, "/\ud800"]
+)
+def test_a_path_that_is_none(transport: FilesystemTransport, root: Path, path: Any) -> None:
+    error = refusal(transport, path)
+    assert str(root) in error.facts["fix"]
+    json.dumps(error.to_wire(), ensure_ascii=False).encode()
+
+
+def test_unknown_fields_and_another_backend(transport: FilesystemTransport, root: Path) -> None:
+    directory = single(root / "c")
+    with pytest.raises(InvalidRequest, match="'subdir'") as caught:
+        transport.open(request(directory, subdir="x"))
+    assert caught.value.facts["field"] == "transport.subdir"
+    with pytest.raises(InvalidRequest, match="nccl") as caught:
+        transport.open({"backend": "nccl", "path": str(directory)})
+    assert caught.value.facts["field"] == "transport.backend"
+
+
+def test_outside_the_roots(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
+    outside = single(tmp_path / "rootless")  # shares its first letters with the root
+    (root / "link").symlink_to(outside)
+    for path in (
+        outside,
+        root / "link",
+        f"{root}/../rootless",
+        outside / SINGLE_NAME,
+        root / "link" / SINGLE_NAME,
+    ):
+        error = refusal(transport, path)
+        assert "outside" in error.message
+        assert str(root) in error.facts["fix"]
+
+
+def test_the_answer_does_not_tell_what_exists_outside(transport: FilesystemTransport, tmp_path: Path) -> None:
+    there = single(tmp_path / "secret")
+    told = refusal(transport, there).message.replace("secret", "X")
+    assert refusal(transport, tmp_path / "absent").message.replace("absent", "X") == told
+
+
+def test_without_roots_nothing_is_read(root: Path) -> None:
+    error = refusal(FilesystemTransport([]), single(root / "c"))
+    assert "RL_PLANE_WEIGHT_ROOTS" in error.facts["fix"]
+
+
+def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
+    """A Hugging Face cache is made of them; a root may be one too."""
+    blobs = root / "blobs"
+    blobs.mkdir()
+    write_safetensors(root / "x", {"a": A, "b": B})
+    (root / "x").rename(blobs / "0123")
+    snapshot = root / "snapshot"
+    snapshot.mkdir()
+    (snapshot / SINGLE_NAME).symlink_to("../blobs/0123")
+    (tmp_path / "rootlink").symlink_to(root)
+    transport = FilesystemTransport([tmp_path / "other", tmp_path / "rootlink"])
+    for path in (snapshot, snapshot / SINGLE_NAME, tmp_path / "rootlink" / "snapshot"):
+        assert read(transport.open(request(path))) == {"a": A, "b": B}
+
+
+def test_files_that_lead_outside(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "out.safetensors", {"b": B})
+    directory = root / "c"
+    directory.mkdir()
+    (directory / SINGLE_NAME).symlink_to(tmp_path / "out.safetensors")
+    assert "outside" in refusal(transport, directory).message
+
+    directory = sharded(root / "d", {"a": "one.safetensors", "b": "two.safetensors"}, one={"a": A})
+    (directory / "two.safetensors").symlink_to("../../out.safetensors")
+    assert "'two.safetensors' leads outside" in refusal(transport, directory).message
+
+    (tmp_path / "index").write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    (directory / INDEX_NAME).unlink()
+    (directory / INDEX_NAME).symlink_to(tmp_path / "index")
+    assert "outside" in refusal(transport, directory).message
+
+    directory = single(root / "e")
+    (directory / MANIFEST_NAME).symlink_to("/etc/passwd")
+    assert "outside" in refusal(transport, directory).message
+
+
+def test_a_symlink_that_changes_after_it_was_looked_at(
+    transport: FilesystemTransport, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_safetensors(tmp_path / "out.safetensors", {"b": B})
+    directory = single(root / "c")
+    real = os.path.realpath
+
+    def swapping(path: Any) -> str:
+        found = real(path)
+        if found.endswith(f"c/{SINGLE_NAME}"):
+            (directory / "kept").write_bytes((directory / SINGLE_NAME).read_bytes())
+            (directory / SINGLE_NAME).unlink()
+            (directory / SINGLE_NAME).symlink_to(tmp_path / "out.safetensors")
+            return str(directory / "kept")
+        return str(found)
+
+    monkeypatch.setattr(os.path, "realpath", swapping)
+    assert "outside" in refusal(transport, directory).message
+
+
+def test_absent_and_dangling(transport: FilesystemTransport, root: Path) -> None:
+    (root / "dangling").symlink_to(root / "nothing")
+    (root / "loop").symlink_to(root / "loop")
+    single(root / "c")
+    for path in ("absent", "dangling", "loop", f"c/{SINGLE_NAME}/below", "a" * 300):
+        assert "is not there" in refusal(transport, root / path).message
+    (root / "c" / SINGLE_NAME).unlink()
+    (root / "c" / SINGLE_NAME).symlink_to(root / "nothing")
+    assert SINGLE_NAME in refusal(transport, root / "c").message
+
+
+def test_what_the_system_refuses(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised here, since root, who may run the tests, may read everything."""
+    directory = single(root / "c")
+    real = os.open
+
+    def refusing(number: int) -> Callable[..., int]:
+        def refuse(path: Any, *how: Any, **more: Any) -> int:
+            if str(path).endswith(SINGLE_NAME):
+                raise OSError(number, os.strerror(number))
+            return real(path, *how, **more)
+
+        return refuse
+
+    monkeypatch.setattr(os, "open", refusing(errno.EACCES))
+    assert "may not read" in refusal(transport, directory).message
+    monkeypatch.setattr(os, "open", refusing(errno.EMFILE))
+    with pytest.raises(Unavailable, match="Too many open files"):
+        transport.open(request(directory))
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTransport, root: Path) -> None:
+    os.mkfifo(root / "fifo.safetensors")
+    assert "fifo" in refusal(transport, root / "fifo.safetensors").message
+    directory = root / "c"
+    directory.mkdir()
+    os.mkfifo(directory / SINGLE_NAME)
+    assert "fifo" in refusal(transport, directory, InvalidWeights).message
+    (directory / SINGLE_NAME).unlink()
+    (directory / SINGLE_NAME).mkdir()
+    assert "a directory" in refusal(transport, directory, InvalidWeights).message
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(root / "s"))
+        assert "socket" in refusal(transport, root / "s").message
+    finally:
+        listener.close()
+    assert "a device" in refusal(FilesystemTransport([Path("/dev")]), "/dev/null").message
+
+
+def test_a_fifo_that_took_the_files_place(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the opening: the opening must not wait for a writer."""
+    directory = single(root / "c")
+    good = os.stat(directory / SINGLE_NAME)
+    (directory / SINGLE_NAME).unlink()
+    os.mkfifo(directory / SINGLE_NAME)
+    real = os.stat
+
+    def stale(path: Any, **how: Any) -> os.stat_result:
+        return good if str(path).endswith(f"c/{SINGLE_NAME}") else real(path, **how)
+
+    monkeypatch.setattr(os, "stat", stale)
+    assert "fifo" in refusal(transport, directory, InvalidWeights).message
+
+
+def test_pickles_are_never_loaded(transport: FilesystemTransport, root: Path) -> None:
+    directory = root / "c"
+    directory.mkdir()
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    error = refusal(transport, directory, InvalidWeights)
+    assert "pytorch_model.bin" in error.message
+    assert "never loaded" in error.facts["fix"]
+    for name in ("pytorch_model.bin", "x.pt"):
+        (directory / name).touch()
+        assert "never loaded" in refusal(transport, directory / name).facts["fix"]
+    single(directory)  # beside safetensors they disturb nobody
+    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+
+
+def test_a_directory_without_weights(transport: FilesystemTransport, root: Path) -> None:
+    assert "neither" in refusal(transport, root, InvalidWeights).message
+    write_safetensors(root / "adapter_model.safetensors", {"a": A})
+    assert "adapter_model.safetensors" in refusal(transport, root, InvalidWeights).message
+    (root / "config.json").write_text("{}")
+    assert "*.safetensors" in refusal(transport, root / "config.json").message
+
+
+# the index
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({}, "no weight_map"),
+        ([], "no weight_map"),
+        ({"a": "../one.safetensors"}, "not the name"),
+        ({"a": "/etc/one.safetensors"}, "not the name"),
+        ({"a": "sub/one.safetensors"}, "not the name"),
+        ({"a": ".."}, "not the name"),
+        ({"a": ""}, "not the name"),
+        ({"a": 3}, "not the name"),
+        ({"a": None}, "not the name"),
+        ({"a": "one\0.safetensors"}, "not the name"),
+        ({"a": "one\ud800.safetensors"}, "not the name"),
+        ({"a": "x" * 300 + ".safetensors"}, "not the name"),
+        ({"a": "one.bin"}, "not the name"),
+        ({"a": "one.safetensors", "b": "three.safetensors"}, "'three.safetensors', which is not in"),
+        ({"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}, "'c' into a shard"),
+        ({"a": "one.safetensors", "b": "one.safetensors"}, "'b' into a shard"),
+        ({"a": "two.safetensors", "b": "one.safetensors"}, "into a shard that doesn't hold it"),
+        ({"b": "two.safetensors", "z": "one.safetensors"}, "'one.safetensors' holds 'a', not in"),
+    ],
+)
+def test_index_tricks(transport: FilesystemTransport, root: Path, weight_map: Any, message: str) -> None:
+    directory = sharded(root / "c", weight_map, one={"a": A}, two={"b": B})
+    error = refusal(transport, directory, InvalidWeights)
+    assert message in error.message
+    json.dumps(error.to_wire(), ensure_ascii=False).encode()
+
+
+def test_a_tensor_in_two_shards(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A, "s": SCALAR}, two={"b": B, "a": A})
+    assert "'a' is in 'one.safetensors' and in" in refusal(transport, directory, InvalidWeights).message
+    directory = sharded(
+        root / "d", {"a": "one.safetensors", "b": "two.safetensors"}, one={"a": A, "b": B}
+    )  # the same file by two names
+    (directory / "two.safetensors").symlink_to("one.safetensors")
+    assert "and in" in refusal(transport, directory, InvalidWeights).message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff{}", b'{"weight_map": {"a": "x", "a": "y"}}', b"NaN"])
+def test_an_index_that_is_no_json_object(transport: FilesystemTransport, root: Path, content: bytes) -> None:
+    (root / INDEX_NAME).write_bytes(content)
+    assert INDEX_NAME in refusal(transport, root, InvalidWeights).message
+
+
+def test_bounds_of_an_index(transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = sharded(root / "c", one={"a": A}, two={"b": B})
+    monkeypatch.setattr(filesystem, "MAX_FILES", 1)
+    assert "2 files, more than 1" in refusal(transport, directory, InvalidWeights).message
+    monkeypatch.setattr(filesystem, "MAX_JSON_BYTES", 10)
+    assert "more than 10 bytes" in refusal(transport, directory, InvalidWeights).message
+
+
+def test_a_single_file_and_an_index(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A})
+    single(directory)
+    assert "two checkpoints" in refusal(transport, directory, InvalidWeights).message
+    sharded(directory, {"a": SINGLE_NAME, "b": SINGLE_NAME})
+    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+
+
+# the header
+
+
+def raw_file(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def entry(begin: Any, end: Any, dtype: Any = "U8", shape: Any = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+HUGE = (1 << 63) - 1
+
+BAD_HEADERS: list[tuple[str, Any, bytes, str]] = [
+    ("truncated", {"a": entry(0, 8)}, b"1234567", "truncated: 8 bytes"),
+    ("trailing", {"a": entry(0, 8)}, b"123456789", "1 trailing bytes"),
+    ("no tensors but bytes", {}, b"1", "1 trailing bytes"),
+    ("overlap", {"a": entry(0, 5), "b": entry(4, 8)}, bytes(8), "'b' overlaps 'a'"),
+    ("same place", {"a": entry(0, 4), "b": entry(0, 4)}, bytes(4), "overlaps"),
+    ("hole", {"a": entry(0, 3), "b": entry(4, 8)}, bytes(8), "bytes of no tensor before 'b'"),
+    ("late begin", {"a": entry(1, 8)}, bytes(8), "does not begin at 0"),
+    ("unknown dtype", {"a": entry(0, 8, "F13")}, bytes(8), "'F13'"),
+    ("dtype no string", {"a": entry(0, 8, ["U8"])}, bytes(8), "dtype"),
+    ("length of dtype", {"a": entry(0, 8, "F32", [8])}, bytes(8), "32 bytes, but its data_offsets span 8"),
+    ("negative side", {"a": entry(0, 8, "U8", [-8])}, bytes(8), "shape"),
+    ("two negative sides", {"a": entry(0, 8, "U8", [-2, -4])}, bytes(8), "shape"),
+    ("float side", {"a": entry(0, 8, "U8", [8.0])}, bytes(8), "shape"),
+    ("bool side", {"a": entry(0, 1, "U8", [True])}, bytes(1), "shape"),
+    ("shape no list", {"a": entry(0, 8, "U8", 8)}, bytes(8), "shape"),
+    ("rank", {"a": entry(0, 8, "U8", [1] * 17 + [8])}, bytes(8), "shape"),
+    ("huge product", {"a": entry(0, 8, "U8", [HUGE] * 16)}, bytes(8), "2^64 or more bytes"),
+    ("huge offsets", {"a": entry(0, HUGE, "U8", [HUGE])}, bytes(8), "truncated"),
+    ("backwards", {"a": entry(8, 0, "U8", [8])}, bytes(8), "data_offsets"),
+    ("negative offset", {"a": entry(-8, 0)}, bytes(8), "data_offsets"),
+    ("float offset", {"a": entry(0, 8.0, "U8", [8])}, bytes(8), "data_offsets"),
+    ("three offsets", {"a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8, 8]}}, bytes(8), "data_offsets"),
+    ("no offsets", {"a": {"dtype": "U8", "shape": [8]}}, bytes(8), "exactly dtype"),
+    ("extra key", {"a": {**entry(0, 8), "device": "cuda"}}, bytes(8), "exactly dtype"),
+    ("entry no object", {"a": [0, 8]}, bytes(8), "exactly dtype"),
+    ("empty name", {"": entry(0, 8)}, bytes(8), "no name"),
+    ("new line in a name", {"a F32 2x3 00\nb": entry(0, 8)}, bytes(8), "no name"),
+    ("space in a name", {"a b": entry(0, 8)}, bytes(8), "no name"),
+    ("surrogate in a name", {"\ud800": entry(0, 8)}, bytes(8), "no name"),
+    ("long name", {"a" * 513: entry(0, 8)}, bytes(8), "no name"),
+    ("metadata no object", {"__metadata__": [], "a": entry(0, 8)}, bytes(8), "__metadata__"),
+    ("metadata no strings", {"__metadata__": {"x": 1}, "a": entry(0, 8)}, bytes(8), "__metadata__"),
+    ("list", [], b"", "'{'"),
+    ("leading space", b' {"a": 1}', b"", "'{'"),
+    ("empty header", b"", b"", "'{'"),
+    ("broken", b'{"a": ', b"", "can't be read"),
+    ("not utf-8", b'{"\xff": 1}', b"", "can't be read"),
+    ("utf-16", '{"a": 1}'.encode("utf-16-le"), b"", "can't be read"),
+    ("nan", b'{"a": NaN}', b"", "NaN is not JSON"),
+    ("long number", b'{"a": ' + b"9" * 5000 + b"}", b"", "can't be read"),
+    ("deep", b'{"a": ' + b"[" * 100_000, b"", "can't be read"),
+    ("twice", b'{"a": 1, "a": 1}', b"", "'a' is there twice"),
+    ("twice within", b'{"a": {"dtype": "U8", "dtype": "U8"}}', b"", "'dtype' is there twice"),
+]
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"), [case[1:] for case in BAD_HEADERS], ids=[c[0] for c in BAD_HEADERS]
+)
+def test_bad_headers(transport: FilesystemTransport, root: Path, header: Any, data: bytes, message: str) -> None:
+    error = refusal(transport, raw_file(root / "bad.safetensors", header, data), InvalidWeights)
+    assert message in error.message
+    assert "bad.safetensors" in error.message
+    assert error.facts["file"] == "bad.safetensors"
+    assert len(error.message) < 2000
+    json.dumps(error.to_wire(), ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 bytes"),
+        (b"1234567", "7 bytes"),
+        (struct.pack("<Q", 100) + b"{}", "truncated: its header alone has 100 bytes"),
+        (struct.pack("<Q", HUGE), "more than"),
+        (b"\xff" * 64, "more than"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "more than"),
+    ],
+)
+def test_bad_lengths(transport: FilesystemTransport, root: Path, content: bytes, message: str) -> None:
+    path = root / "bad.safetensors"
+    path.write_bytes(content)
+    assert message in refusal(transport, path, InvalidWeights).message
+
+
+def test_a_bad_shard_is_named_and_the_others_are_closed(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A}, two={"b": B})
+    with open(directory / "two.safetensors", "ab") as file:
+        file.write(b"!")
+    assert "'two.safetensors'" in refusal(transport, directory, InvalidWeights).message
+
+
+def test_every_truncation_is_refused(transport: FilesystemTransport, root: Path) -> None:
+    directory = single(root / "c")
+    whole = (directory / SINGLE_NAME).read_bytes()
+    for length in range(len(whole)):
+        (directory / SINGLE_NAME).write_bytes(whole[:length])
+        refusal(transport, directory, InvalidWeights)
+
+
+def test_json_keys_twice_are_found_at_any_depth() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        load_json_object(b'{"x": [{"k": 1, "k": 2}]}')
+
+
+# files that change
+
+
+def test_a_file_written_to_while_it_is_held(transport: FilesystemTransport, root: Path) -> None:
+    for change in (b"X", None):
+        directory = single(root / "c")
+        delivery = transport.open(request(directory))
+        tensors = delivery.tensors()
+        next(tensors)
+        with open(directory / SINGLE_NAME, "r+b") as file:
+            if change is None:
+                file.truncate(os.path.getsize(directory / SINGLE_NAME) - 8)
+            else:
+                file.seek(-1, os.SEEK_END)
+                file.write(change)
+        os.utime(directory / SINGLE_NAME, ns=(1, 1))  # whatever the clock's grain
+        with pytest.raises(InvalidWeights, match="changed while read") as caught:
+            list(tensors)
+        assert caught.value.facts["field"] == "transport.path"
+        delivery.close()
+
+
+def test_a_shard_that_changes_after_it_was_read(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A}, two={"b": B})
+    delivery = transport.open(request(directory))
+    tensors = delivery.tensors()
+    assert next(tensors)[0] == "a"
+    assert next(tensors)[0] == "b"
+    os.utime(directory / "one.safetensors", ns=(1, 1))
+    with pytest.raises(InvalidWeights, match=r"'one\.safetensors' changed"):
+        next(tensors)
+    delivery.close()
+
+
+def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
+    transport: FilesystemTransport, root: Path
+) -> None:
+    directory = sharded(root / "c", one={"a": A}, two={"b": B})
+    delivery = transport.open(request(directory))
+    tensors = delivery.tensors()
+    got = {name: bytes(tensor.data) for name, tensor in (next(tensors),)}
+    other = (TensorSpec("BF16", (4,)), b"ABCDEFGH")
+    write_safetensors(directory / "two.safetensors", {"b": other})
+    directory.rename(root / "old")
+    sharded(directory, one={"a": A}, two={"b": other})
+    got |= {name: bytes(tensor.data) for name, tensor in tensors}
+    delivery.close()
+    assert got == {"a": A[1], "b": B[1]}
+    assert read(transport.open(request(directory)))["b"] == other
+
+
+def test_a_checkpoint_replaced_while_it_is_opened(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New index and first shard, old second shard: never mixed, although each fits the other."""
+    directory = sharded(root / "c", one={"a": A}, two={"b": B})
+
+    class Replacing(SafetensorsFile):
+        def __init__(self, descriptor: int, name: str, *, field: str = "") -> None:
+            super().__init__(descriptor, name, field=field)
+            if name == "one.safetensors":
+                sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
+
+    monkeypatch.setattr(filesystem, "SafetensorsFile", Replacing)
+    assert "replaced while" in refusal(transport, directory, InvalidWeights).message
+
+
+def test_a_failing_disk_is_not_the_requests_fault(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = transport.open(request(single(root / "c")))
+
+    def broken(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(Unavailable, match="Input/output error"):
+        list(delivery.tensors())
+    delivery.close()
+
+
+def test_closing_waits_for_a_read_to_leave_the_descriptor(
+    transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor closed under a read could be another file's by then."""
+    directory = single(root / "c")
+    delivery = transport.open(request(directory))
+    reading, go = threading.Event(), threading.Event()
+    real: Callable[..., int] = os.preadv
+    outcome: list[Any] = []
+
+    def slow(*how: Any) -> int:
+        reading.set()
+        assert go.wait(10)
+        return real(*how)
+
+    monkeypatch.setattr(os, "preadv", slow)
+
+    def reader() -> None:
+        try:
+            outcome.extend(delivery.tensors())
+        except EngineFailed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    assert reading.wait(10)
+    delivery.close()
+    go.set()
+    thread.join(10)
+    assert [type(item) for item in outcome] == [EngineFailed]
+
+
+# the manifest
+
+
+def test_write_manifest(transport: FilesystemTransport, root: Path) -> None:
+    directory = sharded(root / "c", one={"a": A, "e": EMPTY}, two={"b": B})
+    manifest = write_manifest(directory)
+    assert json.loads((directory / MANIFEST_NAME).read_text()) == manifest
+    digests = {name: blake3(data).hexdigest() for name, (_, data) in {"a": A, "b": B, "e": EMPTY}.items()}
+    expected = tensors_digest((n, s, digests[n]) for n, s in {"a": A[0], "b": B[0], "e": EMPTY[0]}.items())
+    assert manifest["digest"] == expected
+    assert manifest["files"] == {
+        name: os.path.getsize(directory / name) for name in ("one.safetensors", "two.safetensors")
+    }
+    delivery = transport.open(request(directory))
+    assert delivery.digest == expected
+    assert delivery.tensor_digests == digests
+    assert read(delivery) == {"a": A, "b": B, "e": EMPTY}
+    (directory / MANIFEST_NAME).write_text("an old one, and broken")
+    assert write_manifest(directory) == manifest
+    assert sorted(os.listdir(directory)) == sorted(
+        [INDEX_NAME, MANIFEST_NAME, "one.safetensors", "two.safetensors"]
+    )
+
+
+def test_write_manifest_of_nothing(root: Path) -> None:
+    with pytest.raises(InvalidRequest, match="not a directory") as caught:
+        write_manifest(root / "absent")
+    assert caught.value.facts["field"] == "directory"
+    with pytest.raises(InvalidWeights):
+        write_manifest(root)
+    assert os.listdir(root) == []
+
+
+def drop(manifest: dict[str, Any], *keys: str) -> None:
+    for key in keys[:-1]:
+        manifest = manifest[key]
+    del manifest[keys[-1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(v=2), "version '2'"),
+        (lambda m: m.update(v=True), "version 'True'"),
+        (lambda m: drop(m, "v"), "version"),
+        (lambda m: m.update(more=1), "exactly the keys"),
+        (lambda m: drop(m, "files"), "exactly the keys"),
+        (lambda m: m.update(digest=7), "must have a digest"),
+        (lambda m: m.update(digest="sha256:00"), "must have a digest"),
+        (lambda m: m.update(digest="blake3:" + "0" * 64), "digests make"),
+        (lambda m: m.update(tensors=[]), "objects"),
+        (lambda m: m.update(files=[]), "objects"),
+        (lambda m: m["files"].update({SINGLE_NAME: 1}), "other files"),
+        (lambda m: m["files"].update({"x": 1}), "other files"),
+        (lambda m: m["files"].clear(), "other files"),
+        (lambda m: drop(m, "tensors", "a"), "same tensors: 'a'"),
+        (lambda m: m["tensors"].update(z=m["tensors"]["a"]), "same tensors: 'z'"),
+        (lambda m: m["tensors"].update(a=1), "exactly dtype"),
+        (lambda m: drop(m, "tensors", "a", "shape"), "exactly dtype"),
+        (lambda m: m["tensors"]["a"].update(shape=[3, 2]), "dtype or shape of 'a'"),
+        (lambda m: m["tensors"]["a"].update(dtype="I32"), "dtype or shape of 'a'"),
+        (lambda m: m["tensors"]["a"].update(digest="00"), "64 hex digits"),
+        (lambda m: m["tensors"]["a"].update(digest=None), "64 hex digits"),
+        (lambda m: m["tensors"]["a"].update(digest="0" * 64), "digests make"),
+    ],
+)
+def test_a_manifest_that_does_not_fit(
+    transport: FilesystemTransport, root: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    manifest = write_manifest(single(root / "c"))
+    change(manifest)
+    (root / "c" / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert message in refusal(transport, root / "c", InvalidWeights).message
+
+
+def test_a_manifest_that_is_no_json(transport: FilesystemTransport, root: Path) -> None:
+    (single(root / "c") / MANIFEST_NAME).write_bytes(b'{"v": 1, "v": 1}')
+    assert "twice" in refusal(transport, root / "c", InvalidWeights).message
+
+
+def test_a_single_file_is_read_without_the_directorys_manifest(transport: FilesystemTransport, root: Path) -> None:
+    write_manifest(single(root / "c"))
+    write_safetensors(root / "c" / "other.safetensors", {"z": B})
+    delivery = transport.open(request(root / "c" / "other.safetensors"))
+    assert delivery.digest is None
+    assert read(delivery) == {"z": B}
+
+
+# the writer
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a": (TensorSpec("F32", (2,)), b"1234567")},
+        {"a b": A},
+        {"": A},
+        {"__metadata__": A},
+    ],
+)
+def test_the_writer_writes_nothing_wrong(root: Path, tensors: Tensors) -> None:
+    with pytest.raises(ValueError, match=r"needs|no name"):
+        write_safetensors(root / "x.safetensors", tensors)
+    assert os.listdir(root) == []
+
+
+def test_a_failed_write_leaves_the_old_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_safetensors(root / "x.safetensors", {"a": A})
+    before = (root / "x.safetensors").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_safetensors(root / "x.safetensors", {"b": B})
+    assert os.listdir(root) == ["x.safetensors"]
+    assert (root / "x.safetensors").read_bytes() == before
+
+
+def test_an_operators_own_path_may_be_relative(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    single(root / "c")
+    monkeypatch.chdir(root)
+    checkpoint = open_checkpoint(Path("c"))
+    assert checkpoint.files[0].metadata == {}
+    assert set(checkpoint.specs) == {"a", "b"}
+    checkpoint.close()

@@ -1,0 +1,360 @@
+"""The half of prepare that knows neither engine nor transport: specs, digests, staging."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+import worker.staging as staging
+import worker.transports.filesystem as filesystem
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
+from worker.engines.base import EngineOptions, Staged, TensorStream
+from worker.engines.fake import FakeEngine, FakeWeights, make_fake_model
+from worker.safetensors_file import write_safetensors
+from worker.staging import DigestingStream, check_specs, model_digest, receive
+from worker.transports.base import Delivery
+from worker.transports.filesystem import FilesystemTransport, write_manifest
+
+F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
+NONE: frozenset[str] = frozenset()
+
+
+def hexed(data: bytes) -> str:
+    return str(blake3(data).hexdigest())
+
+
+class Memory:
+    """A Delivery from memory, which can lie."""
+
+    def __init__(self, tensors: Mapping[str, bytes], shape: tuple[int, ...] | None = None) -> None:
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec("U8", shape or (len(data),)) for name, data in tensors.items()
+        }
+        self.tensor_digests: Mapping[str, str] | None = None
+        self.digest: str | None = None
+        self.refetchable = False
+        self.sent = [(name, HostTensor(self.specs[name], memoryview(data))) for name, data in tensors.items()]
+        self.taken = 0
+        self.closed = 0
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        for item in self.sent:
+            self.taken += 1
+            yield item
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def true_digest(self) -> str:
+        return tensors_digest((name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent)
+
+
+class Engine(FakeEngine):
+    """Wants what a Memory offers; `take` is how it stages."""
+
+    def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
+        super().__init__(EngineOptions(Path("unused")))
+        self.wanted = dict(delivery.specs)
+        self.take = take
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.wanted
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
+        self.take(tensors)
+        return FakeWeights({})
+
+
+def two() -> Memory:
+    return Memory({"a": b"aaaa", "b": b"bb"})
+
+
+def run(engine: Engine, delivery: Memory, expected: str | None = None, cancelled: bool = False) -> str:
+    _, digest = receive(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: cancelled)
+    return digest
+
+
+# specs
+
+
+def test_equal_specs_fit() -> None:
+    check_specs({"a": F32}, NONE, {"a": F32}, False)
+    check_specs({}, NONE, {}, False)
+
+
+def test_optional_names_may_be_there_or_not() -> None:
+    for offered in ({"a": F32}, {"a": F32, "tied": F32}):
+        check_specs({"a": F32}, frozenset({"tied"}), offered, False)
+        check_specs({"a": F32, "tied": F32}, frozenset({"tied"}), offered, False)
+    with pytest.raises(InvalidWeights, match="shape"):
+        check_specs({"tied": TensorSpec("F32", (1,))}, frozenset({"tied"}), {"tied": F32}, False)
+
+
+def test_all_that_is_wrong_is_said_in_bounds() -> None:
+    wanted = {f"m{i:03}": F32 for i in range(100)} | {"shape": F32, "dtype": F32}
+    offered = {f"x{i}": F32 for i in range(3)} | {"shape": TensorSpec("F32", (3, 2)), "dtype": I64}
+    with pytest.raises(InvalidWeights) as caught:
+        check_specs(wanted, NONE, offered, True)
+    message = caught.value.message
+    assert "100 missing ('m000', 'm001', 'm002', 'm003', 'm004', …)" in message
+    assert "3 unknown to the model ('x0', 'x1', 'x2')" in message
+    assert "'shape' is [3, 2], the model has [2, 3]" in message
+    assert "'dtype' is I64, the model has F32" in message
+    assert caught.value.facts["missing"]["count"] == 100
+    assert len(caught.value.facts["missing"]["names"]) == 5
+    assert caught.value.facts["field"] == "transport"
+    long = {"n" * 10_000: F32}
+    with pytest.raises(InvalidWeights) as caught:
+        check_specs({}, NONE, long, False)
+    assert len(json.dumps(caught.value.to_wire())) < 2000
+
+
+def test_dtypes_and_cast() -> None:
+    with pytest.raises(InvalidWeights, match="F32, the model has BF16") as caught:
+        check_specs({"a": BF16}, NONE, {"a": F32}, False)
+    assert caught.value.facts["field"] == "cast"
+    assert "cast: true" in caught.value.facts["fix"]
+    check_specs({"a": BF16}, NONE, {"a": F32}, True)
+    check_specs({"a": F32}, NONE, {"a": BF16}, True)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+@pytest.mark.parametrize("other", ["I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2"])
+def test_what_cast_does_not_convert(cast: bool, other: str) -> None:
+    spec = TensorSpec(other, (2, 3))
+    for wanted, offered in ((F32, spec), (spec, F32)):
+        with pytest.raises(InvalidWeights) as caught:
+            check_specs({"a": wanted}, NONE, {"a": offered}, cast)
+        assert caught.value.facts["field"] == "transport"
+        assert "cast" not in caught.value.facts["fix"]
+
+
+def test_cast_is_not_the_fix_when_more_is_wrong() -> None:
+    with pytest.raises(InvalidWeights) as caught:
+        check_specs({"a": BF16, "b": F32}, NONE, {"a": F32}, False)
+    assert caught.value.facts["field"] == "transport"
+
+
+# the stream
+
+
+def test_a_stream_passes_all_on_and_knows_the_digest() -> None:
+    delivery = two()
+    stream = DigestingStream(delivery)
+    assert stream.digest is None
+    assert [(name, bytes(tensor.data)) for name, tensor in stream] == [("a", b"aaaa"), ("b", b"bb")]
+    assert stream.digest == stream.finish() == delivery.true_digest()
+
+
+def test_the_digest_does_not_depend_on_the_order() -> None:
+    forth, back = two(), two()
+    back.sent.reverse()
+    assert run(Engine(forth), forth) == run(Engine(back), back)
+
+
+def test_large_tensors_hash_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PARALLEL_HASH_BYTES", 1)
+    delivery = Memory({"a": bytes(3 << 20)})
+    assert run(Engine(delivery), delivery) == delivery.true_digest()
+
+
+def test_stated_digests_that_are_right() -> None:
+    delivery = two()
+    delivery.digest = delivery.true_digest()
+    delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"bb")}
+    assert run(Engine(delivery), delivery, delivery.digest) == delivery.digest
+    assert delivery.closed == 1
+
+
+def spec_of(name: str, delivery: Memory) -> HostTensor:
+    return dict(delivery.sent)[name]
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda d: d.sent.append(d.sent[0]), "'a' arrived twice"),
+        (lambda d: d.sent.append(("z", d.sent[0][1])), "'z' arrived, but was not announced"),
+        (lambda d: d.sent.pop(), r"1 of the announced tensors did not arrive \('b'\)"),
+        (lambda d: d.sent.clear(), r"2 of the announced"),
+        (
+            lambda d: d.sent.__setitem__(0, ("a", HostTensor(TensorSpec("I8", (4,)), memoryview(b"aaaa")))),
+            "arrived as",
+        ),
+        (lambda d: d.sent.__setitem__(0, ("a", HostTensor(d.specs["a"], memoryview(b"aaa")))), "3 bytes, not 4"),
+        (lambda d: d.sent.__setitem__(0, ("a", HostTensor(d.specs["a"], memoryview(b"aaaaa")))), "5 bytes, not 4"),
+        (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa"), "b": hexed(b"BB")}), "'b' has digest"),
+        (lambda d: setattr(d, "tensor_digests", {"a": hexed(b"aaaa")}), "'b' has digest"),
+        (lambda d: setattr(d, "digest", "blake3:00"), "blake3:00 is wanted"),
+    ],
+)
+def test_a_delivery_that_lies(lie: Callable[[Memory], None], message: str) -> None:
+    delivery = two()
+    engine = Engine(delivery)
+    lie(delivery)
+    with pytest.raises(InvalidWeights, match=message) as caught:
+        run(engine, delivery)
+    assert caught.value.facts["field"] == "transport"
+    assert caught.value.facts["fix"]
+    assert delivery.closed == 1
+
+
+def test_the_engine_never_sees_a_wrong_tensor() -> None:
+    delivery = two()
+    delivery.tensor_digests = {"a": "00", "b": "00"}
+    seen: list[str] = []
+    engine = Engine(delivery, lambda stream: seen.extend(name for name, _ in stream))
+    with pytest.raises(InvalidWeights):
+        run(engine, delivery)
+    assert seen == []
+
+
+def test_another_digest_than_expected_names_both() -> None:
+    delivery = two()
+    wanted = "blake3:" + "0" * 64
+    with pytest.raises(InvalidWeights) as caught:
+        run(Engine(delivery), delivery, wanted)
+    assert caught.value.facts["digest"] == delivery.true_digest()
+    assert caught.value.facts["expected_digest"] == wanted
+    assert wanted in caught.value.message
+    assert delivery.true_digest() in caught.value.message
+
+
+def test_a_stated_digest_that_is_not_the_expected_one_costs_no_byte() -> None:
+    delivery = two()
+    delivery.digest = delivery.true_digest()
+    with pytest.raises(InvalidWeights, match="states version digest"):
+        run(Engine(delivery), delivery, "blake3:" + "0" * 64)
+    assert (delivery.taken, delivery.closed) == (0, 1)
+
+
+# receive
+
+
+def test_wrong_specs_cost_no_byte() -> None:
+    delivery = two()
+    engine = Engine(delivery)
+    engine.wanted["c"] = F32
+    with pytest.raises(InvalidWeights, match="1 missing"):
+        run(engine, delivery)
+    assert (delivery.taken, delivery.closed) == (0, 1)
+
+
+def test_an_engine_that_counts_instead_of_asking_for_the_end() -> None:
+    def counting(stream: TensorStream) -> None:
+        items = iter(stream)
+        next(items), next(items)
+
+    delivery = two()
+    assert run(Engine(delivery, counting), delivery) == delivery.true_digest()
+    delivery = two()
+    with pytest.raises(InvalidWeights, match="is wanted"):
+        run(Engine(delivery, counting), delivery, "blake3:" + "0" * 64)
+    assert delivery.closed == 1
+
+
+def test_an_engine_that_stops_early() -> None:
+    delivery = two()
+    with pytest.raises(EngineFailed, match="0 of 2"):
+        run(Engine(delivery, lambda stream: None), delivery)
+    assert delivery.closed == 1
+
+
+def test_an_engine_that_swallows_the_error() -> None:
+    def swallow(stream: TensorStream) -> None:
+        with pytest.raises(InvalidWeights):
+            list(stream)
+
+    delivery = two()
+    with pytest.raises(EngineFailed, match="went on"):
+        run(Engine(delivery, swallow), delivery, "blake3:" + "0" * 64)
+
+
+def test_what_an_engine_raises_comes_through_and_the_delivery_is_closed() -> None:
+    def fail(stream: TensorStream) -> None:
+        next(iter(stream))
+        raise EngineFailed("no memory")
+
+    delivery = two()
+    with pytest.raises(EngineFailed, match="no memory"):
+        run(Engine(delivery, fail), delivery)
+    assert delivery.closed == 1
+
+
+def test_cancelled() -> None:
+    delivery = two()
+    with pytest.raises(EngineFailed, match="cancelled"):
+        run(Engine(delivery), delivery, cancelled=True)
+    assert delivery.closed == 1
+    answers = iter([False, False, True])  # at the very end, after the last tensor
+    delivery = two()
+    with pytest.raises(EngineFailed, match="cancelled"):
+        receive(Engine(delivery), delivery, cast=False, expected_digest=None, cancelled=lambda: next(answers))
+    assert delivery.closed == 1
+
+
+async def test_from_files_into_an_engine(tmp_path: Path) -> None:
+    base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
+    manifest = write_manifest(new)
+    engine = FakeEngine(EngineOptions(base))
+    await engine.start()
+    delivery: Delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)})
+    staged, digest = receive(
+        engine, delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
+    )
+    assert digest == manifest["digest"] == model_digest(new)
+    assert isinstance(staged, FakeWeights)
+    assert staged.digest == digest
+    await engine.close()
+
+
+async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
+    """Equal names, shapes and length: only the digest tells."""
+    base, new = make_fake_model(tmp_path / "base", 1), make_fake_model(tmp_path / "new", 2)
+    write_manifest(new)
+    make_fake_model(new, 3)
+    engine = FakeEngine(EngineOptions(base))
+    await engine.start()
+    delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)})
+    with pytest.raises(InvalidWeights, match="its publisher stated"):
+        receive(engine, delivery, cast=False, expected_digest=None, cancelled=lambda: False)
+    await engine.close()
+
+
+# the digest of a model
+
+
+def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = (TensorSpec("F32", (2,)), b"12345678"), (TensorSpec("U8", (3,)), b"abc")
+    (tmp_path / "whole").mkdir()
+    write_safetensors(tmp_path / "whole" / "model.safetensors", {"a": a, "b": b})
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    write_safetensors(shards / "1.safetensors", {"b": b}, {"format": "pt"})
+    write_safetensors(shards / "2.safetensors", {"a": a})
+    index = {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = tensors_digest([("a", a[0], hexed(a[1])), ("b", b[0], hexed(b[1]))])
+    monkeypatch.setattr(filesystem, "READ_BYTES", 3)
+    assert model_digest(tmp_path / "whole") == model_digest(shards) == expected
+    (shards / "rl_plane_manifest.json").write_text("not read")
+    assert model_digest(shards) == expected
+
+
+def test_model_digest_errors_name_the_model(tmp_path: Path) -> None:
+    for path, kind in ((tmp_path / "absent", InvalidRequest), (tmp_path, InvalidWeights)):
+        with pytest.raises(kind) as caught:
+            model_digest(path)
+        assert caught.value.facts["field"] == "model"
+    model = make_fake_model(tmp_path / "m", 1)
+    with pytest.raises(InvalidRequest, match="outside"):
+        model_digest(model, [tmp_path / "other"])
+    assert model_digest(model, [tmp_path]) == model_digest(model)
+    assert not any("safetensors" in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))

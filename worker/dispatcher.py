@@ -1,0 +1,179 @@
+"""The op dispatcher: bytes in, one typed op, bytes out. It runs on the NATS loop and never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import nats.errors
+from nats.aio.msg import Msg
+from pydantic import BaseModel
+
+from rl_plane.bus import Bus
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.ops import OPS, Op, op_named, parse_body
+from rl_plane.subjects import Subjects
+from rl_plane.view import PING
+from rl_plane.wire import (
+    MAX_MESSAGE_BYTES,
+    Format,
+    Reply,
+    Request,
+    decode,
+    encode,
+    format_of,
+    request_from_wire,
+)
+from worker.state import WorkerState
+
+log = logging.getLogger("worker.dispatcher")
+
+MAX_OPS = 256
+"""Ops under way in one worker; a control plane that has more is broken, and is told so."""
+
+
+class Handler(Protocol):
+    def __call__(self, body: Any, fence: int, /) -> BaseModel | Awaitable[BaseModel]: ...
+
+
+class Dispatcher:
+    """`handlers`: op → handler, plain for what is answered at once, a coroutine function for the rest."""
+
+    def __init__(self, state: WorkerState, handlers: Mapping[str, Handler], revision: Callable[[], int]) -> None:
+        assert handlers.keys() | {"ping"} == OPS.keys()
+        self._state = state
+        self._handlers = handlers
+        self._revision = revision
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self, bus: Bus, subjects: Subjects) -> None:
+        async def everybody(message: Msg) -> None:
+            await self._message(bus, message, direct=False)
+
+        async def me(message: Msg) -> None:
+            await self._message(bus, message, direct=True)
+
+        await bus.subscribe(subjects.rl, everybody)
+        await bus.subscribe(subjects.rl_direct(self._state.instance_id), me)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
+        start = time.monotonic()
+        form = format_of(message.data)
+        request = Request("")
+        try:
+            if message.data == PING:
+                await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
+                return
+            request = request_from_wire(decode(message.data))
+            if not self._is_meant(request, direct):
+                return
+            op = op_named(request.op)
+            request.check_deadline()
+            if op.changes:
+                self._state.check_changing(request)
+            elif request.fence is not None and request.fence > self._state.fence:
+                self._state.fence = request.fence
+            body = parse_body(op.request, request.body)
+            if op.name == "ping":
+                await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
+                return
+            outcome = self._handlers[op.name](body, request.fence or 0)
+            if isinstance(outcome, BaseModel):
+                await self._answer(bus, message, self._reply(request, start, outcome.model_dump()), form)
+                return
+            if len(self._tasks) >= MAX_OPS:
+                if isinstance(outcome, Coroutine):
+                    outcome.close()
+                raise Unavailable(f"{MAX_OPS} ops are under way in this worker", retry_after_s=1.0)
+            task = asyncio.create_task(self._finish(bus, message, request, op, outcome, start, form))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        except PlaneError as error:
+            await self._answer(bus, message, self._failed(request, start, error), form)
+        except Exception as error:
+            log.exception("op %s", request.op)
+            failure = EngineFailed(f"{type(error).__name__}: {error}")
+            await self._answer(bus, message, self._failed(request, start, failure), form)
+
+    def _is_meant(self, request: Request, direct: bool) -> bool:
+        if request.targets is None or self._state.instance_id in request.targets:
+            return True
+        if direct:
+            raise InvalidRequest(
+                "this message came to one worker, but targets names others",
+                field="targets",
+                fix="leave it out, or send it to the fleet subject",
+            )
+        return False
+
+    async def _finish(
+        self,
+        bus: Bus,
+        message: Msg,
+        request: Request,
+        op: Op,
+        outcome: Awaitable[BaseModel],
+        start: float,
+        form: Format,
+    ) -> None:
+        try:
+            # The worker's own bound, for a caller that gave none or is gone.
+            async with asyncio.timeout(self._bound_s(request, op)):
+                reply = self._reply(request, start, (await outcome).model_dump())
+        except PlaneError as error:
+            reply = self._failed(request, start, error)
+        except TimeoutError:
+            reply = self._failed(request, start, DeadlineExceeded(f"{op.name} took longer than its deadline"))
+        except Exception as error:
+            log.exception("op %s", op.name)
+            reply = self._failed(request, start, EngineFailed(f"{type(error).__name__}: {error}"))
+        await self._answer(bus, message, reply, form)
+
+    @staticmethod
+    def _bound_s(request: Request, op: Op) -> float:
+        if request.deadline is None:
+            return op.timeout_s
+        return max(0.0, request.deadline / 1000 - time.time())
+
+    def _reply(self, request: Request, start: float, body: dict[str, Any]) -> Reply:
+        return Reply(
+            request.op or "ping",
+            request.id,
+            "ok",
+            body,
+            None,
+            self._state.instance_id,
+            self._state.incarnation,
+            elapsed_s=time.monotonic() - start,
+        )
+
+    def _failed(self, request: Request, start: float, error: PlaneError) -> Reply:
+        return Reply(
+            request.op,
+            request.id,
+            "error",
+            {},
+            error,
+            self._state.instance_id,
+            self._state.incarnation,
+            elapsed_s=time.monotonic() - start,
+        )
+
+    async def _answer(self, bus: Bus, message: Msg, reply: Reply, form: Format) -> None:
+        if not message.reply:
+            return
+        data = encode(reply.to_wire(), form)
+        if len(data) > MAX_MESSAGE_BYTES:
+            failure = EngineFailed(f"the reply has {len(data)} bytes; a message carries {MAX_MESSAGE_BYTES}")
+            data = encode(self._failed(Request(reply.op, id=reply.id), time.monotonic(), failure).to_wire(), form)
+        with contextlib.suppress(nats.errors.Error):
+            await bus.nc.publish(message.reply, data)

@@ -1,0 +1,61 @@
+"""Runs an adapter's coroutines on the engine loop for callers on the NATS loop.
+
+Two loops in two threads: the engine's may be late (it builds, swaps and samples), the one that serves NATS never
+is, or the server's PINGs go unanswered and a busy worker looks dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Made on the engine loop; used from another one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Cancelling the caller cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def stream(self, source: AsyncIterator[T]) -> AsyncIterator[list[T]]:
+        """The source's items in batches: all that came since the last one was taken, so that a slow reader gets
+        fewer, larger ones. A request's own length bounds what can pile up. Leaving closes the source."""
+        here = asyncio.get_running_loop()
+        items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+        async def pump() -> None:
+            end: BaseException | None = None
+            try:
+                async with contextlib.aclosing(source) as closing:  # type: ignore[type-var]
+                    async for item in closing:
+                        here.call_soon_threadsafe(items.put_nowait, item)
+            except BaseException as error:
+                end = error
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            finally:
+                with contextlib.suppress(RuntimeError):  # the reader's loop is closed
+                    here.call_soon_threadsafe(items.put_nowait, end)
+
+        pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while True:
+                batch = [await items.get()]
+                while not items.empty():
+                    batch.append(items.get_nowait())
+                last = batch.pop() if batch[-1] is None or isinstance(batch[-1], BaseException) else ...
+                if batch:
+                    yield [item for item in batch if item is not None and not isinstance(item, BaseException)]
+                if isinstance(last, BaseException):
+                    raise last
+                if last is None:
+                    return
+        finally:
+            pumping.cancel()

@@ -1,0 +1,152 @@
+"""Serves `<ns>.<comp>.generate.<instance_id>`: one task per request, tokens back as a stream with credit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgpack
+from nats.aio.msg import Msg
+
+from rl_plane.bus import Bus
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.ops import parse_body
+from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
+from worker.engine_loop import EngineLoop
+from worker.engines.base import EngineAdapter
+from worker.state import WorkerState
+
+log = logging.getLogger("worker.generation")
+
+MAX_STREAMS = 4096
+"""Requests in one worker, running and waiting: beyond it an engine only queues."""
+
+
+class GenerationService:
+    def __init__(self, bus: Bus, adapter: EngineAdapter, engine: EngineLoop, state: WorkerState) -> None:
+        self._bus = bus
+        self._adapter = adapter
+        self._engine = engine
+        self._state = state
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._senders: dict[str, StreamSender] = {}
+        self._reaper: asyncio.Task[None] | None = None
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._tasks)
+
+    async def start(self, subject: str) -> None:
+        await self._bus.subscribe(subject, self._message)
+        self._reaper = asyncio.create_task(self._reap())
+
+    async def stop(self) -> None:
+        if self._reaper is not None:
+            self._reaper.cancel()
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Whether every stream ended within the time-out."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
+        return not self._tasks
+
+    async def _message(self, message: Msg) -> None:
+        try:
+            body: dict[str, Any] = msgpack.unpackb(message.data)
+            kind, stream_id = body["kind"], str(body["id"])
+        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
+            log.warning("a malformed message on %s", message.subject)
+            return
+        if kind == "open":
+            self._open(stream_id, body, message.reply)
+        elif kind == "credit" and (sender := self._senders.get(stream_id)):
+            await sender.credit(int(body["consumed"]), int(body["have"]), bool(body["resend"]))
+        elif kind == "abort" and (task := self._tasks.get(stream_id)):
+            task.cancel()
+
+    def _open(self, stream_id: str, body: dict[str, Any], reply: str) -> None:
+        if stream_id in self._tasks:
+            return  # sent twice: the first one is answering
+
+        async def publish(data: bytes) -> None:
+            await self._bus.nc.publish(reply, data)
+
+        sender = self._senders[stream_id] = StreamSender(publish)
+        task = self._tasks[stream_id] = asyncio.create_task(self._serve(stream_id, body, sender))
+        task.add_done_callback(lambda _: self._forget(stream_id))
+
+    def _forget(self, stream_id: str) -> None:
+        self._tasks.pop(stream_id, None)
+        self._senders.pop(stream_id, None)
+
+    async def _serve(self, stream_id: str, body: dict[str, Any], sender: StreamSender) -> None:
+        try:
+            try:
+                request = self._admit(stream_id, body)
+                await sender.send({"accepted": self._accepted()})
+                await self._generate(request, sender)
+            except PlaneError as error:
+                await sender.finish({"error": error.to_wire()})
+            except Exception as error:
+                log.exception("request %s", stream_id)
+                await sender.finish({"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()})
+        except Unavailable as gone:
+            log.info("request %s: %s", stream_id, gone)
+
+    def _admit(self, stream_id: str, body: dict[str, Any]) -> GenerateRequest:
+        self._state.check_admitted(body.get("sequence"), body.get("incarnation"))
+        if len(self._tasks) > MAX_STREAMS:
+            raise Unavailable(f"this worker runs {MAX_STREAMS} requests already", retry_after_s=1.0)
+        request = body.get("request")
+        if not isinstance(request, dict):
+            raise InvalidRequest("request must be a map", field="request", fix="see rl_plane.generation")
+        parsed = parse_body(GenerateRequest, {**request, "id": stream_id})
+        assert isinstance(parsed, GenerateRequest)
+        return parsed
+
+    def _accepted(self) -> dict[str, Any]:
+        version = self._state.version
+        return {
+            "instance_id": self._state.instance_id,
+            "incarnation": self._state.incarnation,
+            "version": version.to_wire() if version else None,
+        }
+
+    async def _generate(self, request: GenerateRequest, sender: StreamSender) -> None:
+        async for batch in self._engine.stream(self._adapter.generate(request)):
+            delta = _joined(batch)
+            message = {"delta": delta.model_dump()}
+            if delta.finish_reason is not None:
+                await sender.finish(message)
+            else:
+                await sender.send(message)
+                sender.check_receiver()
+
+    async def _reap(self) -> None:
+        """Ends the requests of receivers that are gone, also while nothing is generated."""
+        while True:
+            await asyncio.sleep(CREDIT_INTERVAL_S)
+            for stream_id, sender in list(self._senders.items()):
+                try:
+                    sender.check_receiver()
+                except Unavailable:
+                    self._tasks[stream_id].cancel()
+
+
+def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
+    if len(batch) == 1:
+        return batch[0]
+    with_logprobs = batch[0].logprobs is not None
+    return GenerateDelta(
+        token_ids=[token for delta in batch for token in delta.token_ids],
+        logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
+        text="".join(delta.text for delta in batch),
+        finish_reason=batch[-1].finish_reason,
+        spans=batch[-1].spans,
+        prompt_token_ids=batch[0].prompt_token_ids,
+    )

@@ -1,0 +1,199 @@
+"""The worker process: engine loop on the main thread, NATS loop on a second one, signals, exit codes.
+
+The engine has the main thread because real engines install signal handlers and start children there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from rl_plane.bus import Bus
+from rl_plane.errors import BusUnreachable, InvalidRequest
+from rl_plane.subjects import Subjects, check_instance_id
+from worker.engine_loop import EngineLoop
+from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
+from worker.options import WorkerOptions
+from worker.staging import model_digest
+from worker.transports.base import WeightTransport
+from worker.worker import Worker
+
+log = logging.getLogger("worker.process")
+
+EXIT_OK = 0
+EXIT_ENGINE_DEAD = 70
+"""The engine died or the worker was superseded: a supervisor starts a new process."""
+
+NATS_WAIT_S = 30.0
+"""A server that is started together with the workers may come up after them."""
+NATS_RETRY_S = 0.5
+MAX_COPIES = 4096
+
+ENGINES = "rl_plane.engines"
+TRANSPORTS = "rl_plane.transports"
+
+
+def _load(group: str, name: str, field: str) -> Any:
+    known = {point.name: point for point in entry_points(group=group)}
+    if name not in known:
+        raise InvalidRequest(
+            f"no {field} is called {name!r}", field=field, fix=f"installed are {', '.join(sorted(known))}"
+        )
+    return known[name].load()
+
+
+def check_options(options: WorkerOptions) -> None:
+    """Everything that can be told before an engine is built."""
+    Subjects(options.namespace, options.component)
+    if options.instance_id is not None:
+        check_instance_id("instance_id", options.instance_id)
+    if options.copies != 1 and options.engine != "fake":
+        raise InvalidRequest("only the fake engine can be copied", field="copies", fix="leave it out")
+    if not 1 <= options.copies <= MAX_COPIES or (options.copies > 1 and options.instance_id is not None):
+        raise InvalidRequest(
+            f"copies is {options.copies}", field="copies", fix=f"1 to {MAX_COPIES}; above 1 without an instance id"
+        )
+    for field, path in (("model", options.model), *(("weight_root", root) for root in options.weight_roots)):
+        if not path.is_dir():
+            raise InvalidRequest(f"{path} is no directory", field=field, fix="give a directory that exists")
+
+
+def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
+    """Runs until SIGTERM, SIGINT or the engine's death; the exit code. `on_ready` gets the instance ids."""
+    check_options(options)
+    return asyncio.run(_engine_side(options, on_ready or (lambda _: None)))
+
+
+async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
+    build = _load(ENGINES, options.engine, "engine")
+    engine_options = EngineOptions(options.model, options.dtype, options.device, options.engine_args)
+    adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
+    process = WorkerProcess(options, EngineLoop(), on_ready)
+    loop = asyncio.get_running_loop()
+    try:
+        infos = [await adapter.start() for adapter in adapters]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.end)
+        digest = await asyncio.to_thread(model_digest, options.model)
+        return await process.serve(adapters, infos, digest)
+    finally:
+        for adapter in adapters:
+            await adapter.close()
+
+
+class WorkerProcess:
+    """The second thread: one connection and one Worker for each adapter."""
+
+    def __init__(self, options: WorkerOptions, engine: EngineLoop, on_ready: Callable[[list[str]], None]) -> None:
+        self._options = options
+        self._engine = engine
+        self._on_ready = on_ready
+        self._end_wanted = threading.Event()
+        self._wake: Callable[[], None] = lambda: None
+        self._exit_code = EXIT_OK
+
+    def end(self) -> None:
+        """From any thread: drain and leave."""
+        self._end_wanted.set()
+        with contextlib.suppress(RuntimeError):  # the NATS loop is closed: it has ended already
+            self._wake()
+
+    def _failed(self, why: str) -> None:
+        log.error("%s", why)
+        self._exit_code = EXIT_ENGINE_DEAD
+        self.end()
+
+    async def serve(self, adapters: list[EngineAdapter], infos: list[EngineInfo], digest: str) -> int:
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        here = asyncio.get_running_loop()
+
+        def nats_thread() -> None:
+            try:
+                asyncio.run(self._nats_side(adapters, infos, digest))
+                here.call_soon_threadsafe(ended.set_result, None)
+            except BaseException as error:
+                here.call_soon_threadsafe(ended.set_exception, error)
+
+        thread = threading.Thread(target=nats_thread, name="nats")
+        thread.start()
+        try:
+            await ended
+        finally:
+            self.end()
+            thread.join()
+        return self._exit_code
+
+    async def _nats_side(self, adapters: list[EngineAdapter], infos: list[EngineInfo], digest: str) -> None:
+        loop = asyncio.get_running_loop()
+        end = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(end.set)
+
+        self._wake = wake
+        workers: list[Worker] = []
+        try:
+            for adapter, info in zip(adapters, infos, strict=True):
+                if self._end_wanted.is_set():
+                    return
+                workers.append(await self._worker(adapter, info, digest))
+                await workers[-1].start()
+            self._on_ready([worker.state.instance_id for worker in workers])
+            if not self._end_wanted.is_set():
+                await end.wait()
+            if self._exit_code == EXIT_OK:
+                await asyncio.gather(*(worker.drain(self._options.drain_s) for worker in workers))
+        finally:
+            await asyncio.gather(*(worker.stop() for worker in workers))
+
+    async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
+        options = self._options
+        instance_id = options.instance_id or secrets.token_hex(8)
+        transports = self._transports()
+        bus = await self._connect(instance_id)
+        return Worker(
+            bus,
+            Subjects(options.namespace, options.component),
+            adapter,
+            self._engine,
+            info,
+            transports,
+            member_info={
+                "engine": info.engine,
+                "engine_version": info.engine_version,
+                "model": options.model_name or info.model,
+                "model_path": str(options.model.resolve()),
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "world_size": info.world_size,
+                "max_model_len": info.max_model_len,
+                "transports": sorted(transports),
+            },
+            model_digest=digest,
+            on_end=self._failed,
+        )
+
+    def _transports(self) -> dict[str, WeightTransport]:
+        roots: list[Path] = [*self._options.weight_roots, self._options.model]
+        return {point.name: point.load()(roots) for point in entry_points(group=TRANSPORTS)}
+
+    async def _connect(self, name: str) -> Bus:
+        give_up = time.monotonic() + NATS_WAIT_S
+        while True:
+            try:
+                return await Bus.connect(self._options.nats_url, name)
+            except BusUnreachable:
+                if time.monotonic() > give_up or self._end_wanted.is_set():
+                    raise
+                await asyncio.sleep(NATS_RETRY_S)

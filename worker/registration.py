@@ -1,0 +1,109 @@
+"""A worker's place in the membership: its record in the members bucket, kept there for as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
+from rl_plane.errors import BusUnreachable
+from rl_plane.membership import Member
+from rl_plane.subjects import MEMBER_PREFIX, Bucket
+
+log = logging.getLogger("worker.registration")
+
+RETRY_S = 0.05
+MAX_RETRY_S = 1.0
+"""A server that restarts is back within seconds; asking it 20 times a second at first costs nothing."""
+
+
+class Registration:
+    """`register` writes the record and keeps it: after a reconnect, and when somebody took us for dead.
+
+    `on_superseded` is called when another process has taken our instance id: there can be only one."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        members: Bucket,
+        instance_id: str,
+        incarnation: str,
+        info: dict[str, Any],
+        on_superseded: Callable[[], None],
+    ) -> None:
+        self.revision = 0
+        """The sequence of our record; 0 before it is written."""
+        self._bus = bus
+        self._members = members
+        self._key = MEMBER_PREFIX + instance_id
+        self._instance_id = instance_id
+        self._incarnation = incarnation
+        self._info = info
+        self._on_superseded = on_superseded
+        self._registering = asyncio.Lock()
+        self._leaving = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Subscribe everything else first: once this returns, requests may come."""
+        await self._bus.ensure_bucket(self._members)
+        await self._bus.subscribe(self._members.feed(self._key), self._heard)
+        await self._bus.flush()
+        self._bus.on_reconnect(self._register_soon)
+        await self.register()
+
+    async def register(self) -> None:
+        """Writes the record for the connection as it is now; keeps trying until NATS takes it."""
+        async with self._registering:
+            wait_s = RETRY_S
+            while not self._leaving:
+                with contextlib.suppress(WrongSequence):
+                    try:
+                        entry = await self._bus.get(self._members, self._key)
+                        self.revision = await self._bus.put(
+                            self._members, self._key, self._record(), last=entry.sequence if entry else 0
+                        )
+                        return
+                    except BusUnreachable as error:
+                        log.debug("registering: %s", error)
+                        # The store may be new: it then starts above what we know.
+                        with contextlib.suppress(BusUnreachable):
+                            await self._bus.ensure_bucket(self._members, self.revision + 1)
+                await asyncio.sleep(wait_s)
+                wait_s = min(MAX_RETRY_S, wait_s * 2)
+
+    def _record(self) -> bytes:
+        server_id, client_id = self._bus.identity
+        return Member(self._instance_id, self._incarnation, server_id, client_id, 0, self._info).to_record()
+
+    async def _register_soon(self) -> None:
+        task = asyncio.create_task(self.register())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _heard(self, message: Msg) -> None:
+        headers = message.headers or {}
+        sequence = int(headers["Nats-Sequence"])
+        if self._leaving or self._registering.locked() or sequence <= self.revision:
+            return
+        if is_marker(headers):
+            log.warning("taken for dead at sequence %d: registering again", sequence)
+            await self._register_soon()
+            return
+        other = Member.from_entry(Entry(self._key, message.data, sequence))
+        if other.incarnation != self._incarnation:
+            log.error("another process has taken the instance id %s", self._instance_id)
+            self._leaving = True
+            self._on_superseded()
+
+    async def leave(self) -> None:
+        """Takes the record out, unless it is not ours any more."""
+        self._leaving = True
+        if self.revision:
+            with contextlib.suppress(WrongSequence, BusUnreachable):
+                await self._bus.purge(self._members, self._key, self.revision)

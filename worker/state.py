@@ -1,0 +1,121 @@
+"""What one worker knows of itself: fence, admission, pause, version. Pure; time is passed in.
+
+Admission is not stored but follows from the reasons against it, so nothing can open a worker while one stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rl_plane.errors import FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
+from rl_plane.ops import AdmissionState, PauseState, Version
+from rl_plane.record import DecisionRecord
+from rl_plane.versions import WeightVersion
+from rl_plane.wire import Request
+
+Reason = Literal[
+    "starting",  # the record has not been read yet
+    "behind",  # its weights are not the committed ones: it is fetching them, or `detail` says why it can't
+    "updating",  # a coordinator holds the gate
+    "disabled",  # an operator took it out
+    "draining",  # it is about to leave
+    "memory",  # memory was released
+    "engine",  # the engine does not answer
+]
+
+
+def _wire_version(version: WeightVersion | None) -> Version | None:
+    return Version(**version.to_wire()) if version else None
+
+
+@dataclass(slots=True)
+class WorkerState:
+    instance_id: str
+    incarnation: str
+    fence: int = 0
+    version: WeightVersion | None = None
+    closed: dict[Reason, str] = field(default_factory=lambda: {"starting": ""})
+    """Reason → detail."""
+    pause_mode: str | None = None
+    """None: running."""
+    pause_until: float = 0.0
+    """Monotonic seconds at which the lease ends."""
+    released: set[str] = field(default_factory=set)
+    """Memory tags that are released."""
+
+    # ---- who may change it ----
+
+    def check_changing(self, request: Request) -> None:
+        """A changing op needs the newest fence and names this very process."""
+        if request.fence is None or request.incarnation is None:
+            raise FenceRequired(
+                f"{request.op} changes a worker, so it needs a fence and an incarnation",
+                field="fence" if request.fence is None else "incarnation",
+                fix="call it by RlClient, over HTTP, or by a message to the fleet subject `<ns>.<comp>.fleet`",
+            )
+        if request.incarnation != self.incarnation:
+            raise WrongIncarnation(
+                f"{self.instance_id} is another process than the one that was meant", incarnation=self.incarnation
+            )
+        if request.fence < self.fence:
+            raise StaleFence(
+                f"the fence {request.fence} is older than {self.fence}: another coordinator has taken over",
+                fence=self.fence,
+            )
+        self.fence = request.fence
+
+    # ---- admission ----
+
+    def close(self, reason: Reason, detail: str = "") -> bool:
+        """Whether that changed anything."""
+        if self.closed.get(reason) == detail:
+            return False
+        self.closed[reason] = detail
+        return True
+
+    def open(self, reason: Reason) -> bool:
+        return self.closed.pop(reason, None) is not None
+
+    def admission(self) -> AdmissionState:
+        reasons = [f"{reason}: {detail}" if detail else reason for reason, detail in self.closed.items()]
+        return AdmissionState(open=not reasons, reasons=reasons)
+
+    def check_admitted(self, sequence: int | None, incarnation: str | None) -> None:
+        """May a generation request enter? `sequence`: the committed one that its frontend knows."""
+        if self.closed:
+            raise NotAdmitted(
+                f"worker {self.instance_id} is closed: {', '.join(self.admission().reasons)}", retry_after_s=1.0
+            )
+        if incarnation is not None and incarnation != self.incarnation:
+            raise NotAdmitted(f"worker {self.instance_id} is a new process")
+        assert self.version is not None, "open without a version"
+        if sequence is not None and sequence != self.version.sequence:
+            raise NotAdmitted(
+                f"{self.instance_id} serves sequence {self.version.sequence}, the request is for {sequence}",
+                sequence=self.version.sequence,
+            )
+
+    # ---- pause ----
+
+    def pause(self, mode: str, now: float, lease_s: float) -> None:
+        self.pause_mode, self.pause_until = mode, now + lease_s
+
+    def resume(self) -> None:
+        self.pause_mode = None
+
+    def pause_ran_out(self, now: float) -> bool:
+        return self.pause_mode is not None and now >= self.pause_until
+
+    def pause_state(self, now: float) -> PauseState:
+        if self.pause_mode is None:
+            return PauseState(paused=False)
+        return PauseState(paused=True, mode=self.pause_mode, lease_left_s=max(0.0, self.pause_until - now))
+
+    # ---- version ----
+
+    def holds(self, record: DecisionRecord) -> bool:
+        return self.version is not None and self.version.digest == record.version.digest
+
+    def wire_version(self) -> Version | None:
+        return _wire_version(self.version)

@@ -1,0 +1,191 @@
+"""A worker's side of an update: receive and verify into staging, then swap, or drop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, NotPrepared, PlaneError, Unsupported, UpdateAborted
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import WeightVersion
+from worker.engine_loop import EngineLoop
+from worker.engines.base import EngineAdapter, EngineInfo, Staged
+from worker.staging import receive
+from worker.transports.base import WeightTransport
+
+log = logging.getLogger("worker.updates")
+
+ABORT_WAIT_S = 30.0
+"""How long an abort waits for a receive to notice: it looks between two tensors."""
+
+
+@dataclass(slots=True)
+class Staging:
+    """One update's staged weights, complete and verified."""
+
+    update_id: str
+    label: str
+    weights: Staged
+    reply: PreparedReply
+    fence: int
+
+    @property
+    def digest(self) -> str:
+        return self.reply.digest
+
+
+@dataclass(slots=True)
+class _Receiving:
+    update_id: str
+    task: asyncio.Task[Staging]
+    cancelled: threading.Event
+
+
+class WeightUpdates:
+    """At most one update is received or staged at a time: staging is a model's worth of memory."""
+
+    def __init__(
+        self,
+        adapter: EngineAdapter,
+        info: EngineInfo,
+        engine: EngineLoop,
+        transports: Mapping[str, WeightTransport],
+    ) -> None:
+        self._adapter = adapter
+        self._info = info
+        self._engine = engine
+        self._transports = transports
+        self._receiving: _Receiving | None = None
+        self.staged: Staging | None = None
+
+    @property
+    def busy_with(self) -> str | None:
+        """The update that is being received or is staged."""
+        if self._receiving is not None:
+            return self._receiving.update_id
+        return self.staged.update_id if self.staged else None
+
+    def transport(self, backend: str) -> WeightTransport:
+        transport = self._transports.get(backend)
+        if transport is None:
+            raise InvalidRequest(
+                f"unknown transport {backend!r}",
+                field="transport.backend",
+                fix=f"this worker has {', '.join(sorted(self._transports))}",
+            )
+        return transport
+
+    async def prepare(
+        self,
+        update_id: str,
+        request: Mapping[str, Any],
+        *,
+        label: str,
+        digest: str | None,
+        cast: bool,
+        fence: int,
+        target: Mapping[str, Any] | None = None,
+        encoding: str = "full",
+    ) -> PreparedReply:
+        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer."""
+        if self.staged is not None and self.staged.update_id == update_id:
+            return self.staged.reply
+        if self._receiving is None or self._receiving.update_id != update_id:
+            self._check_supported(target or {"kind": "base"}, encoding)
+            transport = self.transport(request["backend"])
+            await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
+            cancelled = threading.Event()
+            work = self._receive(update_id, transport, request, label, digest, cast, fence, cancelled)
+            self._receiving = _Receiving(update_id, asyncio.create_task(work), cancelled)
+        receiving = self._receiving
+        try:
+            # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
+            staging = await asyncio.shield(receiving.task)
+        finally:
+            if receiving.task.done() and self._receiving is receiving:
+                self._receiving = None
+        return staging.reply
+
+    def _check_supported(self, target: Mapping[str, Any], encoding: str) -> None:
+        if target["kind"] == "lora":
+            why = self._info.capabilities.get("prepare_update:lora", "this engine takes no LoRA adapters here")
+            raise Unsupported(f"{self._info.engine}: {why}", field="target.kind")
+        if encoding != "full":
+            raise Unsupported("delta updates are not supported yet: send full weights", field="encoding")
+
+    async def _receive(
+        self,
+        update_id: str,
+        transport: WeightTransport,
+        request: Mapping[str, Any],
+        label: str,
+        digest: str | None,
+        cast: bool,
+        fence: int,
+        cancelled: threading.Event,
+    ) -> Staging:
+        def work() -> tuple[Staged, PreparedReply]:
+            delivery = transport.open(request)
+            tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
+            refetchable = delivery.refetchable
+            weights, found = receive(
+                self._adapter, delivery, cast=cast, expected_digest=digest, cancelled=cancelled.is_set
+            )
+            return weights, PreparedReply(digest=found, tensors=tensors, bytes=size, refetchable=refetchable)
+
+        weights, reply = await asyncio.to_thread(work)
+        staging = Staging(update_id, label, weights, reply, fence)
+        if cancelled.is_set():
+            await self._engine.run(self._adapter.discard(weights))
+            raise UpdateAborted(f"the update {update_id} was aborted while it was received")
+        self.staged = staging
+        return staging
+
+    def take(self, update_id: str, digest: str) -> Staging:
+        """The staged weights of this update, for the swap; they are then nobody's."""
+        staged = self.staged
+        if staged is None or staged.update_id != update_id:
+            raise NotPrepared(f"the update {update_id} is not staged here", staged=staged and staged.update_id)
+        if staged.digest != digest:
+            raise NotPrepared(f"what is staged has the digest {staged.digest}, the decision says {digest}")
+        self.staged = None
+        return staged
+
+    async def drop(self, update_id: str | None) -> bool:
+        """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
+        found = False
+        receiving = self._receiving
+        if receiving is not None and update_id in (None, receiving.update_id):
+            found = True
+            receiving.cancelled.set()
+            await asyncio.wait([receiving.task], timeout=ABORT_WAIT_S)
+            if receiving.task.done() and not receiving.task.cancelled():
+                receiving.task.exception()  # it was told to whoever waits for it
+            self._receiving = None
+        staged = self.staged
+        if staged is not None and update_id in (None, staged.update_id):
+            found = True
+            self.staged = None
+            await self._engine.run(self._adapter.discard(staged.weights))
+        return found
+
+    async def swap(self, weights: Staged, version: WeightVersion) -> tuple[bool, float]:
+        """(was the prefix cache flushed?, seconds that it took). The engine is paused."""
+        start = time.monotonic()
+        flushed = await self._engine.run(self._adapter.swap(weights, version, True))
+        return flushed, time.monotonic() - start
+
+    async def fetch(self, request: Mapping[str, Any], digest: str, cast: bool, fence: int) -> Staging:
+        """Receives the committed weights again, for a worker that heals."""
+        update_id = f"heal-{digest[-16:]}"
+        await self.prepare(update_id, request, label="", digest=digest, cast=cast, fence=fence)
+        return self.take(update_id, digest)
+
+
+def why(error: BaseException) -> str:
+    return error.message if isinstance(error, PlaneError) else f"{type(error).__name__}: {error}"
