@@ -1,0 +1,67 @@
+"""rl_plane: the control plane that a reinforcement-learning trainer uses to steer a fleet of inference engines.
+
+This package is the SDK: it needs nats-py, msgpack and pydantic only. Workers and frontends are other packages.
+"""
+
+from rl_plane.client import FanOut, RlClient, WorkerRow
+from rl_plane.errors import (
+    BusUnreachable,
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    FenceRequired,
+    InvalidRequest,
+    InvalidWeights,
+    Locked,
+    MembershipChanged,
+    NotAdmitted,
+    NotFound,
+    NotPrepared,
+    NoWorkers,
+    PayloadTooLarge,
+    PlaneError,
+    StaleFence,
+    Unauthorized,
+    Unavailable,
+    Unsupported,
+    UpdateAborted,
+    WorkerLost,
+    WrongIncarnation,
+)
+from rl_plane.fleet import Fleet
+from rl_plane.membership import Changed, Member, Snapshot
+from rl_plane.versions import TensorSpec, WeightVersion
+
+__all__ = [
+    "BusUnreachable",
+    "Changed",
+    "Conflict",
+    "DeadlineExceeded",
+    "EngineFailed",
+    "FanOut",
+    "FenceRequired",
+    "Fleet",
+    "InvalidRequest",
+    "InvalidWeights",
+    "Locked",
+    "Member",
+    "MembershipChanged",
+    "NoWorkers",
+    "NotAdmitted",
+    "NotFound",
+    "NotPrepared",
+    "PayloadTooLarge",
+    "PlaneError",
+    "RlClient",
+    "Snapshot",
+    "StaleFence",
+    "TensorSpec",
+    "Unauthorized",
+    "Unavailable",
+    "Unsupported",
+    "UpdateAborted",
+    "WeightVersion",
+    "WorkerLost",
+    "WorkerRow",
+    "WrongIncarnation",
+]

@@ -210,7 +210,7 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "weight_roots",
             "weights are read beneath these only, and the model's directory",
-            _path,
+            _directory,
             (),
             "--weight-root",
             separator=os.pathsep,
@@ -230,6 +230,13 @@ SETTINGS: dict[str, Setting] = {
         Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", _instance_id),
         Setting("copies", "workers in this one process (engine fake only)", _whole(1, MAX_COUNT), 1, metavar="N"),
         Setting("drain_s", "how long SIGTERM lets running requests take", _seconds(0.0), 30.0, metavar="SECONDS"),
+        Setting(
+            "log_level",
+            "debug, info, warning or error",
+            _one_of("debug", "info", "warning", "error"),
+            "info",
+            metavar="LEVEL",
+        ),
         # a frontend
         Setting("host", "the listeners' address", _host, "127.0.0.1"),
         Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", _port_or_off, 8002),

@@ -486,7 +486,7 @@ async def test_a_swap_in_the_middle_of_a_stream(base: Path, new: Path, hold_byte
     reader = Reader(engine, max_tokens=40)
     await until(lambda: len(reader.deltas) == 4)
     await engine.pause("keep", False)
-    assert await engine.swap(staged, version(1, new), True) is True
+    assert await engine.swap(staged, version(1, new)) is True
     await settle()
     assert len(reader.deltas) == 4  # it stays paused
     await engine.resume()
@@ -518,32 +518,26 @@ async def test_without_a_version_no_span_is_guessed(base: Path) -> None:
     assert [(span.start, span.end) for span in last.spans] == [(1, 3)]
 
 
-async def test_a_swap_without_flush(base: Path, new: Path) -> None:
-    engine = await started(base)
-    await engine.pause("wait", False)
-    assert await engine.swap(stage(engine, new), version(1, new), False) is False
-
-
 async def test_swaps_that_are_refused_change_nothing(base: Path, new: Path) -> None:
     engine = await started(base)
     staged = stage(engine, new)
     with pytest.raises(EngineFailed, match="paused"):
-        await engine.swap(staged, version(1, new), True)
+        await engine.swap(staged, version(1, new))
     await engine.pause("keep", False)
     engine.fail_swap = True
     with pytest.raises(EngineFailed, match="fail_swap"):
-        await engine.swap(staged, version(1, new), True)
+        await engine.swap(staged, version(1, new))
     engine.fail_swap = False
     with pytest.raises(EngineFailed, match="not staged here"):
-        await engine.swap(object(), version(1, new), True)
+        await engine.swap(object(), version(1, new))
     await engine.resume()
     (delta,) = await drain(engine.generate(ask(max_tokens=1)))
     assert delta.token_ids == [fake_token(model_digest(base), PROMPT, 0)]
     assert delta.spans[0].sequence == 0
     await engine.pause("keep", False)
-    await engine.swap(staged, version(1, new), True)
+    await engine.swap(staged, version(1, new))
     with pytest.raises(EngineFailed, match="swapped or discarded"):
-        await engine.swap(staged, version(1, new), True)
+        await engine.swap(staged, version(1, new))
 
 
 async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
@@ -553,14 +547,14 @@ async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
     await engine.discard(staged)
     await engine.pause("keep", False)
     with pytest.raises(EngineFailed, match="discarded"):
-        await engine.swap(staged, version(1, new), True)
+        await engine.swap(staged, version(1, new))
 
 
 async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Path) -> None:
     engine = await started(base)
     staged = stage(engine, new)
     await engine.pause("keep", False)
-    await engine.swap(staged, version(1, new), True)
+    await engine.swap(staged, version(1, new))
     await engine.discard(staged)
     (row,) = await engine.check_weights("checksum")
     assert row["checksum"]
@@ -572,7 +566,7 @@ async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Pat
 async def test_a_swap_cancelled_in_its_delay_changed_nothing(base: Path, new: Path) -> None:
     engine = await started(base, swap_delay_s="3600")
     await engine.pause("keep", False)
-    swapping = asyncio.create_task(engine.swap(stage(engine, new), version(1, new), True))
+    swapping = asyncio.create_task(engine.swap(stage(engine, new), version(1, new)))
     await settle()
     swapping.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -626,7 +620,7 @@ async def test_check_weights(base: Path, new: Path, hold_bytes: str) -> None:
     assert delta.spans == []  # noise is no version
 
     await engine.pause("keep", False)
-    await engine.swap(stage(engine, base), version(0, base), True)
+    await engine.swap(stage(engine, base), version(0, base))
     assert await checksum(engine) == first
     assert (await engine.check_weights("compare"))[0]["match"] is True
     with pytest.raises(InvalidRequest) as caught:
@@ -661,11 +655,11 @@ async def test_memory_flags(base: Path, new: Path) -> None:
     with pytest.raises(NotAdmitted, match="kv_cache, weights"):
         await drain(engine.generate(ask()))
     with pytest.raises(EngineFailed, match="released"):
-        await engine.swap(staged, version(1, new), True)
+        await engine.swap(staged, version(1, new))
     with pytest.raises(EngineFailed, match="released"):
         await engine.check_weights("checksum")
     await engine.resume_memory(["weights"])
-    await engine.swap(staged, version(1, new), True)
+    await engine.swap(staged, version(1, new))
     await engine.resume_memory([])
     await engine.resume()
     assert math.isclose(1, len(await drain(engine.generate(ask(max_tokens=1)))))
@@ -676,7 +670,7 @@ async def test_a_process_carries_a_thousand(base: Path, new: Path) -> None:
     engines = [build(EngineOptions(base)) for _ in range(1000)]
     await asyncio.gather(*(engine.start() for engine in engines))
     await engines[7].pause("keep", False)
-    await engines[7].swap(stage(engines[7], new), version(1, new), True)
+    await engines[7].swap(stage(engines[7], new), version(1, new))
     await engines[7].resume()
     deltas = await asyncio.gather(*(drain(engine.generate(ask(max_tokens=1))) for engine in engines))
     made = [tokens(each)[0] for each in deltas]

@@ -637,7 +637,7 @@ async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start
         weights = 1 + round_ % 2
         staged = await stage(engine, models.witness[weights])
         await engine.pause("keep", clear_cache=False)
-        assert await engine.swap(staged, version(round_), flush=round_ != 2) is (round_ != 2)
+        assert await engine.swap(staged, version(round_)) is True
         await engine.liveness()
         await engine.resume()
     for n, one in enumerate(runs):
@@ -656,7 +656,7 @@ async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start
     assert after.tokens == witnessed(2, 3, 16)
     assert [(span.sequence, span.start, span.end) for span in after.spans] == [(3, 0, 16)]
     with pytest.raises(EngineFailed):
-        await engine.swap(staged, version(9), flush=True)  # used once
+        await engine.swap(staged, version(9))  # used once
 
 
 async def test_after_a_flush_no_new_request_reuses_old_kv(start: Start, models: Models, plain: Any) -> None:
@@ -681,7 +681,7 @@ async def test_after_a_flush_no_new_request_reuses_old_kv(start: Start, models: 
     await old.reach(20)
     staged = await stage(engine, models.tiny)
     await engine.pause("keep", clear_cache=False)
-    assert await engine.swap(staged, version(1), flush=True) is True
+    assert await engine.swap(staged, version(1)) is True
     before = len(old.result.tokens)
     await engine.resume()
     await old.reach(min(before + 60, 200))
@@ -730,14 +730,14 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
         buffer[:] = b"\xff" * len(buffer)
 
     before = await engine.check_weights("checksum")
-    await engine.swap(engine.stage(reused(), False, lambda: False), version(1), flush=False)
+    await engine.swap(engine.stage(reused(), False, lambda: False), version(1))
     assert await engine.check_weights("checksum") == before
-    await engine.swap(staging(half, cast=True), version(2), flush=False)
+    await engine.swap(staging(half, cast=True), version(2))
     assert await engine.check_weights("checksum") != before
     spare = staging(good)
     await engine.discard(spare)
     with pytest.raises(EngineFailed):
-        await engine.swap(spare, version(3), flush=False)
+        await engine.swap(spare, version(3))
 
 
 async def test_the_model_does_not_follow_its_file(start: Start, models: Models, tmp_path: Path) -> None:
@@ -769,7 +769,7 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
     (compared,) = await engine.check_weights("compare")
     assert set(compared["mismatches"]) == set(engine.weight_spec())
     await engine.liveness()
-    await engine.swap(await stage(engine, models.tiny), version(1), flush=True)
+    await engine.swap(await stage(engine, models.tiny), version(1))
     assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
 
 

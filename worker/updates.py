@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, NotPrepared, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
-from rl_plane.versions import WeightVersion
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, Staged
 from worker.staging import receive
@@ -146,15 +144,19 @@ class WeightUpdates:
         self.staged = staging
         return staging
 
-    def take(self, update_id: str, digest: str) -> Staging:
-        """The staged weights of this update, for the swap; they are then nobody's."""
+    def staged_for(self, update_id: str, digest: str) -> Staged:
+        """The staged weights of this update, for the swap; NotPrepared when they are not here."""
         staged = self.staged
         if staged is None or staged.update_id != update_id:
             raise NotPrepared(f"the update {update_id} is not staged here", staged=staged and staged.update_id)
         if staged.digest != digest:
             raise NotPrepared(f"what is staged has the digest {staged.digest}, the decision says {digest}")
-        self.staged = None
-        return staged
+        return staged.weights
+
+    def forget(self, weights: Staged) -> None:
+        """They were swapped in, or the swap spoilt them."""
+        if self.staged is not None and self.staged.weights is weights:
+            self.staged = None
 
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
@@ -174,17 +176,11 @@ class WeightUpdates:
             await self._engine.run(self._adapter.discard(staged.weights))
         return found
 
-    async def swap(self, weights: Staged, version: WeightVersion) -> tuple[bool, float]:
-        """(was the prefix cache flushed?, seconds that it took). The engine is paused."""
-        start = time.monotonic()
-        flushed = await self._engine.run(self._adapter.swap(weights, version, True))
-        return flushed, time.monotonic() - start
-
-    async def fetch(self, request: Mapping[str, Any], digest: str, cast: bool, fence: int) -> Staging:
+    async def fetch(self, request: Mapping[str, Any], digest: str, cast: bool, fence: int) -> Staged:
         """Receives the committed weights again, for a worker that heals."""
         update_id = f"heal-{digest[-16:]}"
         await self.prepare(update_id, request, label="", digest=digest, cast=cast, fence=fence)
-        return self.take(update_id, digest)
+        return self.staged_for(update_id, digest)
 
 
 def why(error: BaseException) -> str:

@@ -83,10 +83,11 @@ class EngineAdapter(Protocol):
     async def abort(self, request_ids: list[str] | None) -> int:
         """Ends these requests (None: all) with finish_reason `abort` and their tokens so far; how many."""
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """`keep`: requests freeze between two tokens, and go on at `resume`. `wait`: returns when the running
         requests have ended; requests that arrive meanwhile wait. `abort`: ends them all (see `abort`).
-        Cancelling a `wait` leaves the engine running. Idempotent."""
+        Cancelling a `wait` leaves the engine as it was. With `clear_cache` the prefix cache is dropped too; True
+        if it was. Idempotent."""
 
     async def resume(self) -> None:
         """Idempotent."""
@@ -110,10 +111,10 @@ class EngineAdapter(Protocol):
         while generation goes on; the caller has checked names, shapes and dtypes. Ends early with an
         EngineFailed when `cancelled()`."""
 
-    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
-        is paused (`keep` or emptied); it stays so. Running requests' KV is not recomputed. With `flush`, no
-        new request reuses KV made before. True if the prefix cache was flushed."""
+        is paused (`keep` or emptied); it stays so. Running requests' KV is not recomputed, but no new request
+        reuses KV made before; True if the prefix cache was flushed for that."""
 
     async def discard(self, staged: Staged) -> None: ...
 

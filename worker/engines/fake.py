@@ -465,7 +465,7 @@ class FakeEngine:
     async def abort(self, request_ids: list[str] | None) -> int:
         return self._end(list(self._requests) if request_ids is None else request_ids, "abort")
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         self._held()
         if mode == "abort":
             self._end(list(self._requests), "abort")
@@ -476,8 +476,7 @@ class FakeEngine:
                 f"the pause mode is {str(mode)[:64]!r}", field="mode", fix="use keep, wait or abort"
             )
         self._frozen = self._queueing = True
-        if clear_cache:
-            await self.flush_cache()
+        return clear_cache and await self.flush_cache()
 
     async def _drain(self) -> None:
         """Requests that an earlier `keep` froze go on, so that they can end."""
@@ -533,7 +532,7 @@ class FakeEngine:
             raise EngineFailed("staging was cancelled")
         return FakeWeights(staged)
 
-    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
         weights = self._swappable(staged)
         if self.config.swap_delay_s:
             await asyncio.sleep(self.config.swap_delay_s)
@@ -542,7 +541,7 @@ class FakeEngine:
             raise EngineFailed("fail_swap is set")
         weights.used = True
         self._weights, self._version = weights, version
-        return await self.flush_cache() if flush else False
+        return await self.flush_cache()
 
     def _swappable(self, staged: Staged) -> FakeWeights:
         self._held()

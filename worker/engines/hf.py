@@ -270,15 +270,14 @@ class HfEngine:
         count: int = await self._call(lambda loop: loop.abort(streams))
         return count
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         if mode == "wait":
             await self._drain()
         else:
             await self._call(lambda loop: loop.freeze())
         if mode == "abort":
             await self._call(lambda loop: loop.abort(None))
-        if clear_cache:
-            await self.flush_cache()
+        return clear_cache and await self.flush_cache()
 
     async def _drain(self) -> None:
         loop = self._running()
@@ -313,14 +312,14 @@ class HfEngine:
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
         return self._held_weights().stage(tensors, cast, cancelled)
 
-    async def swap(self, staged: Staged, version: WeightVersion, flush: bool) -> bool:
+    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
         assert isinstance(staged, StagedTensors), "what `stage` gave"
         weights = self._held_weights()
 
         def between_two_steps(loop: GenerationLoop) -> bool:
             weights.load(staged)
             loop.version = version
-            return flush and loop.flush()
+            return loop.flush()
 
         flushed: bool = await self._call(between_two_steps)
         return flushed

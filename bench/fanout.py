@@ -1,0 +1,212 @@
+"""Fan-outs of a reading op, beside a raw nats-py scatter-gather to as many plain subscribers.
+
+Every round times each way once, so that noise hits all alike; the ways take turns in going first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bench.peers import peers, start_peer
+from rl_plane.client import RlClient
+from rl_plane.fanout import YIELD_EVERY
+from rl_plane.wire import Request, encode
+
+OP = "state"
+"""The reading op that people and dashboards poll; its reply is the largest but `describe`."""
+PATH = "/v1/rl/state"
+
+WARM_UP = 10
+"""Rounds that do not count: connections, route tables and caches of all ways are warm after them."""
+WORKERS_PER_PROCESS = 500
+"""Two processes for 1,000, of the workers as of the plain subscribers: one Python process is one core at most."""
+JOIN_TIMEOUT_S = 120.0
+RAW_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What each round measures."""
+
+    raw: Callable[[], Awaitable[None]]
+    client: Callable[[], Awaitable[None]]
+    facade: Callable[[], Awaitable[None]]
+    empty_route: Callable[[], Awaitable[None]]
+    raw_request: Callable[[], Awaitable[None]]
+    call: Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class FanOutTimes:
+    """Seconds of every round, in the order of the rounds."""
+
+    workers: int
+    reply_bytes: int
+    seconds: dict[str, list[float]]
+
+    def median(self, way: str) -> float:
+        return statistics.median(self.seconds[way])
+
+    def p99(self, way: str) -> float:
+        ordered = sorted(self.seconds[way])
+        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+
+    def ratio(self, way: str, *beside: str) -> float:
+        """The median over the rounds of `way` beside the sum of others, each taken from the same round."""
+        sums = [sum(parts) for parts in zip(*(self.seconds[name] for name in beside), strict=True)]
+        return statistics.median(ours / theirs for ours, theirs in zip(self.seconds[way], sums, strict=True))
+
+
+class RawGather:
+    """What a careful user of nats-py writes: a publish for each target, one wildcard inbox, a slot per answer."""
+
+    def __init__(self, connection: Client, subjects: list[str], payload: bytes) -> None:
+        self._connection = connection
+        self._subjects = subjects
+        self._payload = payload
+        self._inbox = connection.new_inbox()
+        self._answers: dict[int, bytes] = {}
+        self._all = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._connection.subscribe(f"{self._inbox}.*", cb=self._reply)
+        await self._connection.flush()
+        await self._connection.flush()
+
+    async def _reply(self, message: Msg) -> None:
+        self._answers[int(message.subject.rsplit(".", 1)[1])] = message.data
+        if len(self._answers) == len(self._subjects):
+            self._all.set()
+
+    async def ask_all(self) -> None:
+        self._answers.clear()
+        self._all.clear()
+        for index, subject in enumerate(self._subjects):
+            await self._connection.publish(subject, self._payload, reply=f"{self._inbox}.{index}")
+            if index % YIELD_EVERY == YIELD_EVERY - 1:
+                await asyncio.sleep(0)
+        async with asyncio.timeout(RAW_TIMEOUT_S):
+            await self._all.wait()
+
+
+class HttpConnection:
+    """A kept-alive HTTP connection that does the least: a client library's own time is not the facade's."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, port: int) -> HttpConnection:
+        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 24))
+
+    async def get(self, path: str) -> bytes:
+        self._writer.write(f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200 "):
+            raise SystemExit(f"GET {path}: {head.decode(errors='replace').splitlines()[0]}")
+        length = next(
+            int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-length:")
+        )
+        return await self._reader.readexactly(length)
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+async def measure_fan_out(nats_url: str, model: Path, workers: int, rounds: int) -> FanOutTimes:
+    """Starts a fleet and its plain twin, and measures every way in each round."""
+    namespace = f"bench{workers}"
+    copies = [min(WORKERS_PER_PROCESS, workers - done) for done in range(0, workers, WORKERS_PER_PROCESS)]
+    with ExitStack() as stack:
+        fleet = [
+            start_peer("workers", nats_url=nats_url, namespace=namespace, model=str(model), copies=count)
+            for count in copies
+        ]
+        stack.enter_context(peers(fleet))
+        async with await RlClient.connect(nats_url, namespace) as client:
+            snapshot = await client.wait_for(workers, JOIN_TIMEOUT_S)
+            request = encode(Request(OP).to_wire())
+            direct = client.subjects().rl_direct(snapshot.members[0].instance_id)
+            reply_bytes = len((await client.bus.nc.request(direct, request)).data)
+            plain = [
+                start_peer(
+                    "subscribers",
+                    nats_url=nats_url,
+                    prefix=f"{namespace}.plain0.rl",  # as long as a worker's own subject
+                    copies=count,
+                    reply_bytes=reply_bytes,
+                )
+                for count in copies
+            ]
+            web = [start_peer("empty_route"), start_peer("frontend", nats_url=nats_url, namespace=namespace)]
+            ready = stack.enter_context(peers([*web, *plain]))
+            ports = [peer.said["port"] for peer in ready[:2]]
+            subjects = [subject for peer in ready[2:] for subject in peer.said["subjects"]]
+            return FanOutTimes(workers, reply_bytes, await _measure(client, subjects, request, ports, rounds))
+
+
+async def _measure(
+    client: RlClient, subjects: list[str], request: bytes, ports: list[int], rounds: int
+) -> dict[str, list[float]]:
+    connection = Client()
+    await connection.connect(client.bus.url)
+    raw = RawGather(connection, subjects, request)
+    await raw.start()
+    empty, facade = [await HttpConnection.open(port) for port in ports]
+    instance_id = (await client.list_workers()).members[0].instance_id
+
+    async def ask_client() -> None:
+        out = await client.call_all(OP)
+        assert len(out.rows) == len(subjects) and not out.failed, out.failed[:1]
+
+    async def ask_facade() -> None:
+        await facade.get(PATH)
+
+    async def ask_empty_route() -> None:
+        await empty.get("/empty")
+
+    async def ask_raw_request() -> None:
+        await connection.request(subjects[0], request)
+
+    async def ask_one() -> None:
+        await client.call(instance_id, OP)
+
+    ways = {
+        "raw": raw.ask_all,
+        "client": ask_client,
+        "facade": ask_facade,
+        "empty_route": ask_empty_route,
+        "raw_request": ask_raw_request,
+        "call": ask_one,
+    }
+    try:
+        return await time_rounds(ways, rounds)
+    finally:
+        await facade.close()
+        await empty.close()
+        await connection.close()
+
+
+async def time_rounds(ways: dict[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(-WARM_UP, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            start = time.perf_counter()
+            await ways[name]()
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds

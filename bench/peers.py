@@ -1,0 +1,166 @@
+"""The processes beside the one that measures: the workers, the plain subscribers and the two web servers.
+
+`python -m bench.peers '{"role": …}'` runs one, and prints one line of JSON when it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nats
+from nats.aio.msg import Msg
+
+from rl_plane.nats_server import die_with_parent
+
+STOP_TIMEOUT_S = 10.0
+"""A process with 1,000 workers leaves within a second; later it is killed."""
+
+Ready = Callable[[dict[str, Any]], None]
+
+
+# ---- the parent's side ----
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A child process that is ready, and what it said of itself."""
+
+    process: subprocess.Popen[str]
+    said: dict[str, Any]
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def start_peer(role: str, **arguments: Any) -> subprocess.Popen[str]:
+    """Starts it without waiting, so that several may start at once."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.peers", json.dumps({"role": role, **arguments})],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+
+
+def await_ready(process: subprocess.Popen[str]) -> Peer:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"{process.args!r} ended with {process.wait()} before it was ready")
+    return Peer(process, json.loads(line))
+
+
+@contextmanager
+def peers(started: list[subprocess.Popen[str]]) -> Iterator[list[Peer]]:
+    """Waits until all are ready; ends them at the end."""
+    try:
+        yield [await_ready(process) for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+# ---- the roles ----
+
+
+def workers(ready: Ready, *, nats_url: str, namespace: str, model: str, copies: int) -> None:
+    """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them."""
+    from worker.options import WorkerOptions
+    from worker.process import run
+
+    run(
+        WorkerOptions("fake", Path(model), nats_url, namespace, copies=copies, drain_s=0.0),
+        lambda instance_ids: ready({"instance_ids": instance_ids}),
+    )
+
+
+def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_bytes: int) -> None:
+    """`copies` connections with one subscription each, which answer a constant and do nothing else."""
+    reply = secrets.token_bytes(reply_bytes)
+
+    async def serve() -> None:
+        subjects = []
+        for _ in range(copies):
+            subjects.append(f"{prefix}.{secrets.token_hex(8)}")
+            await subscribe(subjects[-1])
+        ready({"subjects": subjects})
+        await asyncio.Event().wait()
+
+    async def subscribe(subject: str) -> None:
+        connection = await nats.connect(nats_url)
+
+        async def answer(message: Msg) -> None:
+            await connection.publish(message.reply, reply)
+
+        await connection.subscribe(subject, cb=answer)
+        await connection.flush()
+        await connection.flush()  # the first may overtake the subscription
+
+    _until_terminated(serve)
+
+
+def frontend(ready: Ready, *, nats_url: str, namespace: str) -> None:
+    """The facade, alone."""
+    from frontend.options import FrontendOptions
+    from frontend.process import run
+
+    options = FrontendOptions(nats_url, namespace, rl_port=0, http_port=None)
+    run(options, lambda ports: ready({"port": ports.rl}))
+
+
+def empty_route(ready: Ready) -> None:
+    """What the web framework costs by itself: the facade's server with its settings, and nothing behind it."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    app = FastAPI()
+
+    @app.get("/empty")
+    async def empty() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def serve() -> None:
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False)
+        )
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        ready({"port": server.servers[0].sockets[0].getsockname()[1]})
+        await serving
+
+    asyncio.run(serve())
+
+
+def _until_terminated(serve: Callable[[], Awaitable[None]]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    asyncio.run(serve())  # type: ignore[arg-type]
+
+
+def main() -> None:
+    roles = {role.__name__: role for role in (workers, subscribers, frontend, empty_route)}
+    arguments = json.loads(sys.argv[1])
+    roles[arguments.pop("role")](lambda said: print(json.dumps(said), flush=True), **arguments)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    main()

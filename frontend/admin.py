@@ -1,0 +1,183 @@
+"""The facade `/v1/rl/*`: one route per op of the fleet, derived from its table."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from frontend.calls import FleetCalls
+from frontend.http import json_response, make_app, read_json
+from rl_plane.errors import InvalidRequest
+from rl_plane.fleet import FLEET_OPS, FleetOp, FleetReply
+from rl_plane.wire import MAX_ID_CHARS
+
+PREFIX = "/v1/rl/"
+HEALTH = PREFIX + "health"
+
+_REFS = "#/components/schemas/{model}"
+
+
+class ErrorFacts(BaseModel):
+    """Facts of the error stand beside these."""
+
+    code: str
+    message: str
+    field: str | None = None
+    fix: str | None = None
+
+
+class ErrorReply(BaseModel):
+    status: typing.Literal["error"]
+    error: ErrorFacts
+    workers: list[dict[str, Any]] | None = None
+    epoch: int | None = None
+    fingerprint: str | None = None
+    elapsed_s: float
+
+
+_ERRORS = {
+    400: "The request is wrong; `field` and `fix` say where. Nobody was touched.",
+    401: "No key, or a wrong one.",
+    404: "No such worker or component.",
+    409: "The fleet is not the one named, or the work was undone; each worker's row says more.",
+    413: "The body is over its limit.",
+    501: "This engine lacks it.",
+    503: "No worker, or locked by another update; see Retry-After.",
+    504: "A bound ran out before the work began.",
+}
+
+
+def list_fields(model: type[BaseModel]) -> frozenset[str]:
+    """Fields that a query may give as `a,b`."""
+    found = set()
+    for name, field in model.model_fields.items():
+        options = (field.annotation, *typing.get_args(field.annotation))
+        if any(typing.get_origin(option) is list for option in options):
+            found.add(name)
+    return frozenset(found)
+
+
+def merge_query(query: list[tuple[str, str]], body: dict[str, Any], lists: frozenset[str]) -> dict[str, Any]:
+    """Query and body in one; a key that both give must mean the same."""
+    given: dict[str, Any] = {}
+    for key, text in query:
+        if key in lists:
+            given.setdefault(key, []).extend(part for part in text.split(",") if part)
+        elif given.setdefault(key, text) != text:
+            raise InvalidRequest(f"the query gives {key} twice", field=key, fix="give it once")
+    for key, value in given.items():
+        if key in body and not _same(body[key], value):
+            raise InvalidRequest(
+                f"the query and the body differ in {key}", field=key, fix="give it in one of the two"
+            )
+    return {**given, **body}
+
+
+def _same(in_body: Any, in_query: str | list[str]) -> bool:
+    if isinstance(in_query, list):
+        return in_body == in_query or in_body == ",".join(in_query)
+    return in_body == in_query or json.dumps(in_body) == in_query
+
+
+def idempotency_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_ID_CHARS or not key.isprintable():
+        raise InvalidRequest(
+            f"Idempotency-Key must be at most {MAX_ID_CHARS} printable characters",
+            field="Idempotency-Key",
+            fix="send a shorter one, such as a UUID",
+        )
+    return key
+
+
+def _handler(op: FleetOp, calls: FleetCalls) -> Callable[[Request], Awaitable[Response]]:
+    lists = list_fields(op.request)
+
+    async def handle(request: Request) -> Response:
+        body = merge_query(request.query_params.multi_items(), await read_json(request), lists)
+        if (instance_id := request.path_params.get("id")) is not None:
+            if body.setdefault("workers", [instance_id]) not in (instance_id, [instance_id]):
+                raise InvalidRequest("the path and the body name different workers", field="workers")
+        return json_response(await calls.run(op.name, body, idempotency_key(request)))
+
+    return handle
+
+
+async def _health(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str]) -> FastAPI:
+    app = make_app("rl_plane: the fleet", key, frozenset({HEALTH}))
+    app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
+    for op in FLEET_OPS.values():
+        app.add_api_route(
+            PREFIX + op.path,
+            _handler(op, calls),
+            methods=[op.method],
+            name=op.name,
+            summary=op.doc,
+            operation_id=op.name,
+            response_model=None,
+            responses={
+                200: {"model": FleetReply},
+                **{status: {"model": ErrorReply, "description": text} for status, text in _ERRORS.items()},
+            },
+        )
+
+    async def show_metrics(request: Request) -> Response:
+        return Response(metrics(), media_type="text/plain; version=0.0.4")
+
+    app.add_api_route("/metrics", show_metrics, methods=["GET"], summary="For Prometheus.", response_model=None)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's own, with the request bodies and queries: our handlers parse them themselves, for speed."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for op in FLEET_OPS.values():
+            _describe(schema, op)
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _describe(schema: dict[str, Any], op: FleetOp) -> None:
+    model = op.request.model_json_schema(ref_template=_REFS)
+    schemas = schema["components"]["schemas"]
+    schemas.update(model.pop("$defs", {}))
+    schemas[op.request.__name__] = model
+    operation = schema["paths"][PREFIX + op.path][op.method.lower()]
+    parameters = [
+        {"name": name, "in": "query", "required": False, "schema": inner}
+        for name, inner in model["properties"].items()
+        if op.method == "GET" or _is_simple(inner)
+    ]
+    if "{id}" in op.path:
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+    operation["parameters"] = parameters
+    if op.method == "POST":
+        reference = {"$ref": _REFS.format(model=op.request.__name__)}
+        # Required fields may come by the query too, so the body itself never is.
+        operation["requestBody"] = {"content": {"application/json": {"schema": reference}}, "required": False}
+        operation["parameters"].append(
+            {
+                "name": "Idempotency-Key",
+                "in": "header",
+                "required": False,
+                "schema": {"type": "string", "maxLength": MAX_ID_CHARS},
+            }
+        )
+
+
+def _is_simple(schema: dict[str, Any]) -> bool:
+    """Can a query carry it?"""
+    return not any(word in json.dumps(schema) for word in ("$ref", '"object"'))

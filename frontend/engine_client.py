@@ -1,0 +1,254 @@
+"""One generation request, carried to a worker and, while it has no token yet, to another if that one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from frontend.committed import Committed, Unlabelled
+from frontend.fleet_status import FleetStatus
+from frontend.routing import Router
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NotAdmitted,
+    NotFound,
+    NoWorkers,
+    PayloadTooLarge,
+    Unavailable,
+    WorkerLost,
+    WrongIncarnation,
+)
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.membership import Changed, Member
+from rl_plane.streams import IncomingStream, StreamReceiver
+from rl_plane.subjects import check_instance_id
+from rl_plane.versions import WeightVersion
+from rl_plane.view import MembershipView
+from rl_plane.wire import MAX_MESSAGE_BYTES
+
+ADMISSION_WAIT_S = 10.0
+"""How long a request waits for a worker to open: an update closes all of them for moments."""
+ACCEPT_TIMEOUT_S = 10.0
+"""A worker's NATS loop answers at once, also while its engine is paused; a hung one is found within 8 s."""
+IDLE_TIMEOUT_S = 3600.0
+"""Between two tokens. Deaths are found otherwise; this ends what a pause without end would keep for ever."""
+MAX_LOST = 4
+"""Workers that may die under one request before it is given back to its caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A worker has taken the request; under `version` as it says."""
+
+    instance_id: str
+    incarnation: str
+    version: WeightVersion
+
+
+Event = Accepted | GenerateDelta
+
+
+class EngineClient:
+    """Opens streams to workers. `generate` may run any number of times at once."""
+
+    def __init__(
+        self,
+        receiver: StreamReceiver,
+        view: MembershipView,
+        status: FleetStatus,
+        committed: Committed,
+        *,
+        admission_wait_s: float = ADMISSION_WAIT_S,
+    ) -> None:
+        self.router = Router()
+        self._receiver = receiver
+        self._view = view
+        self._status = status
+        self._committed = committed
+        self._admission_wait_s = admission_wait_s
+        self._streams: dict[str, set[IncomingStream]] = {}
+        self._stop_listening = lambda: None
+
+    def start(self) -> None:
+        self._stop_listening = self._view.listen(self._member_changed)
+
+    def stop(self) -> None:
+        self._stop_listening()
+
+    def _member_changed(self, change: Changed) -> None:
+        before, after = change.before, change.after
+        if before is None or (after is not None and after.incarnation == before.incarnation):
+            return
+        for stream in self._streams.get(before.instance_id, ()):
+            stream.fail(WorkerLost("the worker died or left", instance_id=before.instance_id))
+        if after is None:
+            self.router.forget(before.instance_id)
+
+    async def generate(self, request: GenerateRequest, pinned: str | None = None) -> AsyncGenerator[Event, None]:
+        """Accepted, then deltas, of which the last has `finish_reason` and checked spans. Accepted may come again
+        while no token has come: then another worker has taken over. Closing it aborts the request."""
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._admission_wait_s
+        lost: set[str] = set()
+        while True:
+            member = await self._pick(lost, pinned, give_up)
+            tokens = 0
+            try:
+                async with aclosing(self._attempt(request, member)) as events:
+                    async for event in events:
+                        if isinstance(event, GenerateDelta):
+                            tokens += len(event.token_ids)
+                        yield event
+                return
+            except (WorkerLost, WrongIncarnation) as error:
+                lost.add(member.instance_id)
+                if tokens or pinned is not None or len(lost) >= MAX_LOST:
+                    raise _as_lost(error, member) from error
+            except NotAdmitted:
+                before = self._committed.version
+                await self._committed.try_read()
+                # Refused because we were behind: it may take the request now. Else it says when it opens.
+                if self._committed.version == before:
+                    self._status.refused(member.instance_id)
+                if loop.time() >= give_up:
+                    raise
+
+    # ---- choosing ----
+
+    async def _pick(self, lost: set[str], pinned: str | None, give_up: float) -> Member:
+        loop = asyncio.get_running_loop()
+        if pinned is not None:
+            await self._check_pin(pinned)
+        while True:
+            admitted = self._status.admitted()
+            if pinned is not None:
+                admitted = {key: load for key, load in admitted.items() if key == pinned}
+            if (chosen := self.router.pick(admitted, lost)) is not None:
+                member = self._view.member(chosen)
+                if member is not None:
+                    return member
+            left = give_up - loop.time()
+            if left <= 0:
+                raise self._nobody(pinned)
+            await self._status.wait_changed(left)
+
+    async def _check_pin(self, pinned: str) -> None:
+        check_instance_id("nvext.instance_id", pinned)
+        if self._view.member(pinned) is None and self._view.member(pinned) not in await self._view.barrier():
+            raise NotFound(
+                f"no worker {pinned} is in the fleet",
+                field="nvext.instance_id",
+                fix="leave it out, or take one from GET /v1/rl/workers",
+            )
+
+    def _nobody(self, pinned: str | None) -> Unavailable:
+        waited = f"after {self._admission_wait_s:g} s"
+        if not len(self._view.snapshot()):
+            return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+        who = f"worker {pinned}" if pinned else "a worker"
+        return NotAdmitted(f"{who} that takes requests was not there {waited}", retry_after_s=1.0)
+
+    # ---- one try ----
+
+    async def _attempt(self, request: GenerateRequest, member: Member) -> AsyncGenerator[Event, None]:
+        version = self._committed.version
+        since = self._committed.history.count if version is None else await self._committed.place_of(version) or 0
+        message = {
+            "request": request.model_dump(exclude_defaults=True),
+            "sequence": version.sequence if version else None,
+            "incarnation": member.incarnation,
+        }
+        _check_size(message)
+        subject = self._view.subjects.generate(member.instance_id)
+        self.router.started(member.instance_id)
+        streams = self._streams.setdefault(member.instance_id, set())
+        stream = None
+        try:
+            stream = await self._receiver.open(subject, request.id, message)
+            streams.add(stream)
+            now = self._view.member(member.instance_id)
+            if now is None or now.incarnation != member.incarnation:
+                stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
+            async with aclosing(self._events(stream, request, since)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.router.ended(member.instance_id)
+            if stream is not None:
+                streams.discard(stream)
+                await stream.close()
+            if not streams and self._streams.get(member.instance_id) is streams:
+                del self._streams[member.instance_id]
+
+    async def _events(
+        self, stream: IncomingStream, request: GenerateRequest, since: int
+    ) -> AsyncGenerator[Event, None]:
+        async with aclosing(stream.messages()) as messages:  # type: ignore[type-var]
+            first = await _next(messages, ACCEPT_TIMEOUT_S)
+            if first is None:
+                raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s")
+            accepted = _accepted(first)
+            if await self._committed.place_of(accepted.version) is None:
+                raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
+            yield accepted
+            made = 0
+            while True:
+                message = await _next(messages, IDLE_TIMEOUT_S)
+                if message is None:
+                    raise DeadlineExceeded(f"no token for {IDLE_TIMEOUT_S:g} s: is the fleet paused for ever?")
+                delta = _delta(message, request)
+                made += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    await self._committed.check_spans(delta.spans, made, since)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+
+async def _next(messages: Any, timeout_s: float) -> dict[str, Any] | None:
+    """None: nothing came in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            message: dict[str, Any] = await anext(messages)
+            return message
+    except TimeoutError:
+        return None
+    except StopAsyncIteration:
+        raise EngineFailed("the worker's stream ended without a finish_reason") from None
+
+
+def _accepted(message: dict[str, Any]) -> Accepted:
+    told = message.get("accepted")
+    if not isinstance(told, dict) or not isinstance(told.get("version"), dict):
+        raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
+    return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
+
+
+def _delta(message: dict[str, Any], request: GenerateRequest) -> GenerateDelta:
+    delta = GenerateDelta.model_validate(message.get("delta"))
+    if request.logprobs and len(delta.logprobs or ()) != len(delta.token_ids):
+        raise EngineFailed(
+            f"the worker sent {len(delta.logprobs or ())} logprobs with {len(delta.token_ids)} tokens"
+        )
+    return delta
+
+
+def _check_size(message: dict[str, Any]) -> None:
+    size = len(msgpack.packb(message))
+    if size > MAX_MESSAGE_BYTES - 1000:  # room for the stream's own fields
+        raise PayloadTooLarge(
+            f"the request has {size} bytes; a NATS message carries {MAX_MESSAGE_BYTES}",
+            field="prompt",
+            fix="send a shorter prompt",
+        )
+
+
+def _as_lost(error: WorkerLost | WrongIncarnation, member: Member) -> WorkerLost:
+    facts = {"instance_id": member.instance_id, "retry_after_s": 1.0, **error.facts}
+    return WorkerLost(error.message, **facts)

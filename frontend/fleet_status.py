@@ -1,0 +1,174 @@
+"""Who takes generation now, and how busy it is: what workers tell on the status subject, and `state` where a
+message may have been missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from nats.aio.msg import Msg
+
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError
+from rl_plane.membership import Changed
+from rl_plane.view import MembershipView
+
+log = logging.getLogger("frontend.status")
+
+ASK_CLOSED_S = 2.0
+"""How often workers that are closed or unknown are asked: a lost message then costs no more than this."""
+ASK_RETRY_S = 0.2
+"""After a failed question, for example while NATS restarts."""
+REFUSED_S = 0.1
+"""A worker that refused a request is left alone so long, unless it says something new before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    incarnation: str
+    open: bool
+    load: int
+    """Requests running and waiting in it, from all frontends."""
+    heard_at: float
+    """Monotonic seconds."""
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
+        """From a status message or a `state` reply."""
+        return cls(
+            incarnation,
+            bool(wire["admission"]["open"]),
+            int(wire["running"]) + int(wire["waiting"]),
+            heard_at,
+        )
+
+
+class FleetStatus:
+    """`admitted()` is the router's input; `wait_changed` tells when it may be worth another look."""
+
+    def __init__(self, client: RlClient, view: MembershipView) -> None:
+        self._client = client
+        self._view = view
+        self._known: dict[str, WorkerStatus] = {}
+        self._refused_until: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self._ask_now = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+        self._stop_listening = lambda: None
+
+    async def start(self) -> None:
+        await self._client.bus.subscribe(self._view.subjects.status, self._message)
+        await self._client.bus.flush()
+        self._stop_listening = self._view.listen(self._member_changed)
+        self._client.bus.on_reconnect(self._reconnected)
+        with contextlib.suppress(PlaneError):
+            await self._ask({member.instance_id for member in self._view.snapshot()})
+        self._asking = asyncio.create_task(self._ask_forever())
+
+    async def stop(self) -> None:
+        self._stop_listening()
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    def admitted(self) -> dict[str, int]:
+        """instance id → reported load, of the members that are open."""
+        now = time.monotonic()
+        self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
+        found = {}
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if (
+                status is not None
+                and status.open
+                and status.incarnation == member.incarnation
+                and member.instance_id not in self._refused_until
+            ):
+                found[member.instance_id] = status.load
+        return found
+
+    def refused(self, instance_id: str) -> None:
+        """It is open as far as we know, but took no request."""
+        self._refused_until[instance_id] = time.monotonic() + REFUSED_S
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Until something may have changed; a refusal that wears off counts."""
+        changed = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(timeout_s, REFUSED_S) if self._refused_until else timeout_s):
+                await changed.wait()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # ---- what is heard ----
+
+    async def _message(self, message: Msg) -> None:
+        now = time.monotonic()
+        try:
+            wire = msgpack.unpackb(message.data)
+            self._take(str(wire["instance_id"]), WorkerStatus.from_wire(wire, str(wire["incarnation"]), now))
+        except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
+            log.warning("a malformed message on %s", message.subject)
+
+    def _take(self, instance_id: str, status: WorkerStatus) -> None:
+        self._known[instance_id] = status
+        self._refused_until.pop(instance_id, None)
+        self._tell()
+
+    def _member_changed(self, change: Changed) -> None:
+        if change.after is None:
+            assert change.before is not None
+            self._known.pop(change.before.instance_id, None)
+            self._refused_until.pop(change.before.instance_id, None)
+        else:
+            self._ask_now.set()
+        self._tell()
+
+    async def _reconnected(self) -> None:
+        # What they told meanwhile is lost: all count as unknown, and are asked.
+        self._known.clear()
+        self._ask_now.set()
+
+    # ---- what is asked ----
+
+    def _unsure(self) -> set[str]:
+        return {
+            member.instance_id
+            for member in self._view.snapshot()
+            if (status := self._known.get(member.instance_id)) is None
+            or not status.open
+            or status.incarnation != member.incarnation
+        }
+
+    async def _ask_forever(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ASK_CLOSED_S):
+                    await self._ask_now.wait()
+            self._ask_now.clear()
+            try:
+                await self._ask(self._unsure())
+            except PlaneError as error:
+                log.debug("asking for state: %s", error)
+                await asyncio.sleep(ASK_RETRY_S)
+                self._ask_now.set()
+
+    async def _ask(self, instance_ids: set[str]) -> None:
+        if not instance_ids:
+            return
+        asked_at = time.monotonic()
+        component = self._view.subjects.component
+        out = await self._client.call_all("state", workers=sorted(instance_ids), component=component, empty="ok")
+        for row in out.rows:
+            before = self._known.get(row.instance_id)
+            newer = before is not None and before.heard_at >= asked_at and before.incarnation == row.incarnation
+            if row.status == "ok" and not newer:
+                self._take(row.instance_id, WorkerStatus.from_wire(row.body, row.incarnation, asked_at))

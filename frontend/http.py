@@ -1,0 +1,261 @@
+"""What both listeners share: JSON in and out, the shape of an error, and who may ask."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rl_plane.errors import InvalidRequest, NotFound, PayloadTooLarge, PlaneError, Unauthorized, Unavailable
+
+log = logging.getLogger("frontend.http")
+
+MAX_BODY_BYTES = 1_000_000
+"""What a NATS message carries: a longer body could not be passed on."""
+MAX_DISCARD_BYTES = 16_000_000
+"""A body over its limit is read to its end up to here: a client that is cut off while it sends sees no 413."""
+MAX_DEPTH = 64
+"""Nested arrays and objects; msgpack and Python's own stack end at some hundred."""
+MIN_RETRY_S = 1
+"""`Retry-After` has whole seconds."""
+
+LIFTED = ("workers", "epoch", "fingerprint")
+"""Facts of an error that stand where a reply has them."""
+
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_INT64 = range(-(1 << 63), 1 << 64)
+
+
+class MethodNotAllowed(PlaneError):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+# ---- out ----
+
+
+def _plain(value: Any) -> Any:
+    """The same without what JSON lacks: NaN and infinities become null, keys strings, bytes hex."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return bytes(value).hex() if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
+
+
+def to_json(value: Any) -> bytes:
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError):
+        text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def error_body(error: PlaneError, elapsed_s: float) -> dict[str, Any]:
+    """`{status: error, error: {code, message, …}, workers?, epoch?, fingerprint?, elapsed_s}`."""
+    wire = error.to_wire()
+    wire.pop("elapsed_s", None)
+    lifted = {key: wire.pop(key) for key in LIFTED if key in wire}
+    return {"status": "error", "error": wire, **lifted, "elapsed_s": elapsed_s}
+
+
+ErrorShape = Callable[[PlaneError, float], dict[str, Any]]
+
+
+def error_response(error: PlaneError, elapsed_s: float, shape: ErrorShape = error_body) -> Response:
+    headers = {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = str(error.facts.get("allow", ""))
+    if isinstance(error, Unavailable):
+        headers["Retry-After"] = str(max(MIN_RETRY_S, math.ceil(error.facts.get("retry_after_s", MIN_RETRY_S))))
+    return json_response(shape(error, elapsed_s), error.http_status, headers)
+
+
+# ---- in ----
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:32]} is too large a number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)[:64]!r} stands twice in one object")
+    return found
+
+
+def _check_depth_and_numbers(value: Any) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        inner: list[Any] = []
+        for item in level:
+            for child in item.values() if isinstance(item, dict) else item if isinstance(item, list) else ():
+                if isinstance(child, (dict, list)):
+                    inner.append(child)
+                elif isinstance(child, int) and child not in _INT64:
+                    raise ValueError(f"{str(child)[:32]}… has more than 64 bits")
+        level = inner
+
+
+def parse_json_object(data: bytes) -> dict[str, Any]:
+    """The body's object (none: an empty one), or InvalidRequest: what gets through can be sent on to a worker."""
+    if not data.strip():
+        return {}
+    try:
+        value = json.loads(data, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+        if data.count(b"[") + data.count(b"{") > MAX_DEPTH or _LONG_NUMBER.search(data):
+            _check_depth_and_numbers(value)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(
+            f"the body is not valid JSON: {error or type(error).__name__}", field="body", fix="send one JSON object"
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"the body is a JSON {type(value).__name__}, not an object", field="body", fix="send one JSON object"
+        )
+    return value
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The request's body, within its limit."""
+    stated = request.headers.get("content-length", "0")
+    size = int(stated) if stated.isascii() and stated.isdigit() else 0
+    # A client that waits for "100 Continue" learns of the limit before it sends anything.
+    if size > MAX_DISCARD_BYTES or (size > MAX_BODY_BYTES and "expect" in request.headers):
+        raise _too_large(size)
+    chunks: list[bytes] = []
+    read = 0
+    async for chunk in request.stream():
+        read += len(chunk)
+        if read <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        elif read > MAX_DISCARD_BYTES:
+            break
+    if read > MAX_BODY_BYTES:
+        raise _too_large(read)
+    return parse_json_object(b"".join(chunks))
+
+
+def _too_large(size: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are read",
+        field="body",
+        fix="send weights by a transport, and long work in several requests",
+    )
+
+
+# ---- around every route ----
+
+
+class Guard:
+    """The outermost layer: asks for the key, and turns whatever is raised into a typed reply."""
+
+    def __init__(self, app: ASGIApp, key: str | None, open_paths: frozenset[str], shape: ErrorShape) -> None:
+        self._app = app
+        self._key = key.encode() if key else None
+        self._open_paths = open_paths
+        self._shape = shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, started = time.monotonic(), False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            if scope["path"] not in self._open_paths:
+                self._check_key(scope)
+            await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            log.debug("the client of %s has gone", scope["path"])
+        except Exception as error:
+            if not isinstance(error, PlaneError):
+                log.exception("%s %s", scope["method"], scope["path"])
+            if started:
+                raise  # the connection is cut: nobody may take half a reply for a whole one
+            shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
+            await error_response(shown, time.monotonic() - start, self._shape)(scope, receive, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None:
+            return
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+            raise Unauthorized(
+                "the key is wrong" if values else "this needs a key",
+                field="Authorization",
+                fix="send the header `Authorization: Bearer <key>`",
+            )
+
+
+def _raise_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        raise NotFound(f"there is no route {path[:200]}", field="path", fix="GET /docs lists the routes")
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        raise MethodNotAllowed(f"{path[:200]} takes {allow}", field="method", fix=f"use {allow}", allow=allow)
+    raise InvalidRequest(str(error.detail))
+
+
+def _raise_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"])
+    raise InvalidRequest(f"{field}: {first['msg']}", field=field, fix=str(first["msg"]))
+
+
+def make_app(
+    title: str,
+    key: str | None,
+    open_paths: frozenset[str],
+    shape: ErrorShape = error_body,
+) -> FastAPI:
+    app = FastAPI(title=title, redirect_slashes=False, redoc_url=None)
+    app.add_middleware(Guard, key=key, open_paths=open_paths, shape=shape)
+    app.add_exception_handler(HTTPException, _raise_http_error)
+    app.add_exception_handler(RequestValidationError, _raise_invalid)
+    return app

@@ -1,0 +1,160 @@
+"""Child processes of `up`: each in its own session, its lines prefixed, dead when we are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rl_plane.cli.output import READY
+from rl_plane.nats_server import die_with_parent
+
+PRINT_QUEUE = 10_000
+"""Lines that a slow terminal may be behind; then lines are lost, rather than the fleet held up."""
+FLUSH_S = 1.0
+MAX_LINE_BYTES = 65_536
+"""A longer line is shown in parts."""
+LAST_LINES_S = 1.0
+"""How long after a child's death its last lines may take."""
+
+OUT, ERR = 1, 2
+
+
+class Printer:
+    """Writes whole lines from a thread: whoever does not read our output doesn't stop us."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[tuple[int, bytes] | None] = queue.Queue(PRINT_QUEUE)
+        self._thread = threading.Thread(target=self._write, name="printer", daemon=True)
+        self._thread.start()
+
+    def line(self, text: str | bytes, fd: int = OUT) -> None:
+        data = text if isinstance(text, bytes) else text.encode(errors="replace")
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait((fd, data + b"\n"))
+
+    def flush(self) -> None:
+        """Bounded by FLUSH_S."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put(None, timeout=FLUSH_S)
+            self._thread.join(FLUSH_S)
+
+    def _write(self) -> None:
+        while (item := self._lines.get()) is not None:
+            fd, data = item
+            with contextlib.suppress(OSError):  # nobody reads any more
+                while data:
+                    data = data[os.write(fd, data) :]
+
+
+def exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    """Its return code, when it has ended; negative: the signal."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def tell(code: int) -> None:
+        if not ended.done():
+            ended.set_result(code)
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(tell, code)
+
+    threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
+    return ended
+
+
+class Child:
+    """A running process. Made on the main thread: the kernel kills the child when that thread ends.
+
+    `on_ready` gets the ready line's facts; every other line goes to `on_line(line, fd)`."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        on_line: Callable[[bytes, int], None],
+        on_ready: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._on_line, self._on_ready = on_line, on_ready
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            argv,
+            env={**env, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+        self._exit = exit_of(self.process)
+        self._pumps = [
+            asyncio.ensure_future(self._pump(self.process.stdout, OUT)),
+            asyncio.ensure_future(self._pump(self.process.stderr, ERR)),
+        ]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def wait(self) -> int:
+        """The return code. Whatever it left behind in its session is killed."""
+        code = await asyncio.shield(self._exit)
+        self.signal_group(signal.SIGKILL)
+        _, late = await asyncio.wait(self._pumps, timeout=LAST_LINES_S)
+        for pump in late:
+            pump.cancel()
+        return code
+
+    def terminate(self) -> None:
+        """The process alone: what it started is its own to end."""
+        if not self._exit.done():
+            self.process.terminate()
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    async def _pump(self, pipe: Any, fd: int) -> None:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        try:
+            rest = b""
+            while data := await reader.read(MAX_LINE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._line(line, fd)
+                if len(rest) >= MAX_LINE_BYTES:
+                    self._line(rest, fd)
+                    rest = b""
+            if rest:
+                self._line(rest, fd)
+        finally:
+            transport.close()
+
+    def _line(self, line: bytes, fd: int) -> None:
+        if fd == OUT and (facts := ready_facts(line)) is not None:
+            self._on_ready(facts)
+        else:
+            self._on_line(line.rstrip(b"\r"), fd)
+
+
+def ready_facts(line: bytes) -> dict[str, Any] | None:
+    """What a ready line in JSON says; None for any other line."""
+    if not line.startswith(b'{"' + READY.encode() + b'"'):
+        return None
+    try:
+        facts = json.loads(line)
+    except ValueError:
+        return None
+    return facts if isinstance(facts, dict) else None

@@ -1,0 +1,53 @@
+"""The model when none is given: made locally from a seed, kept in the user's cache.
+
+`python -m rl_plane.cli.models ENGINE…` makes it in a process of its own, so that torch is not loaded where it
+is not needed; it prints the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rl_plane.cli.output import error_line, missing_module, note, say
+from rl_plane.errors import PlaneError
+
+SEED = 0
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rl_plane"
+
+
+def default_model(engines: Iterable[str]) -> Path:
+    """One model for all of them: a fleet serves one policy. The fake engine reads any, so it goes along."""
+    if set(engines) == {"fake"}:
+        from worker.engines.fake import make_fake_model
+
+        return make_fake_model(cache_dir() / "fake-model", seed=SEED)
+    from worker.tiny_model import make_tiny_model
+
+    try:
+        return make_tiny_model(cache_dir() / "tiny-qwen3", seed=SEED)
+    except FileExistsError as error:
+        raise PlaneError(
+            f"something else is in {cache_dir() / 'tiny-qwen3'}", fix="remove it, or give --model"
+        ) from error
+
+
+def main(engines: list[str]) -> int:
+    try:
+        say(str(default_model(engines)))
+    except ModuleNotFoundError as error:
+        note(error_line(missing_module(error)))
+        return 1
+    except PlaneError as error:
+        note(error_line(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""`rl-plane nats | worker | frontend`, each alone in the foreground, and `demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from types import FrameType
+from typing import Any, NoReturn
+
+from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
+from rl_plane.cli.models import default_model
+from rl_plane.cli.output import note, say_ready
+from rl_plane.errors import BusUnreachable
+from rl_plane.nats_server import NatsServer
+
+BUS = ("nats_url", "namespace", "component")
+ENGINE = ("model", "model_name", "weight_roots", "dtype", "device", "engine_args", "drain_s")
+WORKER = (*BUS, "engine", *ENGINE, "instance_id", "copies", "log_level", "json")
+LISTENERS = ("host", "rl_port", "http_port", "admin_key", "api_key", "insecure", "liveness_timeout_s")
+FRONTEND = (*BUS, *LISTENERS, "log_level", "json")
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def add_to(commands: Subparsers) -> None:
+    nats = "Run the embedded nats-server in the foreground."
+    add_command(commands, "nats", nats, run_nats, ("nats_port", "nats_host", "store", "json"))
+    add_command(commands, "worker", "Run one engine, and register it in the fleet.", run_worker, WORKER)
+    add_command(commands, "frontend", "Serve /v1/rl/* and generation over HTTP.", run_frontend, FRONTEND)
+
+
+def add_demo_to(commands: Subparsers) -> None:
+    doc = "Train a tiny policy with a fleet, a death and a join in the middle."
+    add_command(commands, "demo", doc, run_demo, ("out", "steps", "seed", "model"))
+
+
+class _Ended(BaseException):
+    """A signal asked for the end."""
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Ended
+
+
+def run_nats(command: Command) -> int:
+    values = command.values
+    if values["nats_host"] not in LOOPBACK:
+        note(f"rl-plane: whoever reaches {values['nats_host']} may use this server: keep it on a private network")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    server = NatsServer(host=values["nats_host"], port=values["nats_port"], store=values["store"])
+    try:
+        server.start()
+        url = server.url
+        say_ready(values["json"], "nats", f"nats-server is ready: {url}", nats_url=url, pid=server.process.pid)
+        code = server.process.wait()
+        raise BusUnreachable(f"nats-server ended with exit code {code}", fix="start it again")
+    except _Ended:
+        return 0
+    finally:
+        server.stop()
+
+
+def run_worker(command: Command) -> int:
+    values = command.values
+    engine = check_engine(values["engine"])
+    _set_up_logging(values["log_level"])
+
+    from worker.options import WorkerOptions
+    from worker.process import run
+
+    options = WorkerOptions(
+        engine=engine,
+        model=values["model"] or default_model([engine]),
+        nats_url=values["nats_url"] or WorkerOptions.nats_url,
+        engine_args=dict(values["engine_args"]),
+        **_picked(
+            values,
+            "namespace component model_name dtype device weight_roots instance_id copies drain_s",
+        ),
+    )
+
+    def ready(instance_ids: list[str]) -> None:
+        shown = ", ".join(instance_ids) if len(instance_ids) <= 3 else f"{len(instance_ids)} workers"
+        say_ready(
+            values["json"],
+            "worker",
+            f"worker is ready: {shown} ({engine}, {options.namespace}.{options.component})",
+            instance_ids=instance_ids,
+            engine=engine,
+            namespace=options.namespace,
+            component=options.component,
+            pid=os.getpid(),
+        )
+
+    return run(options, ready)
+
+
+def run_frontend(command: Command) -> int:
+    values = command.values
+    _set_up_logging(values["log_level"])
+
+    from frontend.options import FrontendOptions
+    from frontend.process import serve
+
+    options = FrontendOptions(
+        nats_url=values["nats_url"] or FrontendOptions.nats_url,
+        **_picked(values, f"namespace component {' '.join(LISTENERS)}"),
+    )
+
+    def ready(rl_url: str | None, http_url: str | None) -> None:
+        say_ready(
+            values["json"],
+            "frontend",
+            f"frontend is ready: /v1/rl on {rl_url or 'no port'}, generation on {http_url or 'no port'}",
+            rl_url=rl_url,
+            http_url=http_url,
+            pid=os.getpid(),
+        )
+
+    asyncio.run(serve(options, ready))
+    return 0
+
+
+def run_demo(command: Command) -> int:
+    from rl_plane.demo.run import main
+
+    code: int = main(command.values)
+    return code
+
+
+def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names.split()}
+
+
+def _set_up_logging(level: str) -> None:
+    """To stderr: stdout is for the ready line."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,0 +1,147 @@
+"""Replies for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plane.cli.output import one_line, table
+
+Reply = Mapping[str, Any]
+
+STATE_COLUMNS = {
+    "INSTANCE": "instance_id",
+    "ENGINE": "engine",
+    "READY": "ready",
+    "PAUSE": "pause",
+    "ADMISSION": "admission",
+    "VERSION": "version",
+    "RUNNING": "running",
+    "WAITING": "waiting",
+}
+WORKER_COLUMNS = {
+    "INSTANCE": "instance_id",
+    "ENGINE": "engine",
+    "MODEL": "model",
+    "HOST": "host",
+    "PID": "pid",
+    "ADMISSION": "admission",
+    "VERSION": "version",
+}
+DIGEST_CHARS = len("blake3:") + 12
+
+DONE = {
+    "pause": "paused",
+    "resume": "resumed",
+    "enable": "enabled",
+    "disable": "disabled",
+}
+
+
+def show(op: str, reply: Reply, body: Reply) -> str:
+    if op == "state":
+        return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
+    if op == "workers":
+        return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
+    if op == "update_weights":
+        return "\n".join(_updated(reply))
+    if op == "check_weights":
+        return "\n".join(_checked(reply, body))
+    words = f"{DONE[op]} {_count(reply)} in {_seconds(reply.get('elapsed_s'))}"
+    if op == "pause":
+        words += f" ({body['mode']}); by itself the fleet resumes in {body['lease_s']:g} s"
+    return words
+
+
+def _heads(reply: Reply) -> list[str]:
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    lines = []
+    for name, head in components.items():
+        words = [f"{name}:"] if name else []
+        if "ready" in head:
+            words += ["ready," if head["ready"] else "not ready,", f"{head.get('pause_state')},"]
+        if head.get("version"):
+            words.append(f"version {_version(head['version'], digest=True)},")
+        words.append(f"epoch {head.get('epoch')}, fingerprint {head.get('fingerprint')}")
+        lines.append(one_line(" ".join(words)))
+    return lines
+
+
+def _rows(reply: Reply, columns: Mapping[str, str]) -> list[str]:
+    rows = reply["workers"]
+    if not rows:
+        return ["no workers"]
+    if any("component" in row for row in rows) and "components" in reply:
+        columns = {"COMPONENT": "component", **columns}
+    lines = [table([_flat(row) for row in rows], columns)]
+    lines += [
+        one_line(f"{row['instance_id']}: {row['error'].get('code')}: {row['error'].get('message')}")
+        for row in rows
+        if row.get("error")
+    ]
+    return lines
+
+
+def _flat(row: Reply) -> dict[str, Any]:
+    shown = dict(row)
+    if row.get("status") == "error":
+        shown["ready"] = "no answer"
+    elif "ready" in row:
+        shown["ready"] = "yes" if row["ready"] else "no"
+    pause = row.get("pause")
+    if isinstance(pause, Mapping):
+        left = pause.get("lease_left_s")
+        lease = f", {left:.0f} s left" if isinstance(left, (int, float)) else ""
+        shown["pause"] = f"{pause.get('mode')}{lease}" if pause.get("paused") else "running"
+    admission = row.get("admission")
+    if isinstance(admission, Mapping):
+        reasons = ", ".join(str(reason) for reason in admission.get("reasons") or ())
+        shown["admission"] = "open" if admission.get("open") else f"closed: {reasons}"
+    if isinstance(row.get("version"), Mapping):
+        shown["version"] = _version(row["version"])
+    return shown
+
+
+def _version(version: Any, digest: bool = False) -> str:
+    if not isinstance(version, Mapping):
+        return str(version)
+    words = f"{version.get('sequence')} ({version.get('label')})"
+    return f"{words} {str(version.get('digest'))[:DIGEST_CHARS]}" if digest else words
+
+
+def _updated(reply: Reply) -> list[str]:
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    lines = []
+    for name, head in components.items():
+        version = _version(head.get("version"), digest=True)
+        lines.append(one_line(f"{name + ': ' if name else ''}committed version {version} on {_count(reply)}"))
+        phases = head.get("phases") or {}
+        spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
+        lines.append(f"  in {_seconds(head.get('elapsed_s'))}" + (f": {spent}" if spent else ""))
+        if head.get("excluded"):
+            lines.append(one_line(f"  excluded, until healed: {', '.join(head['excluded'])}"))
+    return lines
+
+
+def _checked(reply: Reply, body: Reply) -> list[str]:
+    rows = []
+    for row in reply["workers"]:
+        ranks = row.get("ranks") or [{}]
+        for rank in ranks:
+            match = {True: "equal", False: "differs"}.get(rank.get("match"), "")
+            result = rank.get("checksum") or match or row.get("status")
+            rows.append({"instance_id": row["instance_id"], "rank": rank.get("rank"), "result": result})
+    lines = [table(rows, {"INSTANCE": "instance_id", "RANK": "rank", "RESULT": "result"})]
+    if body["action"] == "checksum" and len(rows) > 1:
+        sums = {row["result"] for row in rows}
+        lines.append("all equal" if len(sums) == 1 else f"{len(sums)} different checksums")
+    return lines
+
+
+def _count(reply: Reply) -> str:
+    done = sum(row.get("status") == "ok" for row in reply["workers"])
+    return f"{done} worker{'' if done == 1 else 's'}"
+
+
+def _seconds(value: Any) -> str:
+    return f"{value:.3f} s" if isinstance(value, (int, float)) else "? s"

@@ -1,0 +1,210 @@
+"""The commands that ask or change a fleet that runs: over the facade, or over NATS when --nats-url is given."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rl_plane.cli.flags import Command, Subparsers, add_command
+from rl_plane.cli.http_call import call_facade
+from rl_plane.cli.output import note, say, say_json
+from rl_plane.cli.show import show
+from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.ops import UpdatePolicy
+from rl_plane.settings import BadSetting
+from rl_plane.subjects import check_instance_id
+
+READ_S = 30.0
+CHANGE_S = 120.0
+"""Waiting for a fleet, for the lock and for a pause of mode `wait`, each with its own bound, and some more."""
+UPDATE_MARGIN_S = 60.0
+"""Besides receiving and committing: waiting for the fleet, for the lock, and for those who died meanwhile."""
+NOTE_EVERY_S = 10.0
+"""How often a wait is told of where no terminal shows it running."""
+TICK_S = 0.5
+
+SELECT = ("components", "select_workers")
+REACH = ("url", "admin_key", "nats_url", "namespace", "timeout_s", "json")
+UPDATE = (
+    "version",
+    "cast",
+    "keep_pause",
+    "pause_mode",
+    "flush",
+    "on_prepare_failure",
+    "min_ready",
+    "digest",
+)
+
+Call = Callable[[], dict[str, Any]]
+
+
+def add_to(commands: Subparsers) -> None:
+    common = (*SELECT, *REACH)
+    add_command(commands, "state", "The fleet and each worker, now.", steer("state"), common)
+    add_command(commands, "workers", "Who is in the fleet.", steer("workers"), common)
+    pause = add_command(
+        commands,
+        "pause",
+        "Stop generation, with a lease.",
+        steer("pause"),
+        ("pause_mode", "clear_cache", "lease_s", *common),
+    )
+    pause.add_argument(
+        "--mode", dest="pause_mode", metavar="MODE", default=_SUPPRESS, help="short for --pause-mode"
+    )
+    add_command(commands, "resume", "Go on.", steer("resume"), common)
+    update = add_command(
+        commands,
+        "update",
+        "New weights on the whole fleet, or on none.",
+        steer("update_weights"),
+        (*UPDATE, *common),
+    )
+    update.add_argument("path", metavar="PATH", help="a checkpoint, beneath the workers' weight roots")
+    add_command(commands, "check", "Checksum or compare the weights.", steer("check_weights"), ("action", *common))
+    for op, doc in (("enable", "Admit workers again."), ("disable", "Take workers out of routing.")):
+        parser = add_command(commands, op, doc, steer(op), ("components", *REACH))
+        parser.add_argument(
+            "ids", metavar="ID", nargs="+", help="an instance id, as `rl-plane workers` lists them"
+        )
+
+
+_SUPPRESS: Any = "==SUPPRESS=="
+"""argparse.SUPPRESS: absent unless given."""
+
+
+def steer(op: str) -> Callable[[Command], int]:
+    def handler(command: Command) -> int:
+        body, bound_s = body_of(op, command)
+        reply = _run(op, body, bound_s, command)
+        if command.values["json"]:
+            say_json(reply)
+        else:
+            say(show(op, reply, body))
+        return 0
+
+    return handler
+
+
+def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
+    """The call's body, and how many seconds its answer may take."""
+    values, timeout_s = command.values, command.values["timeout_s"]
+    body: dict[str, Any] = {}
+    if values["components"]:
+        body["component"] = list(values["components"])
+    if values.get("select_workers"):
+        body["workers"] = list(values["select_workers"])
+    if op in ("state", "workers"):
+        return body, timeout_s or READ_S
+    if op == "pause":
+        body |= {"mode": values["pause_mode"], "clear_cache": values["clear_cache"], "lease_s": values["lease_s"]}
+    elif op == "check_weights":
+        body["action"] = values["action"]
+    elif op in ("enable", "disable"):
+        body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
+    elif op == "update_weights":
+        policy = UpdatePolicy(
+            pause_mode=values["pause_mode"],
+            on_prepare_failure=values["on_prepare_failure"],
+            min_ready=values["min_ready"],
+            keep_pause=values["keep_pause"],
+            flush_cache=values["flush"],
+            prepare_timeout_s=timeout_s or UpdatePolicy().prepare_timeout_s,
+        )
+        path = os.path.abspath(os.path.expanduser(command.flags["path"]))
+        body |= {"transport": {"backend": "filesystem", "path": path}, "policy": policy.model_dump()}
+        body |= {key: values[key] for key in ("version", "digest") if values[key] is not None}
+        body["cast"] = values["cast"]
+        return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
+    return body, timeout_s or CHANGE_S
+
+
+def _instance_id(text: str) -> str:
+    try:
+        return check_instance_id("ID", text)
+    except PlaneError as error:
+        raise BadSetting(error.message, **error.facts) from error
+
+
+def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
+    if "nats_url" in command.flags:
+        return _over_nats(op, body, bound_s, command)
+    values = command.values
+    request_id = uuid.uuid4().hex
+
+    def call(part: dict[str, Any]) -> dict[str, Any]:
+        return call_facade(values["url"], values["admin_key"], op, part, bound_s, request_id)
+
+    if op not in ("enable", "disable"):
+        return waiting(op, lambda: call(body), bound_s)
+    replies = [waiting(op, lambda one=one: call({**body, "workers": [one]}), bound_s) for one in body["workers"]]
+    rows = [row for reply in replies for row in reply["workers"]]
+    return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
+
+
+def _over_nats(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
+    """We coordinate, as a frontend would."""
+    from rl_plane.client import DEFAULT_COMPONENT
+    from rl_plane.sync import SyncRlClient
+
+    values = command.values
+    component = (body.get("component") or [DEFAULT_COMPONENT])[0]
+    with SyncRlClient.connect(values["nats_url"], values["namespace"], component, name="rl-plane") as fleet:
+        stop = threading.Event()
+        shower = threading.Thread(target=_show_waiting, args=(op, stop), daemon=True)
+        shower.start()
+        try:
+            return fleet.run(op, body, timeout_s=bound_s)
+        finally:
+            stop.set()
+            shower.join(TICK_S)
+
+
+def waiting(op: str, call: Call, bound_s: float) -> dict[str, Any]:
+    """`call` on a thread, so that its bound holds for all of it, and Ctrl-C ends the wait at once."""
+    answers: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
+
+    def work() -> None:
+        try:
+            answers.put(call())
+        except BaseException as error:
+            answers.put(error)
+
+    threading.Thread(target=work, name=op, daemon=True).start()
+    stop = threading.Event()
+    shower = threading.Thread(target=_show_waiting, args=(op, stop), daemon=True)
+    shower.start()
+    try:
+        answer = answers.get(timeout=bound_s + TICK_S)
+    except queue.Empty:
+        raise DeadlineExceeded(f"no answer within {bound_s:g} s") from None
+    finally:
+        stop.set()
+        shower.join(TICK_S)
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _show_waiting(op: str, stop: threading.Event) -> None:
+    """For a person who waits: one line with the seconds so far, on stderr."""
+    start, terminal, shown = time.monotonic(), sys.stderr.isatty(), False
+    every = TICK_S if terminal else NOTE_EVERY_S
+    while not stop.wait(every):
+        words = f"rl-plane: {op.replace('_', ' ')}: waiting, {time.monotonic() - start:.0f} s"
+        if terminal:
+            sys.stderr.write(f"\r{words}")
+            sys.stderr.flush()
+            shown = True
+        else:
+            note(words)
+    if shown:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()

@@ -1,0 +1,220 @@
+"""`rl-plane up`: nats-server, N workers of each engine named, and a frontend; one Ctrl-C ends all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_plane.cli.children import ERR, OUT, Child, Printer
+from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
+from rl_plane.cli.output import READY, one_line
+from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
+from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.nats_server import NatsServer
+from rl_plane.settings import for_child
+
+FRONTEND_STOP_S = 5.0
+"""Its streams have ended with the workers; what is left is closing."""
+
+SETTINGS = (
+    "engines",
+    "workers",
+    "restart",
+    *ENGINE,
+    "store",
+    "up_nats_port",
+    *BUS,
+    *LISTENERS,
+    "start_timeout_s",
+    "log_level",
+    "json",
+)
+
+
+def add_to(commands: Subparsers) -> None:
+    add_command(commands, "up", "Bring up a whole fleet on this machine.", run_up, SETTINGS)
+
+
+def run_up(command: Command) -> int:
+    values = dict(command.values)
+    values["engines"] = [check_engine(name) for name in values["engines"] or ("hf",)]
+    up = Up(values)
+    try:
+        asyncio.run(up.run())
+    finally:
+        up.printer.flush()
+    return 0
+
+
+def python(*args: str) -> list[str]:
+    """Our own interpreter, without the working directory on its path: a user's worker.py can't shadow ours."""
+    return [sys.executable, "-P", "-m", *args]
+
+
+class Up:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.printer = Printer()
+        self._json: bool = values["json"]
+        self._scratch: Path | None = None
+        self._nats: NatsServer | None = None
+        self._workers: list[str] = []
+
+    async def run(self) -> None:
+        """Until a signal; PlaneError when it could not be brought up."""
+        supervisor = self._supervisor = Supervisor(self.printer, self._event, self._line)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, supervisor.signalled)
+        bring_up = asyncio.create_task(self._bring_up())
+        ended = asyncio.create_task(supervisor.end.wait())
+        try:
+            bound = self.values["start_timeout_s"]
+            done, _ = await asyncio.wait((bring_up, ended), timeout=bound, return_when=asyncio.FIRST_COMPLETED)
+            if bring_up in done:
+                bring_up.result()
+                self._tell_ready()
+            elif not done:
+                raise DeadlineExceeded(
+                    f"not everything was ready within {bound:g} s", fix="see the lines above, or --start-timeout-s"
+                )
+            await ended
+        finally:
+            bring_up.cancel()
+            ended.cancel()
+            await asyncio.wait((bring_up, ended))
+            drain_s = self.values["drain_s"]
+            await supervisor.stop([(self._workers, drain_s), (["frontend"], FRONTEND_STOP_S)])
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+        if supervisor.failed is not None:
+            raise supervisor.failed
+        self._event("all ended", event="ended")
+
+    async def _bring_up(self) -> None:
+        values = self.values
+        if values["model"] is None:
+            values["model"] = await self._make_model()
+        if values["nats_url"] is None:
+            self._start_nats()
+        counted = [name for name in values["engines"] for _ in range(values["workers"])]
+        for number, engine in enumerate(counted, 1):
+            name = f"worker-{number}"
+            self._workers.append(name)
+            own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
+            self._supervisor.keep(self._kept(name, "worker", own, WORKER, values["restart"]))
+        frontend = self._kept("frontend", "frontend", values, FRONTEND, restart=True)
+        frontend.on_ready = self._keep_ports
+        self._supervisor.keep(frontend)
+        for kept in self._supervisor.kept.values():
+            await kept.ready.wait()
+
+    def _kept(
+        self, name: str, command: str, values: dict[str, Any], names: tuple[str, ...], restart: bool
+    ) -> Kept:
+        own = {key: values[key] for key in names}
+        own["json"] = True
+        argv, env = for_child(own, os.environ)
+        return Kept(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
+
+    async def _make_model(self) -> Path:
+        """In a process of its own: this one stays small, and forks without torch's threads."""
+        lines: list[bytes] = []
+
+        def line(text: bytes, fd: int) -> None:
+            if fd == OUT:
+                lines.append(text)
+            else:
+                self._line("model", text, fd)
+
+        maker = Child(python("rl_plane.cli.models", *self.values["engines"]), os.environ, line, lambda _: None)
+        try:
+            code = await maker.wait()
+        finally:
+            maker.signal_group(signal.SIGKILL)
+        if code != 0 or not lines:
+            raise PlaneError(
+                "no model is given, and none could be made", fix="see the lines above, or give --model"
+            )
+        return Path(os.fsdecode(lines[-1]))
+
+    def _start_nats(self) -> None:
+        store = self.values["store"]
+        if store is None:
+            self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-up-"))
+            store = self._scratch
+        server = NatsServer(port=self.values["up_nats_port"], store=store)
+        server.start()
+        port = urlsplit(server.url).port
+        assert port is not None
+        self.values["nats_url"] = server.url
+        self._nats = server
+        self._supervisor.keep_nats(server, lambda: NatsServer(port=port, store=store))
+
+    def _keep_ports(self) -> None:
+        """A frontend that starts again takes the ports that were found free the first time."""
+        frontend = self._supervisor.kept["frontend"]
+        for name, url in (("rl_port", "rl_url"), ("http_port", "http_url")):
+            if frontend.facts.get(url):
+                self.values[name] = urlsplit(frontend.facts[url]).port
+        frontend.argv = self._kept("frontend", "frontend", self.values, FRONTEND, restart=True).argv
+
+    # ---- what it says ----
+
+    def _line(self, name: str, line: bytes, fd: int) -> None:
+        self.printer.line(f"{name} | ".encode() + line, ERR if self._json else fd)
+
+    def _event(self, words: str, **facts: Any) -> None:
+        self.printer.line(json.dumps(facts) if self._json else f"rl-plane: {one_line(words)}")
+
+    def _tell_ready(self) -> None:
+        kept, values = self._supervisor.kept, self.values
+        frontend = kept["frontend"].facts
+        rl_url, http_url = frontend.get("rl_url"), frontend.get("http_url")
+        nats_url = one_line(values["nats_url"])
+        workers = [
+            {
+                "name": name,
+                "instance_id": kept[name].facts["instance_ids"][0],
+                "engine": kept[name].facts["engine"],
+                "pid": kept[name].facts["pid"],
+            }
+            for name in self._workers
+        ]
+        if self._json:
+            facts = {
+                READY: "up",
+                "rl_url": rl_url,
+                "http_url": http_url,
+                "nats_url": nats_url,
+                "namespace": values["namespace"],
+                "component": values["component"],
+                "pid": os.getpid(),
+                "nats_pid": self._nats.process.pid if self._nats else None,
+                "frontend_pid": frontend.get("pid"),
+                "workers": workers,
+            }
+            self.printer.line(json.dumps(facts))
+            return
+        lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {len(workers)} workers"]
+        if rl_url:
+            lines.append(f"  steer     {rl_url}/v1/rl/state   (docs: {rl_url}/docs)")
+        if http_url:
+            lines.append(f"  generate  {http_url}/v1/completions")
+        lines.append(f"  NATS      {nats_url}")
+        lines += [f"  {row['name']:<9} {row['instance_id']}  {row['engine']}  pid {row['pid']}" for row in workers]
+        if rl_url:
+            lines.append(f"  try       rl-plane state --url {rl_url}   (or pause, update DIR, resume)")
+        lines.append("  Ctrl-C ends everything")
+        for line in lines:
+            self.printer.line(line)

@@ -1,0 +1,99 @@
+"""The trainer's copy of the model: its optimiser step, and the checkpoints that the fleet takes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_loss
+from rl_plane.errors import PlaneError
+from rl_plane.versions import TensorSpec, tensors_digest
+
+LEARNING_RATE = 3e-3
+"""For the tiny model's width; over four seeds the reward goes from 0.5 to above 0.95 within 40 steps."""
+WIDTH_OF_RATE = 128
+"""The rate falls with the width of the model, or a wider one's outputs would move further per step."""
+MAX_GRAD_NORM = 1.0
+KEPT_CHECKPOINTS = 3
+"""The committed one, the one before, which a joining worker may still be reading, and a spare."""
+
+PREFIX = "step_"
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    loss: float
+    max_logprob_diff: float
+    """Between this copy's logprobs and the engines', over all tokens; nats."""
+
+
+class Policy:
+    def __init__(self, model: Path, threads: int = 1) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+        self._model.eval()  # no dropout: the trainer's logprobs are to be the engines'
+        rate = LEARNING_RATE * WIDTH_OF_RATE / self._model.config.get_text_config().hidden_size
+        self._adam = torch.optim.Adam(self._model.parameters(), lr=rate)
+
+    def learn(
+        self,
+        prompts: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        logprobs: Sequence[list[float]],
+        advantages: Sequence[float],
+    ) -> Lesson:
+        """One optimiser step. `logprobs` are the engines', made with the weights that this copy has now."""
+        mask = padded_mask(completions)
+        old = padded(logprobs)
+        new = completion_logprobs(self._model, prompts, completions)
+        diff = float(((new.detach() - old).abs() * mask).max())
+        loss = policy_loss(new, old, self._torch.tensor(advantages), mask)
+        self._adam.zero_grad()
+        loss.backward()
+        norm = self._torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
+        if not bool(norm.isfinite()) or diff != diff:
+            raise PlaneError("the model has diverged: its gradient or logprobs are not finite")
+        self._adam.step()
+        return Lesson(float(loss.detach()), diff)
+
+    def save(self, path: Path) -> str:
+        """A checkpoint directory that appears whole or not at all; its digest."""
+        unfinished = path.with_name(f".{path.name}.writing")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        self._model.save_pretrained(unfinished)
+        digest = checkpoint_digest(unfinished)
+        unfinished.rename(path)
+        return digest
+
+
+def checkpoint_digest(path: Path) -> str:
+    """The digest of a float32 checkpoint, as rl_plane.versions defines it."""
+    from blake3 import blake3
+    from safetensors import safe_open
+
+    rows = []
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                value = tensors.get_tensor(name)
+                if value.dtype.str != "<f4":
+                    raise PlaneError(f"{file}: {name} is {value.dtype}, not float32")
+                rows.append((name, TensorSpec("F32", value.shape), blake3(value.tobytes()).hexdigest()))
+    return tensors_digest(rows)
+
+
+def prune_checkpoints(root: Path, committed: Path | None, keep: int = KEPT_CHECKPOINTS) -> None:
+    """Removes all but the newest. The committed one stays whatever its age: a worker that joins loads it."""
+    found = sorted(root.glob(f"{PREFIX}*"), key=lambda path: int(path.name.removeprefix(PREFIX)))
+    for path in found[:-keep]:
+        if path != committed:
+            shutil.rmtree(path)

@@ -1,0 +1,229 @@
+"""`rl-plane demo`: runs the fleet and the trainer, kills a worker, brings a new one, and judges what happened."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import queue
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_plane.demo.fleet import DemoFleet
+from rl_plane.demo.report import FLEET, MEAN_OVER, make_report, write_picture, write_report
+from rl_plane.demo.reward import REWARD_TEXT
+from rl_plane.demo.story import StepRecord, Story, WorkerEnd
+from rl_plane.demo.table import LiveTable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
+
+DEFAULT_STEPS = 40
+"""The reward is above 0.9 of its range by then, from a half."""
+DEADLINE_S = 225.0
+"""The whole run takes a minute or two; with the stop and the picture it stays below four."""
+KILL_AT = 0.4
+WHOLE_FLEET_FROM = 0.75
+"""Shares of the steps: a worker is killed at the first; from the second on the trainer waits for the new one, so
+that it serves some steps even where processes start slowly."""
+KILL_PATIENCE = 3
+"""Steps in which the kill waits for a moment when the worker has requests in flight."""
+BUSY_POLL_S = 0.01
+POLL_S = 0.1
+INTERRUPTED = 130
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+NEEDED = ("torch", "transformers", "safetensors", "blake3", "fastapi", "uvicorn", "matplotlib")
+
+
+class Demo:
+    def __init__(self, fleet: DemoFleet, story: Story, table: LiveTable, give_up: float) -> None:
+        self._fleet = fleet
+        self._story = story
+        self._table = table
+        self._give_up = give_up
+        self._kill_step = max(1, round(KILL_AT * story.planned))
+        self._phase: tuple[int, str] = (0, "")
+        self._served: set[str] = set()
+
+    def run(self) -> None:
+        whole_fleet_from = math.ceil(WHOLE_FLEET_FROM * self._story.planned)
+        self._fleet.start(
+            FLEET,
+            [
+                *("--steps", str(self._story.planned), "--workers", str(FLEET)),
+                *("--whole-fleet-from", str(whole_fleet_from)),
+            ],
+        )
+        while self._follow():
+            self._fleet.check()
+            if time.monotonic() > self._give_up:
+                raise DeadlineExceeded(
+                    f"step {self._phase[0]} ({self._phase[1] or 'waiting for the workers'}) was not done "
+                    f"{DEADLINE_S:g} s after the start"
+                )
+            if self._kill_is_due():
+                self._kill()
+        self._story.workers = [_worker_end(row) for row in self._fleet.members()]
+
+    def _follow(self) -> bool:
+        """Takes in the trainer's next word, if there is one; False at its end."""
+        try:
+            event = self._fleet.events.get(timeout=BUSY_POLL_S if self._kill_is_due() else POLL_S)
+        except queue.Empty:
+            return True
+        if event is None:
+            raise PlaneError(self._fleet.trainer_words())
+        kind = event.pop("event")
+        if kind == "failed":
+            raise PlaneError(f"the trainer: {event['reason']}")
+        if kind == "phase":
+            self._phase = (event["step"], event["phase"])
+            self._table.phase(*self._phase)
+        elif kind == "step":
+            self._take(StepRecord.from_wire(event))
+        return bool(kind != "done")
+
+    def _take(self, record: StepRecord) -> None:
+        self._story.steps.append(record)
+        self._table.step(record)
+        for key in set(self._story.joined) - self._served:
+            self._served.add(key)
+            self._table.note(f"      + worker {key} has joined, and serves {record.version}")
+
+    def _kill_is_due(self) -> bool:
+        step, phase = self._phase
+        return not self._story.killed and step >= self._kill_step and phase == "rolling out"
+
+    def _kill(self) -> None:
+        victim = next(iter(self._fleet.workers))
+        busy = self._fleet.in_flight(victim)
+        if busy == 0 and self._phase[0] < self._kill_step + KILL_PATIENCE:
+            return
+        self._fleet.kill_worker(victim)
+        self._story.killed.append(victim)
+        self._story.killed_at = self._phase[0]
+        self._story.killed_in_flight = busy
+        newcomer = self._fleet.add_worker()
+        self._story.started.append(newcomer)
+        self._table.note(f"      - worker {victim} is killed with {busy} requests in flight; {newcomer} starts")
+
+
+def _worker_end(row: dict[str, Any]) -> WorkerEnd:
+    version = row.get("version") or {}
+    return WorkerEnd(row["instance_id"], version.get("label"), version.get("digest"))
+
+
+@contextlib.contextmanager
+def ends_as_interrupts() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the demo as Ctrl-C does: with everything cleared away."""
+    heard = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+    before = {number: signal.signal(number, _interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A second Ctrl-C doesn't stop the clearing away, which is bounded."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check(args: argparse.Namespace) -> tuple[int, int, Path | None]:
+    steps = DEFAULT_STEPS if args.steps is None else int(args.steps)
+    seed = 0 if args.seed is None else int(args.seed)
+    if steps < 2 * MEAN_OVER:
+        raise InvalidRequest(f"--steps {steps}: the report compares {MEAN_OVER} steps at each end", field="steps",
+                             fix=f"at least {2 * MEAN_OVER}")  # fmt: skip
+    if seed < 0:
+        raise InvalidRequest(f"--seed {seed} is negative", field="seed", fix="0 or more")
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidRequest(f"not installed: {', '.join(missing)}", fix="pip install 'rl-plane[demo]'")
+    given = getattr(args, "model", None)
+    model = Path(given).resolve() if given else None
+    if model is not None and not (model / "config.json").is_file():
+        raise InvalidRequest(
+            f"{model} has no config.json", field="model", fix="give a Hugging Face model directory"
+        )
+    return steps, seed, model
+
+
+def _fresh(out: Path) -> Path:
+    """The folder for the logs; what an earlier run has left in `out` is gone, anything else stays."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("report.json", "reward.png"):
+            (out / name).unlink(missing_ok=True)
+        shutil.rmtree(out / "logs", ignore_errors=True)
+        (out / "logs").mkdir()
+    except OSError as error:
+        raise InvalidRequest(f"can't write to {out}: {error.strerror}", field="out", fix="--out DIR") from error
+    return out / "logs"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _summary(report: dict[str, Any], out: Path) -> str:
+    update = report["update_seconds"]
+    return (
+        f"reward ({REWARD_TEXT}): {report['reward_first']:.3f} -> {report['reward_last']:.3f} "
+        f"in {report['steps']} steps\n"
+        f"{report['completions']} completions, each labelled with the committed version; logprobs agree within "
+        f"{report['max_logprob_diff']:.1e}\n"
+        f"weight updates: {update['median']:.2f} s median, {update['max']:.2f} s at most; worker killed at step "
+        f"{report['killed_at_step']}, a new one served from step {report['joined_at_step']}\n"
+        f"{len(report['workers'])} workers at {report['version']} {report['digest']}\n"
+        f"done in {report['elapsed_seconds']:.0f} s: {out / 'report.json'}, {out / 'reward.png'}"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    start = time.monotonic()
+    out = Path(args.out)
+    try:
+        steps, seed, model = _check(args)
+        logs = _fresh(out)
+    except InvalidRequest as error:
+        print(f"rl-plane demo: {error.message}: {error.facts.get('fix', '')}", file=sys.stderr)
+        return 1
+    story, table, trouble = Story(steps), LiveTable(sys.stdout, steps), ""
+    _say(f"starting nats-server, a frontend, {FLEET} hf workers and a trainer; logs in {logs}")
+    with ends_as_interrupts():
+        fleet = DemoFleet(logs, model, seed)
+        try:
+            Demo(fleet, story, table, start + DEADLINE_S).run()
+        except PlaneError as error:
+            trouble = error.message
+        except KeyboardInterrupt:
+            trouble = "interrupted"
+        finally:
+            with undisturbed():
+                table.end()
+                fleet.stop()
+    story.elapsed_s = time.monotonic() - start
+    report = make_report(story, trouble)
+    write_report(report, out / "report.json")
+    if story.steps:
+        write_picture(report, out / "reward.png")
+    if report["ok"]:
+        _say(_summary(report, out))
+        return 0
+    print(f"rl-plane demo failed: {'; '.join(report['failures'])} (logs in {logs})", file=sys.stderr)
+    return INTERRUPTED if trouble == "interrupted" else 1

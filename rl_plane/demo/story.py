@@ -1,0 +1,88 @@
+"""What happened in a run, step by step: the trainer writes it, the table and the report read it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int
+    version: str
+    """The label under which the step's completions were asked for."""
+    reward: float
+    """The mean over them."""
+    completions: int
+    mixed_version_completions: int
+    """Those not labelled, token by token, with the version that was committed."""
+    by_worker: Mapping[str, int]
+    """instance_id → completions."""
+    max_logprob_diff: float
+    workers: int
+    """How many took the step's new weights."""
+    rollout_s: float
+    learn_s: float
+    update_s: float
+    """From the pause to the end of the resume."""
+    repeats: int
+    """HTTP calls that had to be made again, since the start of the run."""
+    committed: str
+    """The label of the step's new weights."""
+    digest: str
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> StepRecord:
+        return cls(**wire)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """A worker that is in the fleet when the run ends."""
+
+    instance_id: str
+    version: str | None
+    digest: str | None
+
+
+@dataclass(slots=True)
+class Story:
+    """Grows while the demo runs."""
+
+    planned: int
+    """Steps."""
+    steps: list[StepRecord] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    """Instance ids."""
+    killed_at: int | None = None
+    """The step in whose rollout."""
+    killed_in_flight: int = 0
+    """Requests that ran on the killed worker when it died."""
+    started: list[str] = field(default_factory=list)
+    """The instance ids of the workers started after the kill."""
+    workers: list[WorkerEnd] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+    @property
+    def by_worker(self) -> Counter[str]:
+        total: Counter[str] = Counter()
+        for step in self.steps:
+            total.update(step.by_worker)
+        return total
+
+    def first_step_of(self, instance_id: str) -> int | None:
+        return next((step.step for step in self.steps if step.by_worker.get(instance_id)), None)
+
+    @property
+    def joined(self) -> list[str]:
+        """The late workers that made completions."""
+        return [key for key in self.started if self.first_step_of(key) is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

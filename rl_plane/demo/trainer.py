@@ -1,0 +1,137 @@
+"""The demo's trainer, a process of its own: `python -P -m rl_plane.demo.trainer`.
+
+Knows the fleet by two URLs only. It tells its parent what it does by JSON lines on stdout: `{"event": "phase",
+"step": n, "phase": …}`, `{"event": "step", …}` (a StepRecord), `{"event": "done"}`, `{"event": "failed",
+"reason": …}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rl_plane.demo.grpo import group_advantages
+from rl_plane.demo.http_json import call_json
+from rl_plane.demo.policy import PREFIX, Policy, prune_checkpoints
+from rl_plane.demo.reward import reward
+from rl_plane.demo.rollout import Completion, Rollout
+from rl_plane.demo.steering import Steering
+from rl_plane.demo.story import StepRecord
+from rl_plane.errors import PlaneError
+
+PROMPTS = 8
+"""Requests at once, so that every worker has some."""
+GROUP = 8
+MAX_TOKENS = 16
+PROMPT_TOKENS = (4, 12)
+"""Shortest and longest prompt."""
+READY_TIMEOUT_S = 90.0
+"""Loading torch and a model on two busy cores takes about 15 s per worker."""
+
+
+def emit(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def make_prompts(rng: random.Random, vocab: int) -> list[list[int]]:
+    """Any tokens do: the reward asks nothing of the prompt."""
+    return [[rng.randrange(vocab) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(PROMPTS)]
+
+
+def rolled_out(groups: list[list[Completion]], version: dict[str, Any]) -> dict[str, Any]:
+    """What a step's completions say about the fleet."""
+    flat = [one for group in groups for one in group]
+    return {
+        "version": version["label"],
+        "reward": sum(reward(one.token_ids) for one in flat) / len(flat),
+        "completions": len(flat),
+        "mixed_version_completions": sum(not one.made_by(version) for one in flat),
+        "by_worker": dict(Counter(one.instance_id for one in flat)),
+    }
+
+
+def train(args: argparse.Namespace) -> None:
+    policy = Policy(args.model)
+    fleet = Steering(args.rl_url)
+    fleet.wait_ready(args.workers, READY_TIMEOUT_S)
+    name = call_json(f"{args.http_url}/v1/models")["data"][0]["id"]
+    rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
+    vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    rng = random.Random(args.seed)
+    version, committed = fleet.version(), None
+    for step in range(1, args.steps + 1):
+        if step == args.whole_fleet_from:
+            emit("phase", step=step, phase="waiting for the whole fleet")
+            fleet.wait_ready(args.workers, READY_TIMEOUT_S)
+        emit("phase", step=step, phase="rolling out")
+        start = time.monotonic()
+        groups = rollout.groups(make_prompts(rng, vocab), args.seed * 100_000 + step)
+        rollout_s = time.monotonic() - start
+        told = rolled_out(groups, version)
+        if told["mixed_version_completions"]:
+            wrong = next(one for group in groups for one in group if not one.made_by(version))
+            print(f"step {step}: committed {version}, but a completion says {wrong.spans}", file=sys.stderr)
+        emit("phase", step=step, phase="learning")
+        start = time.monotonic()
+        flat = [one for group in groups for one in group]
+        lesson = policy.learn(
+            [one.prompt for one in flat],
+            [one.token_ids for one in flat],
+            [one.logprobs for one in flat],
+            [gain for group in groups for gain in group_advantages([reward(one.token_ids) for one in group])],
+        )
+        path = args.weights / f"{PREFIX}{step}"
+        digest = policy.save(path)
+        learn_s = time.monotonic() - start
+        emit("phase", step=step, phase="updating the fleet")
+        start = time.monotonic()
+        version, workers = fleet.publish(path, path.name, digest)
+        committed = path
+        update_s = time.monotonic() - start
+        prune_checkpoints(args.weights, committed)
+        record = StepRecord(
+            step=step,
+            **told,
+            max_logprob_diff=lesson.max_logprob_diff,
+            workers=workers,
+            rollout_s=rollout_s,
+            learn_s=learn_s,
+            update_s=update_s,
+            repeats=rollout.repeats + fleet.repeats,
+            committed=version["label"],
+            digest=version["digest"],
+        )
+        emit("step", **record.to_wire())
+    emit("done")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rl_plane.demo.trainer", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, required=True, help="checkpoints are written here")
+    parser.add_argument("--http-url", required=True, help="the generation API")
+    parser.add_argument("--rl-url", required=True, help="the facade")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="how many make the whole fleet")
+    parser.add_argument("--whole-fleet-from", type=int, default=0, help="before this step, wait for all of them")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        train(parse(argv))
+    except PlaneError as error:
+        emit("failed", reason=f"{error.code}: {error.message}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

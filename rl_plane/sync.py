@@ -1,0 +1,275 @@
+"""RlClient and Fleet for plain loops: blocking, bounded, usable from several threads.
+
+with SyncRlClient.connect() as fleet:
+    fleet.wait_for(2)
+    fleet.pause()
+    fleet.update_weights({"transport": {"backend": "filesystem", "path": "/ckpt/step_17"}, "version": "step_17"})
+    fleet.resume()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
+
+from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient, WorkerRow
+from rl_plane.errors import BusUnreachable, DeadlineExceeded
+from rl_plane.fleet import DEFAULT_WAIT_S, FLEET_OPS, LOST_RETRIES, Fleet
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S
+from rl_plane.membership import Snapshot
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS, UpdatePolicy, op_named
+
+MARGIN_S = 20.0
+"""What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""
+CANCEL_S = 5.0
+"""How long a cancelled call may take to undo what it began."""
+CONNECT_BOUND_S = 2 * CONNECT_TIMEOUT_S + MARGIN_S
+
+T = TypeVar("T")
+
+
+class SyncRlClient:
+    """Made by `connect`. Errors are RlClient's; a call that exceeds its bound is cancelled, and raises
+    DeadlineExceeded; one that is cut off by `close`, or made after it, raises BusUnreachable.
+
+    Ctrl-C while a call waits cancels it, then raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rl-plane-sync", daemon=True)
+        self._thread.start()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._client: RlClient
+        self._fleet: Fleet
+
+    @classmethod
+    def connect(
+        cls,
+        nats_url: str = DEFAULT_NATS_URL,
+        namespace: str = DEFAULT_NAMESPACE,
+        component: str = DEFAULT_COMPONENT,
+        *,
+        name: str = "rl-client",
+    ) -> SyncRlClient:
+        """BusUnreachable within seconds when there is no server."""
+        self = cls()
+        try:
+            self._client = self._wait(
+                RlClient.connect(nats_url, namespace, component, name=name), CONNECT_BOUND_S, "connect"
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._fleet = Fleet(self._client)
+        return self
+
+    def close(self) -> None:
+        """Ends calls under way with an error. Again: nothing."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if self._thread.is_alive():
+            ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                ending.result(CANCEL_S + CONNECT_TIMEOUT_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CANCEL_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if hasattr(self, "_client"):
+            calls = {task for task in calls if task.get_name().startswith(_CALL)}
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=CANCEL_S)
+        if hasattr(self, "_client"):
+            await self._client.close()
+
+    def __enter__(self) -> SyncRlClient:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---- membership ----
+
+    def list_workers(self, component: str | None = None) -> Snapshot:
+        """The members, their epoch and fingerprint, as new as the leader's."""
+        return self._wait(self._client.list_workers(component), MARGIN_S, "list_workers")
+
+    def wait_for(self, workers: int, timeout_s: float = 60.0, component: str | None = None) -> Snapshot:
+        """The fleet once it has at least so many members; NoWorkers after `timeout_s`."""
+        return self._wait(self._client.wait_for(workers, timeout_s, component), timeout_s + MARGIN_S, "wait_for")
+
+    # ---- the fleet's ops: bodies and merged replies as over HTTP ----
+
+    def run(
+        self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
+    ) -> dict[str, Any]:
+        """Any op of `rl_plane.fleet.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
+        bound = _bound(op, body or {}) if timeout_s is None else timeout_s
+        return self._wait(self._fleet.run(op, body, request_id), bound, op)
+
+    def state(self, **select: Any) -> dict[str, Any]:
+        """`select`, here and below: component, workers, epoch, fingerprint, min_workers (1), wait_s (5)."""
+        return self.run("state", select)
+
+    def workers(self, **select: Any) -> dict[str, Any]:
+        return self.run("workers", select)
+
+    def pause(
+        self,
+        mode: Literal["keep", "wait", "abort"] = "keep",
+        *,
+        clear_cache: bool = False,
+        lease_s: float = DEFAULT_PAUSE_LEASE_S,
+        **select: Any,
+    ) -> dict[str, Any]:
+        """The fleet resumes by itself `lease_s` seconds later."""
+        return self.run("pause", {"mode": mode, "clear_cache": clear_cache, "lease_s": lease_s, **select})
+
+    def resume(self, **select: Any) -> dict[str, Any]:
+        return self.run("resume", select)
+
+    def update_weights(self, body: dict[str, Any], *, request_id: str = "") -> dict[str, Any]:
+        """All of the fleet or nobody. Again with the same `request_id`: the first answer."""
+        return self.run("update_weights", body, request_id=request_id)
+
+    # ---- single ops ----
+
+    def call(
+        self,
+        instance_id: str,
+        op: str,
+        body: dict[str, Any] | None = None,
+        *,
+        component: str | None = None,
+        timeout_s: float | None = None,
+        request_id: str = "",
+    ) -> WorkerRow:
+        """As RlClient.call: raises the worker's error. `timeout_s`: for the worker's answer."""
+        call = self._client.call(
+            instance_id, op, body, component=component, timeout_s=timeout_s, request_id=request_id
+        )
+        return self._wait(call, self._worker_bound(op, timeout_s), op)
+
+    def call_all(
+        self,
+        op: str,
+        body: dict[str, Any] | None = None,
+        *,
+        workers: Sequence[str] | None = None,
+        component: str | None = None,
+        epoch: int | None = None,
+        fingerprint: str | None = None,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        empty: EmptyFleet = "error",
+        request_id: str = "",
+    ) -> FanOut:
+        """As RlClient.call_all: a worker's error is a row. `timeout_s` bounds each of 1 + `retries` attempts."""
+        call = self._client.call_all(
+            op,
+            body,
+            workers=workers,
+            component=component,
+            epoch=epoch,
+            fingerprint=fingerprint,
+            timeout_s=timeout_s,
+            retries=retries,
+            empty=empty,
+            request_id=request_id,
+        )
+        return self._wait(call, self._worker_bound(op, timeout_s, 1 + retries), op)
+
+    # ---- the other thread ----
+
+    def _worker_bound(self, op: str, timeout_s: float | None, attempts: int = 1) -> float:
+        spec_s = OPS[op].timeout_s if op in OPS else 0.0
+        return (timeout_s or spec_s) * attempts + DEFAULT_LOCK_WAIT_S + MARGIN_S
+
+    def _wait(self, work: Coroutine[Any, Any, T], bound_s: float, what: str) -> T:
+        if self._closed:
+            work.close()
+            raise _closed()
+        finished = threading.Event()
+        result: Future[T] = Future()
+
+        async def call() -> None:
+            try:
+                value = await work
+            except asyncio.CancelledError:
+                result.cancel()
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+            finally:
+                finished.set()
+
+        task: list[asyncio.Task[None]] = []
+
+        def start() -> None:
+            task.append(self._loop.create_task(call(), name=f"{_CALL}{what}"))
+
+        def cancel() -> None:
+            for each in task:
+                each.cancel()
+
+        try:
+            self._loop.call_soon_threadsafe(start)
+        except RuntimeError as error:  # closed since we looked
+            work.close()
+            raise _closed() from error
+        try:
+            if not finished.wait(bound_s):
+                raise DeadlineExceeded(f"{what} did not end within {bound_s:g} s")
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(cancel)
+            finished.wait(CANCEL_S)
+            raise
+        if result.cancelled():
+            raise _closed()
+        return result.result()
+
+
+_CALL = "rl-plane call: "
+
+
+def _closed() -> BusUnreachable:
+    return BusUnreachable("this client has been closed", fix="connect a new one")
+
+
+def _bound(op: str, body: dict[str, Any]) -> float:
+    """Seconds after which something is wrong: the sum of what the call may wait for, one by one."""
+    wait_s = _number(body.get("wait_s"), DEFAULT_WAIT_S) + DEFAULT_LOCK_WAIT_S + MARGIN_S
+    if op in ("update_weights", "prepare_weights_update", "complete_weights_update"):
+        policy = body.get("policy")
+        given = policy if isinstance(policy, dict) else {}
+        defaults = UpdatePolicy()
+        return (
+            wait_s
+            + _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
+            + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
+        )
+    if op not in FLEET_OPS:
+        return wait_s
+    worker_op = {"enable": "set_admission", "disable": "set_admission"}.get(op, op)
+    spec_s = op_named(worker_op).timeout_s if worker_op in OPS else 60.0
+    return wait_s + spec_s * (1 + LOST_RETRIES)
+
+
+def _number(value: Any, default: float) -> float:
+    """A bound that the caller named, if it is one: what is wrong is refused by the op itself."""
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < float("inf") else default

@@ -1,0 +1,287 @@
+"""Which weights should be here: the worker follows the decision record, and swaps, heals and opens by it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from nats.aio.msg import Msg
+
+from rl_plane import ops
+from rl_plane.bus import Bus, WrongSequence
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
+from rl_plane.lock import live_fence
+from rl_plane.record import DecisionRecord, read_record, read_session
+from rl_plane.subjects import RECORD, Subjects
+from rl_plane.versions import WeightVersion
+from worker.engine_loop import EngineLoop
+from worker.engines.base import EngineAdapter, PauseMode, Staged
+from worker.state import WorkerState
+from worker.updates import WeightUpdates, why
+
+log = logging.getLogger("worker.follower")
+
+HEAL_RETRY_S = 1.0
+MAX_HEAL_RETRY_S = 30.0
+"""A source that is gone for a minute is found again within half of one."""
+COMMIT_GRACE_S = 2.0
+"""After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
+
+
+class RecordFollower:
+    """Keeps one worker's weights the committed ones. `tell` is called when its state has changed."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        state: WorkerState,
+        adapter: EngineAdapter,
+        engine: EngineLoop,
+        updates: WeightUpdates,
+        model_digest: str,
+        tell: Callable[[], None],
+    ) -> None:
+        self.changing = asyncio.Lock()
+        """Whatever changes the engine runs one at a time."""
+        self.gate_fence = 0
+        """Whose gate it is, while admission is closed for `updating`."""
+        self._bus = bus
+        self._subjects = subjects
+        self._state = state
+        self._adapter = adapter
+        self._engine = engine
+        self._updates = updates
+        self._model_digest = model_digest
+        self._tell = tell
+        self._record: DecisionRecord | None = None
+        self._wanted = asyncio.Event()
+        self._last_commit: ops.CommittedReply | None = None
+
+    async def start(self) -> None:
+        await self._bus.ensure_bucket(self._subjects.state)
+        await self._bus.subscribe(self._subjects.state.feed(RECORD), self._heard)
+        self._bus.on_reconnect(self._reconnected)
+
+    async def _heard(self, message: Msg) -> None:
+        if message.data:
+            self._obey(DecisionRecord.decode(message.data))
+
+    async def _reconnected(self) -> None:
+        self.settle_soon()
+
+    def _obey(self, record: DecisionRecord) -> None:
+        """A decision is known: from now on only its weights are served."""
+        self._record = record
+        if not self._state.holds(record):
+            self._state.close("behind", self._state.closed.get("behind", ""))
+        self.settle_soon()
+        self._tell()
+
+    # ---- settling ----
+
+    def settle_soon(self) -> None:
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Settles whenever something asks for it, for ever."""
+        wait_s = HEAL_RETRY_S
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            if await self.settle():
+                wait_s = HEAL_RETRY_S
+                continue
+            # Bounded retries with growing pauses; a new decision or an operator's `enable` comes at once.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wanted.wait()
+            wait_s = min(MAX_HEAL_RETRY_S, wait_s * 2)
+            self._wanted.set()
+
+    async def settle(self) -> bool:
+        """Brings the worker to the committed version and opens it. False: it should be tried again."""
+        try:
+            record = await self._read_or_make_record()
+            self._record = record
+            if not self._state.holds(record):
+                await self._catch_up(record)
+            elif self._state.version != record.version:
+                self._relabel(record)
+            self._state.open("behind")
+            self._state.open("starting")
+            return True
+        except BusUnreachable as error:
+            log.info("%s can't read the record now: %s", self._state.instance_id, error)
+            return False
+        except PlaneError as error:
+            self._state.close("behind", why(error))
+            log.warning("%s is not at the committed version: %s", self._state.instance_id, error)
+            return False
+        except Exception as error:
+            self._state.close("behind", why(error))
+            log.exception("%s could not settle", self._state.instance_id)
+            return False
+        finally:
+            self._tell()
+
+    async def _read_or_make_record(self) -> DecisionRecord:
+        """The committed version; the first worker of all fixes sequence 0 by its own model, and a store that
+        has lost its record gets back the one that a worker remembers."""
+        state = self._subjects.state
+        record = await read_record(self._bus, state)
+        if record is None:
+            first = WeightVersion(secrets.token_hex(4), 0, "initial", self._model_digest)
+            make = self._record or DecisionRecord(first, "", None)
+            await self._bus.ensure_bucket(state, self._state.fence + 1)
+            with contextlib.suppress(WrongSequence):
+                await self._bus.create(state, RECORD, make.encode())
+            record = await read_record(self._bus, state)
+            if record is None:
+                raise BusUnreachable("the record could not be written")
+        if self._state.version is None and self._record is None and record.version.digest == self._model_digest:
+            self._relabel(record)
+        return record
+
+    def _relabel(self, record: DecisionRecord) -> None:
+        """Equal bytes under another name: nothing moves but the label."""
+        self._state.version = record.version
+        self._adapter.set_version(record.version)
+
+    async def _catch_up(self, record: DecisionRecord) -> None:
+        self._state.close("behind", "")
+        if self._prepared_for(record) is not None:
+            await asyncio.sleep(COMMIT_GRACE_S)  # its coordinator is about to say commit
+        async with self.changing:
+            if self._state.holds(record):
+                return
+            if self._state.released:
+                raise Conflict("memory is released: the weights come back with resume_memory")
+            staged = self._prepared_for(record) or await self._fetch(record)
+            await self._swap(staged, record.version, "keep")
+        log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
+
+    def _prepared_for(self, record: DecisionRecord) -> Staged | None:
+        staged = self._updates.staged
+        return staged.weights if staged is not None and staged.update_id == record.update_id else None
+
+    async def _fetch(self, record: DecisionRecord) -> Staged:
+        if record.transport is None:
+            raise Conflict(
+                f"this worker's model has the digest {self._model_digest}, the fleet's first version is "
+                f"{record.version.digest}: start it with the fleet's model",
+                field="model",
+            )
+        if not record.refetchable:
+            raise Conflict("source_gone: the committed weights can't be fetched again; an update brings new")
+        fence = self._state.fence
+        return await self._updates.fetch(record.transport, record.version.digest, record.cast, fence)
+
+    # ---- swapping ----
+
+    async def commit(self, body: ops.Commit) -> ops.CommittedReply:
+        """The coordinator's decision: swap what is staged."""
+        version = WeightVersion(**body.version.model_dump())
+        async with self.changing:
+            if self._last_commit is not None and self._last_commit.version == body.version:
+                return self._last_commit  # told twice, or the record was faster
+            weights = self._updates.staged_for(body.update_id, version.digest)
+            try:
+                done = await self._swap(weights, version, body.pause_mode, keep_pause=body.keep_pause)
+            except BaseException:
+                # Decided, but not here: heal from the record.
+                self._state.close("behind", "the swap failed")
+                self.settle_soon()
+                raise
+        self._tell()
+        return done
+
+    async def take_alone(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
+        """Prepare and commit on this worker only: towards the version that the fleet has committed, no other."""
+        record = await self._read_or_make_record()
+        request = body.transport.model_dump()
+        update_id = f"alone-{secrets.token_hex(8)}"
+        reply = await self._updates.prepare(
+            update_id,
+            request,
+            label=body.version or record.version.label,
+            digest=body.digest,
+            cast=body.cast,
+            fence=fence,
+            target=body.target.model_dump(),
+            encoding=body.encoding,
+        )
+        if reply.digest != record.version.digest:
+            await self._updates.drop(update_id)
+            raise Conflict(
+                f"the fleet has committed {record.version.label} ({record.version.digest}), these weights are "
+                f"{reply.digest}: one worker alone can't take others",
+                field="transport",
+                fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
+            )
+        async with self.changing:
+            weights = self._updates.staged_for(update_id, reply.digest)
+            done = await self._swap(
+                weights, record.version, body.policy.pause_mode, keep_pause=body.policy.keep_pause
+            )
+        self.settle_soon()
+        return done
+
+    async def _swap(
+        self, weights: Staged, version: WeightVersion, mode: PauseMode, *, keep_pause: bool = False
+    ) -> ops.CommittedReply:
+        """Pause, swap, flush, resume. Generation that was paused before stays so."""
+        state = self._state
+        start = time.monotonic()
+        was_paused = state.pause_mode is not None
+        if not was_paused:
+            await self._engine.run(self._adapter.pause(mode, False))
+        try:
+            # Until the new weights are in, what the engine holds is no version at all.
+            state.close("behind", state.closed.get("behind", ""))
+            before, state.version = state.version, None
+            try:
+                flushed = await self._engine.run(self._adapter.swap(weights, version))
+            except InvalidRequest:
+                state.version = before  # refused before anything was written
+                raise
+            finally:
+                self._updates.forget(weights)
+            state.version = version
+            state.open("behind")
+        finally:
+            if not was_paused and not keep_pause:
+                await self._engine.run(self._adapter.resume())
+        if keep_pause and not was_paused:
+            state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
+        self._last_commit = ops.CommittedReply(
+            version=ops.Version(**version.to_wire()), cache_flushed=flushed, swap_s=time.monotonic() - start
+        )
+        return self._last_commit
+
+    # ---- coordinators that fall silent ----
+
+    async def ask_after_coordinator(self) -> None:
+        """A gate or a staging belongs to a coordinator; when that is gone, the record decides."""
+        staged = self._updates.staged
+        gated = "updating" in self._state.closed
+        if staged is None and not gated:
+            return
+        fence, held = await live_fence(self._bus, self._subjects.state)
+        if staged is not None and not (held and fence <= staged.fence):
+            session = await read_session(self._bus, self._subjects.state)
+            record = await read_record(self._bus, self._subjects.state)
+            decided = record is not None and record.update_id == staged.update_id
+            waiting = session is not None and session.update_id == staged.update_id and session.live(time.time())
+            if not decided and not waiting and staged is self._updates.staged:
+                log.warning("%s: the update %s was given up: dropped", self._state.instance_id, staged.update_id)
+                await self._updates.drop(staged.update_id)
+        if gated and not (held and fence <= self.gate_fence):
+            log.warning("%s: the coordinator of the gate is gone: asking the record", self._state.instance_id)
+            self._state.close("behind", "")
+            self._state.open("updating")
+            self.settle_soon()

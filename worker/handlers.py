@@ -1,0 +1,257 @@
+"""What each op does in a worker. The dispatcher has checked fence, incarnation, deadline and body."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rl_plane import ops
+from rl_plane.errors import Conflict, EngineFailed, Unsupported
+from worker.dispatcher import Handler
+from worker.engine_loop import EngineLoop
+from worker.engines.base import EngineAdapter, EngineInfo
+from worker.follower import RecordFollower
+from worker.state import WorkerState
+from worker.updates import WeightUpdates
+
+LIVENESS_TIMEOUT_S = 5.0
+"""A round trip waits for one step; the slowest step that we know takes less than this."""
+
+
+class OpHandlers:
+    """`drain(timeout_s)` closes admission and waits for the running requests; `tell` publishes what changed."""
+
+    def __init__(
+        self,
+        state: WorkerState,
+        adapter: EngineAdapter,
+        engine: EngineLoop,
+        info: EngineInfo,
+        updates: WeightUpdates,
+        follower: RecordFollower,
+        *,
+        member_info: dict[str, Any],
+        drain: Callable[[float], Awaitable[bool]],
+        tell: Callable[[], None],
+    ) -> None:
+        self.engine_alive = True
+        self._state = state
+        self._adapter = adapter
+        self._engine = engine
+        self._info = info
+        self._updates = updates
+        self._follower = follower
+        self._member_info = member_info
+        self._drain = drain
+        self._tell = tell
+
+    def table(self) -> dict[str, Handler]:
+        return {
+            "liveness": self._liveness,
+            "describe": self._describe,
+            "state": self._state_now,
+            "pause": self._pause,
+            "resume": self._resume,
+            "flush_cache": self._flush_cache,
+            "abort_requests": self._abort_requests,
+            "init_transport": self._init_transport,
+            "destroy_transport": self._destroy_transport,
+            "prepare_update": self._prepare,
+            "commit_update": self._commit,
+            "abort_update": self._abort_update,
+            "update_weights": self._update_weights,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
+            "check_weights": self._check_weights,
+            "set_admission": self._set_admission,
+            "drain": self._drain_now,
+        }
+
+    async def round_trip(self) -> float:
+        """Seconds through the engine and back; EngineFailed when it is dead or takes too long."""
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(LIVENESS_TIMEOUT_S):
+                await self._engine.run(self._adapter.liveness())
+        except TimeoutError as error:
+            raise EngineHung(f"no round trip through the engine within {LIVENESS_TIMEOUT_S:g} s") from error
+        return time.monotonic() - start
+
+    # ---- reading ----
+
+    async def _liveness(self, body: ops.Empty, fence: int) -> ops.LivenessReply:
+        return ops.LivenessReply(round_trip_s=await self.round_trip())
+
+    def _state_now(self, body: ops.Empty, fence: int) -> ops.StateReply:
+        state, staged = self._state, self._updates.staged
+        admission = state.admission()
+        running, waiting = self._adapter.load()
+        return ops.StateReply(
+            ready=self.engine_alive and admission.open,
+            engine=self._info.engine,
+            engine_alive=self.engine_alive,
+            pause_state="paused" if state.pause_mode else "running",
+            pause=state.pause_state(time.monotonic()),
+            admission=admission,
+            version=state.wire_version(),
+            applied_weight_version=state.version.label if state.version else None,
+            staged=ops.Version(run="", sequence=0, label=staged.label, digest=staged.digest) if staged else None,
+            loras=[],
+            running=running,
+            waiting=waiting,
+            fence=state.fence,
+            draining="draining" in state.closed,
+        )
+
+    def _describe(self, body: ops.Empty, fence: int) -> ops.DescribeReply:
+        spec = self._adapter.weight_spec()
+        return ops.DescribeReply(
+            engine=self._info.engine,
+            engine_version=self._info.engine_version,
+            model=self._member_info["model"],
+            model_path=self._member_info["model_path"],
+            dtype=self._info.dtype,
+            device=self._info.device,
+            world_size=self._info.world_size,
+            vocab_size=self._info.vocab_size,
+            max_model_len=self._info.max_model_len,
+            transports=self._member_info["transports"],
+            capabilities=dict(self._info.capabilities),
+            tensors=len(spec),
+            weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
+            version=self._state.wire_version(),
+        )
+
+    # ---- pause, cache, requests ----
+
+    async def _pause(self, body: ops.Pause, fence: int) -> ops.PauseReply:
+        async with self._follower.changing:
+            flushed = await self._engine.run(self._adapter.pause(body.mode, body.clear_cache))
+            self._state.pause(body.mode, time.monotonic(), body.lease_s)
+        self._tell()
+        return ops.PauseReply(pause_state="paused", cache_flushed=flushed)
+
+    async def _resume(self, body: ops.Empty, fence: int) -> ops.PauseReply:
+        async with self._follower.changing:
+            await self._engine.run(self._adapter.resume())
+            self._state.resume()
+        self._tell()
+        return ops.PauseReply(pause_state="running")
+
+    async def _flush_cache(self, body: ops.Empty, fence: int) -> ops.FlushReply:
+        async with self._follower.changing:
+            if not await self._engine.run(self._adapter.flush_cache()):
+                raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
+        return ops.FlushReply()
+
+    async def _abort_requests(self, body: ops.AbortRequests, fence: int) -> ops.AbortedReply:
+        return ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(body.request_ids)))
+
+    # ---- weights ----
+
+    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ops.Empty:
+        await asyncio.to_thread(self._updates.transport(body.backend).init, body.model_dump())
+        return ops.Empty()
+
+    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ops.Empty:
+        await asyncio.to_thread(self._updates.transport(body.backend).destroy)
+        return ops.Empty()
+
+    async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
+        self._check_memory()
+        return await self._updates.prepare(
+            body.update_id,
+            body.transport.model_dump(),
+            label=body.label,
+            digest=body.digest,
+            cast=body.cast,
+            fence=fence,
+            target=body.target.model_dump(),
+            encoding=body.encoding,
+        )
+
+    def _check_memory(self) -> None:
+        if self._state.released:
+            raise Conflict(
+                f"memory is released ({', '.join(sorted(self._state.released))})",
+                field="memory",
+                fix="resume_memory first",
+            )
+
+    async def _commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
+        return await self._follower.commit(body)
+
+    async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
+        return ops.AbortUpdateReply(discarded=await self._updates.drop(body.update_id))
+
+    async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
+        self._check_memory()
+        return await self._follower.take_alone(body, fence)
+
+    async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
+        async with self._follower.changing:
+            if body.action == "reset_tensors":
+                self._weights_are_gone("reset_tensors overwrote the weights")
+            ranks = await self._engine.run(self._adapter.check_weights(body.action))
+        return ops.CheckWeightsReply(ranks=ranks)
+
+    def _weights_are_gone(self, reason: str) -> None:
+        """Nobody serves before they are there again, verified."""
+        self._state.version = None
+        self._state.close("behind", reason)
+        self._follower.settle_soon()
+        self._tell()
+
+    # ---- memory ----
+
+    async def _release_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
+        self._refuse_incapable("release_memory")
+        async with self._follower.changing:
+            self._state.close("memory", "released: " + ", ".join(body.tags))
+            self._tell()
+            await self._engine.run(self._adapter.release_memory(list(body.tags)))
+            self._state.released |= set(body.tags)
+        return ops.MemoryReply(tags=sorted(self._state.released))
+
+    async def _resume_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
+        self._refuse_incapable("resume_memory")
+        async with self._follower.changing:
+            await self._engine.run(self._adapter.resume_memory(list(body.tags)))
+            weights_back = "weights" in self._state.released and "weights" in body.tags
+            self._state.released -= set(body.tags)
+            if not self._state.released:
+                self._state.open("memory")
+            if weights_back:
+                self._weights_are_gone("the weights were released")  # a deep sleep discards them
+        self._tell()
+        return ops.MemoryReply(tags=sorted(self._state.released))
+
+    def _refuse_incapable(self, op: str) -> None:
+        if (reason := self._info.capabilities.get(op)) is not None:
+            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op")
+
+    # ---- admission ----
+
+    def _set_admission(self, body: ops.SetAdmission, fence: int) -> ops.AdmissionState:
+        if not body.open:
+            self._state.close(body.reason)
+            if body.reason == "updating":
+                self._follower.gate_fence = fence
+        else:
+            self._state.open(body.reason)
+            if body.reason == "disabled":
+                self._state.open("draining")
+            self._follower.settle_soon()  # an operator's enable also forces a try to heal
+        self._tell()
+        return self._state.admission()
+
+    async def _drain_now(self, body: ops.Drain, fence: int) -> ops.DrainReply:
+        drained = await self._drain(body.timeout_s)
+        aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
+        return ops.DrainReply(drained=drained, aborted=aborted)
+
+
+class EngineHung(EngineFailed):
+    """It may still come back; a dead one does not."""
