@@ -36,10 +36,6 @@ class BadSetting(InvalidRequest):
     """A flag or a variable that can't be used; the command line exits with 2."""
 
 
-class Refused(ValueError):
-    """A parser's answer to a bad value: what it must be."""
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     name: str
@@ -68,123 +64,6 @@ class Setting:
         return ENV_PREFIX + (self.env or self.name.upper())
 
 
-def _seconds(low: float, high: float = MAX_TIMEOUT_S) -> Parse:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (low == 0.0 and math.copysign(1, value) < 0):
-            raise Refused(f"give seconds from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
-_positive_seconds = _seconds(0.001)
-
-
-def _whole(low: int, high: int) -> Parse:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"-?[0-9]{1,18}", text) or not low <= int(text) <= high:
-            raise Refused(f"give a whole number from {low} to {high}")
-        return int(text)
-
-    return parse
-
-
-def _port(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
-        raise Refused("give a port from 0 (a free one) to 65535")
-    return int(text)
-
-
-def _port_or_off(text: str) -> int | None:
-    if text == "off":
-        return None
-    try:
-        return _port(text)
-    except Refused:
-        raise Refused("give a port from 0 (a free one) to 65535, or `off`") from None
-
-
-def _one_of(*words: str) -> Parse:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise Refused(f"use one of {', '.join(words)}")
-        return text
-
-    return parse
-
-
-def _matching(pattern: str, fix: str) -> Parse:
-    def parse(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise Refused(fix)
-        return text
-
-    return parse
-
-
-def _name(text: str) -> str:
-    return _checked(check_name, "name", text)
-
-
-def _instance_id(text: str) -> str:
-    return _checked(check_instance_id, "instance id", text)
-
-
-def _checked(check: Callable[[str, str], str], what: str, text: str) -> str:
-    try:
-        return check(what, text)
-    except InvalidRequest as error:
-        raise Refused(error.facts["fix"]) from error
-
-
-def _path(text: str) -> Path:
-    if "\0" in text:
-        raise Refused("a path has no NUL")
-    return Path(os.path.abspath(os.path.expanduser(text)))
-
-
-def _directory(text: str) -> Path:
-    path = _path(text)
-    if not path.is_dir():
-        raise Refused("name an existing directory")
-    return path
-
-
-def _url(schemes: tuple[str, ...], such_as: str) -> Parse:
-    def parse(text: str) -> str:
-        try:
-            parts = [urlsplit(item) for item in text.split(",")]
-            good = all(part.scheme in schemes and part.hostname and part.port != 0 for part in parts)
-        except ValueError:
-            good = False
-        if not good or not text.isprintable() or " " in text:
-            raise Refused(f"give an address such as {such_as}")
-        return text
-
-    return parse
-
-
-def _key(text: str) -> str:
-    if not text.isascii() or not text.isprintable() or " " in text:
-        raise Refused("a key is of printable ASCII characters without spaces")
-    return text
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise Refused("write key=value")
-    return key, value
-
-
-_label = _matching(rf"(?s).{{1,{LABEL_CHARS}}}", f"give 1 to {LABEL_CHARS} characters")
-_host = _matching(r"[A-Za-z0-9._:%\[\]-]{1,255}", "give an address or a host name, such as 127.0.0.1")
-_pause_mode = _one_of("keep", "wait", "abort")
-
 SETTINGS: dict[str, Setting] = {
     setting.name: setting
     for setting in (
@@ -192,25 +71,25 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "nats_url",
             f"the NATS server [{DEFAULT_NATS_URL}]",
-            _url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
+            url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
             metavar="URL",
             secret=True,  # it may carry a password
         ),
-        Setting("namespace", "the first part of every subject", _name, DEFAULT_NAMESPACE),
-        Setting("component", "the fleet's name", _name, DEFAULT_COMPONENT),
-        Setting("nats_port", "nats-server's port; 0: a free one", _port, DEFAULT_NATS_PORT, flag="--port"),
-        Setting("nats_host", "nats-server's address", _host, "127.0.0.1", flag="--host"),
-        Setting("up_nats_port", "nats-server's port; 0: a free one", _port, 0, "--nats-port", "UP_NATS_PORT"),
-        Setting("store", "nats-server's folder; none: a temporary one", _path, metavar="DIR"),
+        Setting("namespace", "the first part of every subject", name, DEFAULT_NAMESPACE),
+        Setting("component", "the fleet's name", name, DEFAULT_COMPONENT),
+        Setting("nats_port", "nats-server's port; 0: a free one", port, DEFAULT_NATS_PORT, flag="--port"),
+        Setting("nats_host", "nats-server's address", host, "127.0.0.1", flag="--host"),
+        Setting("up_nats_port", "nats-server's port; 0: a free one", port, 0, "--nats-port", "UP_NATS_PORT"),
+        Setting("store", "nats-server's folder; none: a temporary one", path, metavar="DIR"),
         # a worker
         Setting("engine", "the engine: an entry point of the group rl_plane.engines"),
         Setting("engines", "the engines, N workers of each [hf]", flag="--engine", env="ENGINE", separator=","),
-        Setting("model", "a model directory; none: a tiny model, made from a seed", _directory, metavar="DIR"),
-        Setting("model_name", "how requests call the model; none: the directory's last part", _label),
+        Setting("model", "a model directory; none: a tiny model, made from a seed", directory, metavar="DIR"),
+        Setting("model_name", "how requests call the model; none: the directory's last part", label),
         Setting(
             "weight_roots",
             "weights are read beneath these only, and the model's directory",
-            _directory,
+            directory,
             (),
             "--weight-root",
             separator=os.pathsep,
@@ -221,52 +100,52 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "engine_args",
             "an engine's own argument, key=value",
-            _pair,
+            pair,
             (),
             "--engine-arg",
             separator=";",
             metavar="K=V",
         ),
-        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", _instance_id),
-        Setting("copies", "workers in this one process (engine fake only)", _whole(1, MAX_COUNT), 1, metavar="N"),
-        Setting("drain_s", "how long SIGTERM lets running requests take", _seconds(0.0), 30.0, metavar="SECONDS"),
+        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", instance_id),
+        Setting("copies", "workers in this one process (engine fake only)", whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting("drain_s", "how long SIGTERM lets running requests take", seconds(0.0), 30.0, metavar="SECONDS"),
         Setting(
             "log_level",
             "debug, info, warning or error",
-            _one_of("debug", "info", "warning", "error"),
+            one_of("debug", "info", "warning", "error"),
             "info",
             metavar="LEVEL",
         ),
         # a frontend
-        Setting("host", "the listeners' address", _host, "127.0.0.1"),
-        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", _port_or_off, 8002),
-        Setting("http_port", "the generation API's port; 0: a free one, off: none", _port_or_off, 8000),
-        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", _key, secret=True),
-        Setting("api_key", "the generation API's key: better set in the environment", _key, secret=True),
+        Setting("host", "the listeners' address", host, "127.0.0.1"),
+        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", port_or_off, 8002),
+        Setting("http_port", "the generation API's port; 0: a free one, off: none", port_or_off, 8000),
+        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", key, secret=True),
+        Setting("api_key", "the generation API's key: better set in the environment", key, secret=True),
         Setting("insecure", "listen beyond loopback without a key", None, False),
         Setting(
             "liveness_timeout_s",
             "how long an engine's round trip may take",
-            _positive_seconds,
+            positive_seconds,
             5.0,
             metavar="SECONDS",
         ),
         # up
-        Setting("workers", "workers of each engine", _whole(0, 1000), 1, metavar="N"),
+        Setting("workers", "workers of each engine", whole(0, 1000), 1, metavar="N"),
         Setting("restart", "start a worker that died again", None, False),
         Setting(
             "start_timeout_s",
             "how long until all are ready",
-            _positive_seconds,
+            positive_seconds,
             START_TIMEOUT_S,
             metavar="SECONDS",
         ),
         # the commands that steer
-        Setting("url", "the facade", _url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
+        Setting("url", "the facade", url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
         Setting(
             "components",
             "the components, comma separated; none: the facade's own",
-            _name,
+            name,
             None,
             "--component",
             "COMPONENT",
@@ -276,18 +155,18 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "select_workers",
             "only these instance ids, comma separated",
-            _instance_id,
+            instance_id,
             None,
             "--workers",
             separator=",",
             metavar="ID",
         ),
         Setting("json", "print JSON", None, False),
-        Setting("timeout_s", "how long to wait", _positive_seconds, metavar="SECONDS"),
+        Setting("timeout_s", "how long to wait", positive_seconds, metavar="SECONDS"),
         Setting(
             "pause_mode",
             "keep freezes requests, wait lets them end, abort ends them",
-            _pause_mode,
+            pause_mode,
             "keep",
             metavar="MODE",
         ),
@@ -295,37 +174,37 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "lease_s",
             "the fleet resumes by itself after so long",
-            _seconds(0.001, MAX_LEASE_S),
+            seconds(0.001, MAX_LEASE_S),
             DEFAULT_PAUSE_LEASE_S,
             metavar="SECONDS",
         ),
-        Setting("version", "the trainer's word for the weights, such as step_17", _label, metavar="LABEL"),
+        Setting("version", "the trainer's word for the weights, such as step_17", label, metavar="LABEL"),
         Setting("cast", "allow another float dtype than the engine's", None, False),
         Setting("keep_pause", "leave the fleet paused after the commit", None, False),
         Setting("flush", "drop the prefix caches after the commit", None, True),
         Setting(
             "on_prepare_failure",
             "abort: all or none; exclude: go on without it",
-            _one_of("abort", "exclude"),
+            one_of("abort", "exclude"),
             "abort",
             metavar="WHAT",
         ),
-        Setting("min_ready", "with exclude: how many must be ready", _whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting("min_ready", "with exclude: how many must be ready", whole(1, MAX_COUNT), 1, metavar="N"),
         Setting(
             "digest",
             "what the trainer published: blake3:<64 hex digits>",
-            _matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+            matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
         ),
         Setting(
             "action",
             "checksum, snapshot, compare or reset_tensors",
-            _one_of("checksum", "snapshot", "compare", "reset_tensors"),
+            one_of("checksum", "snapshot", "compare", "reset_tensors"),
             "checksum",
         ),
         # the demo
-        Setting("out", "where the report goes", _path, Path("demo-out"), metavar="DIR"),
-        Setting("steps", "optimiser steps", _whole(1, 1_000_000), metavar="N"),
-        Setting("seed", "of everything random", _whole(0, 2**31 - 1), metavar="N"),
+        Setting("out", "where the report goes", path, Path("demo-out"), metavar="DIR"),
+        Setting("steps", "optimiser steps", whole(1, 1_000_000), metavar="N"),
+        Setting("seed", "of everything random", whole(0, 2**31 - 1), metavar="N"),
     )
 }
 
@@ -388,9 +267,9 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
                 env[setting.variable] = value
         elif setting.parse is None:
             argv.append(setting.option if value else "--no-" + setting.option[2:])
-        elif setting.parse is _port_or_off:
+        elif setting.parse is port_or_off:
             argv.append(f"{setting.option}={'off' if value is None else value}")
-        elif setting.parse is _pair:
+        elif setting.parse is pair:
             argv += [f"{setting.option}={key}={text}" for key, text in value]
         elif setting.separator:
             argv += [f"{setting.option}={item}" for item in value or ()]

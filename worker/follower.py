@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, PlaneError
 from rl_plane.lock import live_fence
 from rl_plane.record import DecisionRecord, read_record, read_session
 from rl_plane.subjects import RECORD, Subjects
@@ -43,7 +43,7 @@ class RecordFollower:
         adapter: EngineAdapter,
         engine: EngineLoop,
         updates: WeightUpdates,
-        model_digest: str,
+        model_path: str,
         tell: Callable[[], None],
     ) -> None:
         self.changing = asyncio.Lock()
@@ -56,7 +56,9 @@ class RecordFollower:
         self._adapter = adapter
         self._engine = engine
         self._updates = updates
-        self._model_digest = model_digest
+        self._model = {"backend": "filesystem", "path": model_path}
+        assert state.digest is not None, "the engine was started with a model"
+        self._model_digest = state.digest
         self._tell = tell
         self._record: DecisionRecord | None = None
         self._wanted = asyncio.Event()
@@ -143,13 +145,11 @@ class RecordFollower:
             record = await read_record(self._bus, state)
             if record is None:
                 raise BusUnreachable("the record could not be written")
-        if self._state.version is None and self._record is None and record.version.digest == self._model_digest:
-            self._relabel(record)
         return record
 
     def _relabel(self, record: DecisionRecord) -> None:
-        """Equal bytes under another name: nothing moves but the label."""
-        self._state.version = record.version
+        """The bytes are here already, under another name or none: nothing moves but the label."""
+        self._state.hold(record.version)
         self._adapter.set_version(record.version)
 
     async def _catch_up(self, record: DecisionRecord) -> None:
@@ -170,16 +170,18 @@ class RecordFollower:
         return staged.weights if staged is not None and staged.update_id == record.update_id else None
 
     async def _fetch(self, record: DecisionRecord) -> Staged:
-        if record.transport is None:
-            raise Conflict(
-                f"this worker's model has the digest {self._model_digest}, the fleet's first version is "
-                f"{record.version.digest}: start it with the fleet's model",
-                field="model",
-            )
+        transport = record.transport
+        if transport is None:  # sequence 0: each worker's own model
+            if record.version.digest != self._model_digest:
+                raise Conflict(
+                    f"this worker's model has the digest {self._model_digest}, the fleet's first version is "
+                    f"{record.version.digest}: start it with the fleet's model",
+                    field="model",
+                )
+            transport = self._model
         if not record.refetchable:
             raise Conflict("source_gone: the committed weights can't be fetched again; an update brings new")
-        fence = self._state.fence
-        return await self._updates.fetch(record.transport, record.version.digest, record.cast, fence)
+        return await self._updates.fetch(transport, record.version.digest, record.cast, self._state.fence)
 
     # ---- swapping ----
 
@@ -241,17 +243,12 @@ class RecordFollower:
         if not was_paused:
             await self._engine.run(self._adapter.pause(mode, False))
         try:
-            # Until the new weights are in, what the engine holds is no version at all.
-            state.close("behind", state.closed.get("behind", ""))
-            before, state.version = state.version, None
+            state.lose_weights("swapping")  # until the new ones are in
             try:
                 flushed = await self._engine.run(self._adapter.swap(weights, version))
-            except InvalidRequest:
-                state.version = before  # refused before anything was written
-                raise
             finally:
                 self._updates.forget(weights)
-            state.version = version
+            state.hold(version)
             state.open("behind")
         finally:
             if not was_paused and not keep_pause:

@@ -198,9 +198,7 @@ class OpHandlers:
         return ops.CheckWeightsReply(ranks=ranks)
 
     def _weights_are_gone(self, reason: str) -> None:
-        """Nobody serves before they are there again, verified."""
-        self._state.version = None
-        self._state.close("behind", reason)
+        self._state.lose_weights(reason)
         self._follower.settle_soon()
         self._tell()
 

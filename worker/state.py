@@ -34,7 +34,10 @@ class WorkerState:
     instance_id: str
     incarnation: str
     fence: int = 0
+    digest: str | None = None
+    """Of the weights that the engine holds; None: of no known ones."""
     version: WeightVersion | None = None
+    """The committed version that they are; None: not known to be one."""
     closed: dict[Reason, str] = field(default_factory=lambda: {"starting": ""})
     """Reason → detail."""
     pause_mode: str | None = None
@@ -115,7 +118,15 @@ class WorkerState:
     # ---- version ----
 
     def holds(self, record: DecisionRecord) -> bool:
-        return self.version is not None and self.version.digest == record.version.digest
+        return self.digest == record.version.digest
+
+    def hold(self, version: WeightVersion) -> None:
+        self.digest, self.version = version.digest, version
+
+    def lose_weights(self, why: str) -> None:
+        """Nobody serves before weights are there again, verified."""
+        self.digest = self.version = None
+        self.close("behind", why)
 
     def wire_version(self) -> Version | None:
         return _wire_version(self.version)

@@ -54,14 +54,14 @@ class Worker:
     ) -> None:
         self.bus = bus
         self.subjects = subjects
-        self.state = WorkerState(bus.name, secrets.token_hex(8))
+        self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest)
         self._adapter = adapter
         self._engine = engine
         self._on_end = on_end
         self._updates = WeightUpdates(adapter, info, engine, transports)
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(
-            bus, subjects, self.state, adapter, engine, self._updates, model_digest, self._tell
+            bus, subjects, self.state, adapter, engine, self._updates, member_info["model_path"], self._tell
         )
         self._handlers = OpHandlers(
             self.state,
