@@ -30,6 +30,7 @@ from rl_plane.errors import (
 )
 from rl_plane.fleet import Fleet
 from rl_plane.membership import Changed, Member, Snapshot
+from rl_plane.sync import SyncRlClient
 from rl_plane.versions import TensorSpec, WeightVersion
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "RlClient",
     "Snapshot",
     "StaleFence",
+    "SyncRlClient",
     "TensorSpec",
     "Unauthorized",
     "Unavailable",

@@ -21,6 +21,7 @@ from rl_plane.bus import DEFAULT_NATS_URL, Bus
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
+    EngineFailed,
     MembershipChanged,
     NotFound,
     NoWorkers,
@@ -193,7 +194,32 @@ class RlClient:
             )
         return view.snapshot()
 
-    # ---- calls ----
+    # ---- the fleet's ops: bodies and merged replies as over HTTP ----
+
+    async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
+        """Any op of `rl_plane.fleet.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
+
+        The body may select by component, workers, epoch, fingerprint, min_workers (1), wait_s (5).
+        `request_id` makes an update idempotent: asked again, the first answer comes back."""
+        from rl_plane.fleet import Fleet  # it is built on this class
+
+        return await Fleet(self).run(op, body, request_id)
+
+    async def state(self, **select: Any) -> dict[str, Any]:
+        return await self.run("state", select)
+
+    async def pause(self, **body: Any) -> dict[str, Any]:
+        """`mode` (keep), `clear_cache` (False), `lease_s` (600): after it the fleet resumes by itself."""
+        return await self.run("pause", body)
+
+    async def resume(self, **select: Any) -> dict[str, Any]:
+        return await self.run("resume", select)
+
+    async def update_weights(self, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        """All of the fleet or nobody."""
+        return await self.run("update_weights", body, request_id)
+
+    # ---- single ops ----
 
     def lock(
         self, view: MembershipView, wait_s: float = DEFAULT_LOCK_WAIT_S
@@ -315,7 +341,15 @@ class RlClient:
                 (direct(member.instance_id), encode(replace(request, incarnation=member.incarnation).to_wire()))
                 for member in members
             ]
-        scatter = await self._gather.scatter(targets)
+        rows: dict[int, WorkerRow] = {}
+
+        def heard(index: int, answer: Answer) -> None:
+            member = members[index]
+            rows[index] = _row(member, answer, timeout_s)
+            if answer is Missing.LOST:
+                view.found_dead(member.instance_id, member.revision)
+
+        scatter = await self._gather.scatter(targets, heard)
         stop = view.listen(_follow(self._gather, scatter, members))
         try:
             for attempt in range(1 + retries):
@@ -326,16 +360,13 @@ class RlClient:
                     break
             else:
                 await self._last_look(view, scatter, members)
-            answers = scatter.answers()
         finally:
             stop()
             self._gather.close(scatter)
-        rows = []
-        for member, answer in zip(members, answers, strict=True):
-            if answer is Missing.LOST:
-                view.found_dead(member.instance_id, member.revision)
-            rows.append(_row(member, answer, timeout_s))
-        return rows
+        return [
+            rows[index] if index in rows else _row(member, Missing.SILENT, timeout_s)
+            for index, member in enumerate(members)
+        ]
 
     async def _last_look(self, view: MembershipView, scatter: Scatter, members: Sequence[Member]) -> None:
         """Lets the membership say of a silent target that it has died, if it knows."""
@@ -367,8 +398,8 @@ def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:
 
 
 def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
+    error: PlaneError
     if isinstance(answer, Missing):
-        error: PlaneError
         if answer is Missing.SILENT:
             error = DeadlineExceeded(
                 f"no answer within {timeout_s:g} s", instance_id=member.instance_id, fix="is the worker hung?"
@@ -376,7 +407,11 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
         else:
             error = WorkerLost(answer.value, instance_id=member.instance_id)
         return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
-    reply = reply_from_wire(decode(answer))
+    try:
+        reply = reply_from_wire(decode(answer))
+    except (PlaneError, LookupError, TypeError, ValueError) as malformed:
+        error = EngineFailed(f"its reply can't be read: {malformed}", instance_id=member.instance_id)
+        return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
     return WorkerRow(
         member.instance_id,
         reply.incarnation,

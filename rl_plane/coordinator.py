@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,13 @@ from rl_plane.errors import (
     NotFound,
     NoWorkers,
     PlaneError,
+    StaleFence,
+    Unavailable,
     UpdateAborted,
 )
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.ops import UpdateWeights
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
 from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_record, read_session
 from rl_plane.subjects import PAUSE, RECORD, SESSION
 from rl_plane.update import Prepared, admitted, judge_prepare, still_there
@@ -36,7 +39,9 @@ SESSION_IDLE_S = 120.0
 """A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
 GATE_TIMEOUT_S = 2.0
 """Closing and opening admission is answered by the worker's NATS loop at once."""
-KEEP_PAUSE_LEASE_S = 600.0
+WATCH_S = 0.1
+WATCH_GRACE_S = 10.0
+"""Beyond the commit's own time-out: a NATS server takes seconds to come back."""
 
 
 @dataclass(slots=True)
@@ -133,50 +138,73 @@ class Coordinator:
         return now is not None and now.update_id == record.update_id
 
     async def commit(self, body: UpdateWeights, record: DecisionRecord, prepared: Prepared) -> Outcome:
-        """Gate, commit and open; strict: nobody opens before every member is gated and swapped or excluded."""
+        """Gate, commit and open. The version stands already: if NATS or the lock is lost on the way, the workers
+        go on by the record, and this only watches them."""
+        try:
+            return await self._commit(body, record, prepared)
+        except (BusUnreachable, StaleFence) as error:
+            log.warning("the update %s is decided; watching the workers finish it: %s", self._id, error)
+            return await self._watch(record, body.policy.commit_timeout_s)
+
+    async def _commit(self, body: UpdateWeights, record: DecisionRecord, prepared: Prepared) -> Outcome:
+        """Strict: nobody opens before every member is gated, and swapped or excluded."""
         policy = body.policy
         if policy.keep_pause:
-            desired = DesiredPause(True, policy.pause_mode, time.time() + KEEP_PAUSE_LEASE_S)
+            desired = DesiredPause(True, policy.pause_mode, time.time() + DEFAULT_PAUSE_LEASE_S)
             await self._held.put(PAUSE, desired.encode())
         snapshot = await self._view.barrier()
         now = {member.instance_id: member.incarnation for member in snapshot}
         async with self._phase("gate"):
-            close = {"open": False, "reason": "updating"}
-            gated = await self._all("set_admission", close, list(now), GATE_TIMEOUT_S)
-        closed = [row.instance_id for row in gated if row.status == "ok"]
-        ready = [key for key in still_there(prepared.ready, now) if key in closed]
+            gated = await self._present("set_admission", {"open": False, "reason": "updating"}, now)
+        closed = {row.instance_id for row in gated if row.status == "ok"}
         decision = {
             "update_id": self._id,
             "version": record.version.to_wire(),
             "pause_mode": policy.pause_mode,
-            "flush_cache": policy.flush_cache,
             "keep_pause": policy.keep_pause,
         }
         async with self._phase("commit"):
-            committed = await self._all_present("commit_update", decision, ready, policy.commit_timeout_s)
-        done = [row.instance_id for row in committed if row.status == "ok"]
+            ready = [key for key in still_there(prepared.ready, now) if key in closed]
+            committed = await self._present("commit_update", decision, ready, policy.commit_timeout_s)
         async with self._phase("open"):
-            opened = await self._all_present("set_admission", {"open": True, "reason": "updating"}, closed)
-        open_again = {row.instance_id for row in opened if row.status == "ok"}
-        held = [key for key in done if key in open_again]
-        excluded = sorted((set(prepared.ready) | set(prepared.excluded) | set(now)) - set(held))
-        rows = [row for row in committed if row.instance_id in held]
-        rows += [row for row in [*gated, *committed, *opened] if row.status == "error"]
-        shown = {row.instance_id: row for row in reversed(rows)}
-        return Outcome(record.version, snapshot, [shown[key] for key in sorted(shown)], excluded, self._phases)
+            opened = await self._present("set_admission", {"open": True, "reason": "updating"}, closed)
+        swapped = {row.instance_id for row in committed if row.status == "ok"}
+        serving = swapped & {row.instance_id for row in opened if row.status == "ok"}
+        # The row that tells most of each worker: its error, else its commit.
+        rows = {row.instance_id: row for row in [*committed, *gated, *opened] if row.status == "error"}
+        rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
+        excluded = sorted({*prepared.ready, *prepared.excluded, *now} - serving)
+        return Outcome(record.version, snapshot, [rows[key] for key in sorted(rows)], excluded, self._phases)
 
-    async def _all_present(
-        self, op: str, body: dict[str, Any], workers: Sequence[str], timeout_s: float = GATE_TIMEOUT_S
+    async def _watch(self, record: DecisionRecord, timeout_s: float) -> Outcome:
+        """The outcome as the workers' states tell it, once each one serves the version or the time is over."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(BusUnreachable):
+                out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
+                version = record.version.to_wire()
+                serving = [row for row in out.rows if row.body.get("ready") and row.body.get("version") == version]
+                if len(serving) == len(out.rows) or time.monotonic() > give_up:
+                    excluded = sorted({row.instance_id for row in out.rows} - {row.instance_id for row in serving})
+                    return Outcome(record.version, out.snapshot, out.rows, excluded, self._phases)
+            if time.monotonic() > give_up + WATCH_GRACE_S:
+                raise Unavailable(
+                    f"{record.version.label} is committed, but NATS does not tell what the workers do",
+                    version=record.version.to_wire(),
+                    fix="read the state; the workers follow the record by themselves",
+                )
+            await asyncio.sleep(WATCH_S)
+
+    async def _present(
+        self, op: str, body: dict[str, Any], workers: Iterable[str], timeout_s: float = GATE_TIMEOUT_S
     ) -> list[WorkerRow]:
-        """Like `_all`, for workers that may have died since: those are left out."""
-        present = [key for key in workers if self._view.member(key) is not None]
+        """Like `_all`, but a worker that has left meanwhile is only left out."""
+        wanted = set(workers)
+        present = [member.instance_id for member in await self._view.barrier() if member.instance_id in wanted]
         try:
             return await self._all(op, body, present, timeout_s)
         except NotFound:
-            present = [
-                member.instance_id for member in await self._view.barrier() if member.instance_id in workers
-            ]
-            return await self._all(op, body, present, timeout_s)
+            return await self._present(op, body, present, timeout_s)
 
 
 async def _next_record(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from nats.aio.msg import Msg
@@ -32,15 +32,21 @@ class Missing(Enum):
 
 
 Answer = bytes | Missing
+Heard = Callable[[int, Answer], None]
+"""Gets each answer as it comes, by the target's index: reading it then costs no time while others are awaited.
+It must not raise."""
 
 
 class Scatter:
     """One fan-out under way. Made by `Gather.scatter`."""
 
-    def __init__(self, gather: Gather, key: str, targets: Sequence[tuple[str, bytes]]) -> None:
+    def __init__(
+        self, gather: Gather, key: str, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None
+    ) -> None:
         self._gather = gather
         self._key = key
         self._targets = targets
+        self._heard = heard
         self._answers: dict[int, Answer] = {}
         self._retries: dict[int, int] = {}
         self._all = asyncio.Event()
@@ -53,6 +59,8 @@ class Scatter:
         if index in self._answers or index >= len(self._targets):
             return
         self._answers[index] = answer
+        if self._heard is not None:
+            self._heard(index, answer)
         if len(self._answers) == len(self._targets):
             self._all.set()
 
@@ -122,7 +130,7 @@ class Gather:
         else:
             scatter.answer(int(index), message.data)
 
-    async def scatter(self, targets: Sequence[tuple[str, bytes]]) -> Scatter:
+    async def scatter(self, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
         """Sends `(subject, payload)` to each. Call `close` with it when done."""
         for _, payload in targets:
             if len(payload) > MAX_MESSAGE_BYTES:
@@ -133,7 +141,7 @@ class Gather:
                 )
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
-        scatter = self._open[key] = Scatter(self, key, targets)
+        scatter = self._open[key] = Scatter(self, key, targets, heard)
         try:
             publish, prefix = self.bus.nc.publish, f"{self.inbox}.{key}."
             for index, (subject, payload) in enumerate(targets):

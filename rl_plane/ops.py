@@ -192,7 +192,6 @@ class Commit(Body):
     update_id: str = Field(min_length=1, max_length=128)
     version: Version
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    flush_cache: bool = True
     keep_pause: bool = False
 
 
@@ -220,6 +219,7 @@ class UpdatePolicy(Body):
     keep_pause: bool = False
     """Leave the fleet paused after the commit."""
     flush_cache: bool = True
+    """False changes nothing: no new request may reuse KV of older weights. The reply's `cache_flushed` tells."""
     prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
 

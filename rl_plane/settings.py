@@ -5,20 +5,18 @@ An empty variable is an unset one. A bad value is a BadSetting that names the fl
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+import rl_plane.cli.values as parse
 from rl_plane.bus import DEFAULT_NATS_URL
+from rl_plane.cli.values import Parse, Refused
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, LABEL_CHARS, MAX_LEASE_S, MAX_TIMEOUT_S
-from rl_plane.subjects import check_instance_id, check_name
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, MAX_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
 
@@ -28,8 +26,6 @@ START_TIMEOUT_S = 600.0
 """A large model takes minutes to load; longer is a fault."""
 MAX_COUNT = 10_000
 """The largest fleet that was measured."""
-
-Parse = Callable[[str], Any]
 
 
 class BadSetting(InvalidRequest):
@@ -71,25 +67,27 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "nats_url",
             f"the NATS server [{DEFAULT_NATS_URL}]",
-            url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
+            parse.url(("nats", "tls", "ws", "wss"), DEFAULT_NATS_URL),
             metavar="URL",
             secret=True,  # it may carry a password
         ),
-        Setting("namespace", "the first part of every subject", name, DEFAULT_NAMESPACE),
-        Setting("component", "the fleet's name", name, DEFAULT_COMPONENT),
-        Setting("nats_port", "nats-server's port; 0: a free one", port, DEFAULT_NATS_PORT, flag="--port"),
-        Setting("nats_host", "nats-server's address", host, "127.0.0.1", flag="--host"),
-        Setting("up_nats_port", "nats-server's port; 0: a free one", port, 0, "--nats-port", "UP_NATS_PORT"),
-        Setting("store", "nats-server's folder; none: a temporary one", path, metavar="DIR"),
+        Setting("namespace", "the first part of every subject", parse.name, DEFAULT_NAMESPACE),
+        Setting("component", "the fleet's name", parse.name, DEFAULT_COMPONENT),
+        Setting("nats_port", "nats-server's port; 0: a free one", parse.port, DEFAULT_NATS_PORT, flag="--port"),
+        Setting("nats_host", "nats-server's address", parse.host, "127.0.0.1", flag="--host"),
+        Setting("up_nats_port", "nats-server's port; 0: a free one", parse.port, 0, "--nats-port", "UP_NATS_PORT"),
+        Setting("store", "nats-server's folder; none: a temporary one", parse.path, metavar="DIR"),
         # a worker
         Setting("engine", "the engine: an entry point of the group rl_plane.engines"),
         Setting("engines", "the engines, N workers of each [hf]", flag="--engine", env="ENGINE", separator=","),
-        Setting("model", "a model directory; none: a tiny model, made from a seed", directory, metavar="DIR"),
-        Setting("model_name", "how requests call the model; none: the directory's last part", label),
+        Setting(
+            "model", "a model directory; none: a tiny model, made from a seed", parse.directory, metavar="DIR"
+        ),
+        Setting("model_name", "how requests call the model; none: the directory's last part", parse.label),
         Setting(
             "weight_roots",
             "weights are read beneath these only, and the model's directory",
-            directory,
+            parse.directory,
             (),
             "--weight-root",
             separator=os.pathsep,
@@ -100,52 +98,56 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "engine_args",
             "an engine's own argument, key=value",
-            pair,
+            parse.pair,
             (),
             "--engine-arg",
             separator=";",
             metavar="K=V",
         ),
-        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", instance_id),
-        Setting("copies", "workers in this one process (engine fake only)", whole(1, MAX_COUNT), 1, metavar="N"),
-        Setting("drain_s", "how long SIGTERM lets running requests take", seconds(0.0), 30.0, metavar="SECONDS"),
+        Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", parse.instance_id),
+        Setting(
+            "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"
+        ),
+        Setting(
+            "drain_s", "how long SIGTERM lets running requests take", parse.seconds(0.0), 30.0, metavar="SECONDS"
+        ),
         Setting(
             "log_level",
             "debug, info, warning or error",
-            one_of("debug", "info", "warning", "error"),
+            parse.one_of("debug", "info", "warning", "error"),
             "info",
             metavar="LEVEL",
         ),
         # a frontend
-        Setting("host", "the listeners' address", host, "127.0.0.1"),
-        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", port_or_off, 8002),
-        Setting("http_port", "the generation API's port; 0: a free one, off: none", port_or_off, 8000),
-        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", key, secret=True),
-        Setting("api_key", "the generation API's key: better set in the environment", key, secret=True),
+        Setting("host", "the listeners' address", parse.host, "127.0.0.1"),
+        Setting("rl_port", "the port of /v1/rl/*; 0: a free one, off: none", parse.port_or_off, 8002),
+        Setting("http_port", "the generation API's port; 0: a free one, off: none", parse.port_or_off, 8000),
+        Setting("admin_key", "the key of /v1/rl/*: better set in the environment", parse.key, secret=True),
+        Setting("api_key", "the generation API's key: better set in the environment", parse.key, secret=True),
         Setting("insecure", "listen beyond loopback without a key", None, False),
         Setting(
             "liveness_timeout_s",
             "how long an engine's round trip may take",
-            positive_seconds,
+            parse.positive_seconds,
             5.0,
             metavar="SECONDS",
         ),
         # up
-        Setting("workers", "workers of each engine", whole(0, 1000), 1, metavar="N"),
+        Setting("workers", "workers of each engine", parse.whole(0, 1000), 1, metavar="N"),
         Setting("restart", "start a worker that died again", None, False),
         Setting(
             "start_timeout_s",
             "how long until all are ready",
-            positive_seconds,
+            parse.positive_seconds,
             START_TIMEOUT_S,
             metavar="SECONDS",
         ),
         # the commands that steer
-        Setting("url", "the facade", url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
+        Setting("url", "the facade", parse.url(("http", "https"), DEFAULT_URL), DEFAULT_URL),
         Setting(
             "components",
             "the components, comma separated; none: the facade's own",
-            name,
+            parse.name,
             None,
             "--component",
             "COMPONENT",
@@ -155,18 +157,18 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "select_workers",
             "only these instance ids, comma separated",
-            instance_id,
+            parse.instance_id,
             None,
             "--workers",
             separator=",",
             metavar="ID",
         ),
         Setting("json", "print JSON", None, False),
-        Setting("timeout_s", "how long to wait", positive_seconds, metavar="SECONDS"),
+        Setting("timeout_s", "how long to wait", parse.positive_seconds, metavar="SECONDS"),
         Setting(
             "pause_mode",
             "keep freezes requests, wait lets them end, abort ends them",
-            pause_mode,
+            parse.pause_mode,
             "keep",
             metavar="MODE",
         ),
@@ -174,37 +176,37 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "lease_s",
             "the fleet resumes by itself after so long",
-            seconds(0.001, MAX_LEASE_S),
+            parse.seconds(0.001, MAX_LEASE_S),
             DEFAULT_PAUSE_LEASE_S,
             metavar="SECONDS",
         ),
-        Setting("version", "the trainer's word for the weights, such as step_17", label, metavar="LABEL"),
+        Setting("version", "the trainer's word for the weights, such as step_17", parse.label, metavar="LABEL"),
         Setting("cast", "allow another float dtype than the engine's", None, False),
         Setting("keep_pause", "leave the fleet paused after the commit", None, False),
         Setting("flush", "drop the prefix caches after the commit", None, True),
         Setting(
             "on_prepare_failure",
             "abort: all or none; exclude: go on without it",
-            one_of("abort", "exclude"),
+            parse.one_of("abort", "exclude"),
             "abort",
             metavar="WHAT",
         ),
-        Setting("min_ready", "with exclude: how many must be ready", whole(1, MAX_COUNT), 1, metavar="N"),
+        Setting("min_ready", "with exclude: how many must be ready", parse.whole(1, MAX_COUNT), 1, metavar="N"),
         Setting(
             "digest",
             "what the trainer published: blake3:<64 hex digits>",
-            matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
+            parse.matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
         ),
         Setting(
             "action",
             "checksum, snapshot, compare or reset_tensors",
-            one_of("checksum", "snapshot", "compare", "reset_tensors"),
+            parse.one_of("checksum", "snapshot", "compare", "reset_tensors"),
             "checksum",
         ),
         # the demo
-        Setting("out", "where the report goes", path, Path("demo-out"), metavar="DIR"),
-        Setting("steps", "optimiser steps", whole(1, 1_000_000), metavar="N"),
-        Setting("seed", "of everything random", whole(0, 2**31 - 1), metavar="N"),
+        Setting("out", "where the report goes", parse.path, Path("demo-out"), metavar="DIR"),
+        Setting("steps", "optimiser steps", parse.whole(1, 1_000_000), metavar="N"),
+        Setting("seed", "of everything random", parse.whole(0, 2**31 - 1), metavar="N"),
     )
 }
 
@@ -267,9 +269,9 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
                 env[setting.variable] = value
         elif setting.parse is None:
             argv.append(setting.option if value else "--no-" + setting.option[2:])
-        elif setting.parse is port_or_off:
+        elif setting.parse is parse.port_or_off:
             argv.append(f"{setting.option}={'off' if value is None else value}")
-        elif setting.parse is pair:
+        elif setting.parse is parse.pair:
             argv += [f"{setting.option}={key}={text}" for key, text in value]
         elif setting.separator:
             argv += [f"{setting.option}={item}" for item in value or ()]

@@ -1,4 +1,4 @@
-"""RlClient and Fleet for plain loops: blocking, bounded, usable from several threads.
+"""RlClient for plain loops: blocking, bounded, usable from several threads.
 
 with SyncRlClient.connect() as fleet:
     fleet.wait_for(2)
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient, WorkerRow
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
-from rl_plane.fleet import DEFAULT_WAIT_S, FLEET_OPS, LOST_RETRIES, Fleet
+from rl_plane.fleet import DEFAULT_WAIT_S, FLEET_OPS, LOST_RETRIES
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS, UpdatePolicy, op_named
@@ -46,7 +46,6 @@ class SyncRlClient:
         self._closing = threading.Lock()
         self._closed = False
         self._client: RlClient
-        self._fleet: Fleet
 
     @classmethod
     def connect(
@@ -66,7 +65,6 @@ class SyncRlClient:
         except BaseException:
             self.close()
             raise
-        self._fleet = Fleet(self._client)
         return self
 
     def close(self) -> None:
@@ -118,7 +116,7 @@ class SyncRlClient:
     ) -> dict[str, Any]:
         """Any op of `rl_plane.fleet.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
         bound = _bound(op, body or {}) if timeout_s is None else timeout_s
-        return self._wait(self._fleet.run(op, body, request_id), bound, op)
+        return self._wait(self._client.run(op, body, request_id), bound, op)
 
     def state(self, **select: Any) -> dict[str, Any]:
         """`select`, here and below: component, workers, epoch, fingerprint, min_workers (1), wait_s (5)."""
