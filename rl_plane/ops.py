@@ -26,7 +26,7 @@ LABEL_CHARS = 200
 class Body(BaseModel):
     """Unknown fields, NaN and infinities are refused."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
 
 
 class Empty(Body):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -34,6 +33,9 @@ log = logging.getLogger("worker.dispatcher")
 
 MAX_OPS = 256
 """Ops under way in one worker; a control plane that has more is broken, and is told so."""
+
+UNREAD = Request("")
+"""What an error is an answer to when the request itself can't be read."""
 
 
 class Handler(Protocol):
@@ -68,7 +70,7 @@ class Dispatcher:
     async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
         start = time.monotonic()
         form = format_of(message.data)
-        request = Request("")
+        request = UNREAD
         try:
             if message.data == PING:
                 await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
@@ -175,5 +177,7 @@ class Dispatcher:
         if len(data) > MAX_MESSAGE_BYTES:
             failure = EngineFailed(f"the reply has {len(data)} bytes; a message carries {MAX_MESSAGE_BYTES}")
             data = encode(self._failed(Request(reply.op, id=reply.id), time.monotonic(), failure).to_wire(), form)
-        with contextlib.suppress(nats.errors.Error):
+        try:
             await bus.nc.publish(message.reply, data)
+        except nats.errors.Error:
+            pass  # the caller times out, or asks again after its own reconnect

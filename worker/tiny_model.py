@@ -6,6 +6,7 @@ permutation of the vocabulary, another one for each seed: the tokens alone tell 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -159,3 +160,17 @@ def _tokenizer() -> Any:
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="worker.tiny_model", description="Make a tiny Qwen3 checkpoint.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="other seeds, other weights [0]")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    arguments = parser.parse_args()
+    make_tiny_model(arguments.directory, arguments.seed, arguments.dtype)
+    print(arguments.directory)
+
+
+if __name__ == "__main__":
+    main()
