@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ class HfEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
         disable_progress_bar()  # a worker's standard error is a log
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
         self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
