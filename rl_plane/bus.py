@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -95,6 +97,7 @@ class Bus:
         self.nc: Client = Client()
         self.js: JetStreamContext
         self._on_reconnect: list[AsyncCallback] = []
+        self._give_up_at = time.monotonic() + CONNECT_TIMEOUT_S
 
     @classmethod
     async def connect(cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane") -> Bus:
@@ -120,6 +123,7 @@ class Bus:
                 f"no NATS server answers at {url}: {error or type(error).__name__}",
                 fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
             ) from error
+        bus._give_up_at = math.inf
         bus.js = bus.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
         return bus
 
@@ -139,7 +143,10 @@ class Bus:
                 log.warning("%s: after the reconnect: %s", self.name, error)
 
     async def _error(self, error: Exception) -> None:
-        # Reconnect attempts that fail come here too; they are expected while a server restarts.
+        # Attempts that fail come here too: expected while a server restarts. But the first connect, which would
+        # go on for ever, ends here: nats-py's loop can swallow the one cancellation that a timeout sends.
+        if time.monotonic() > self._give_up_at:
+            raise error
         log.debug("%s: NATS: %s", self.name, error or type(error).__name__)
 
     @property

@@ -81,7 +81,7 @@ class NatsServer:
         while not ports.exists() or not ports.read_bytes().endswith(b"}"):
             if self._process.poll() is not None or time.monotonic() > give_up:
                 words = log_path.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
-                self.stop()
+                self._end()
                 raise BusUnreachable(
                     f"nats-server did not start: {words[0]}", fix="is the port free, the store writable?"
                 )
@@ -95,6 +95,11 @@ class NatsServer:
         self.process.wait()
 
     def stop(self) -> None:
+        """Ends it, and removes its temporary folder."""
+        self._end()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _end(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -102,4 +107,3 @@ class NatsServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -264,6 +264,8 @@ def for_child(values: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[li
     argv: list[str] = []
     for name, value in values.items():
         setting = SETTINGS[name]
+        if value == setting.default:
+            continue
         if setting.secret:
             if value is not None:
                 env[setting.variable] = value

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
@@ -28,6 +29,8 @@ MARGIN_S = 20.0
 """What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""
 CANCEL_S = 5.0
 """How long a cancelled call may take to undo what it began."""
+SIGNAL_S = 0.5
+"""A signal that the kernel gives to another thread is seen at the latest after this."""
 CONNECT_BOUND_S = 2 * CONNECT_TIMEOUT_S + MARGIN_S
 
 T = TypeVar("T")
@@ -230,8 +233,10 @@ class SyncRlClient:
             work.close()
             raise _closed() from error
         try:
-            if not finished.wait(bound_s):
-                raise DeadlineExceeded(f"{what} did not end within {bound_s:g} s")
+            give_up = time.monotonic() + bound_s
+            while not finished.wait(min(SIGNAL_S, max(0.0, give_up - time.monotonic()))):
+                if time.monotonic() >= give_up:
+                    raise DeadlineExceeded(f"{what} did not end within {bound_s:g} s")
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(cancel)

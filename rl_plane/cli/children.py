@@ -97,6 +97,7 @@ class Child:
             preexec_fn=die_with_parent(),
         )
         self._exit = exit_of(self.process)
+        self._gone = False
         self._pumps = [
             asyncio.ensure_future(self._pump(self.process.stdout, OUT)),
             asyncio.ensure_future(self._pump(self.process.stderr, ERR)),
@@ -110,6 +111,7 @@ class Child:
         """The return code. Whatever it left behind in its session is killed."""
         code = await asyncio.shield(self._exit)
         self.signal_group(signal.SIGKILL)
+        self._gone = True
         _, late = await asyncio.wait(self._pumps, timeout=LAST_LINES_S)
         for pump in late:
             pump.cancel()
@@ -121,8 +123,9 @@ class Child:
             self.process.terminate()
 
     def signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+        if not self._gone:  # later its number may be another's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
 
     async def _pump(self, pipe: Any, fd: int) -> None:
         reader = asyncio.StreamReader()

@@ -60,8 +60,8 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
 
 
 def _help(setting: Setting) -> str:
-    default = setting.default
-    known = "" if setting.secret or default in (None, (), False, True) else f" [{default}]"
+    plain = isinstance(setting.default, (int, float, str, os.PathLike)) and not isinstance(setting.default, bool)
+    known = f" [{setting.default}]" if plain and not setting.secret else ""
     return f"{setting.help}{known} ({setting.variable})".replace("%", "%%")
 
 

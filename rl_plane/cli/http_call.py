@@ -41,13 +41,15 @@ _OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler(
 def call_facade(
     url: str, key: str | None, op: str, body: Mapping[str, Any], timeout_s: float, request_id: str = ""
 ) -> dict[str, Any]:
-    """The reply, or the facade's error as it raised it. `timeout_s` bounds each read; the caller bounds the sum."""
+    """The reply, or the facade's error as it raised it. `timeout_s` bounds each read; the caller bounds all.
+
+    For `enable` and `disable`, `workers` names one."""
     spec = FLEET_OPS[op]
     base = url.rstrip("/").removesuffix("/v1/rl")
     path = spec.path
     if "{id}" in path:
-        body = dict(body)
-        path = path.replace("{id}", quote(",".join(body.pop("workers")), safe=""))
+        (instance_id,) = body["workers"]
+        path = path.replace("{id}", quote(instance_id, safe=""))
     address = f"{base}/v1/rl/{path}"
     headers = {"Accept": "application/json"}
     data = None
@@ -96,6 +98,7 @@ def _error(base: str, status: int, data: bytes) -> PlaneError:
     if isinstance(wire, dict):
         inner = wire.get("error", wire)
         if isinstance(inner, dict) and "code" in inner and "message" in inner:
-            return error_from_wire(inner)
+            lifted = {key: wire[key] for key in ("workers", "epoch", "fingerprint") if key in wire}
+            return error_from_wire({**lifted, **inner})
     kind = _BY_STATUS.get(status, PlaneError)
     return kind(f"{base} answers HTTP {status}, but not as the facade does", fix="is --url right?", status=status)

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rl_plane.cli import serve, steer, up
+import rl_plane.cli.serve as serve
+import rl_plane.cli.steer as steer
+import rl_plane.cli.up as up
 from rl_plane.cli.flags import Command, Parser
 from rl_plane.cli.output import error_line, missing_module, note, say_json
 from rl_plane.errors import PlaneError
@@ -54,6 +56,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         # Who read our output has gone; Python's own flush at exit must not complain of it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
+    except OSError as error:
+        if error.filename is None:
+            raise
+        words = f"{error.filename}: {error.strerror}"
+        return _failed(PlaneError(words, fix="can this user read and write there?"), as_json)
 
 
 def _failed(error: PlaneError, as_json: bool) -> int:

@@ -80,6 +80,10 @@ def missing_module(error: ModuleNotFoundError) -> PlaneError:
     return PlaneError(f"the Python module {top} is not installed", fix=fix)
 
 
+def counted(workers: int) -> str:
+    return f"{workers} worker{'' if workers == 1 else 's'}"
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 

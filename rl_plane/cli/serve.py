@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 from types import FrameType
 from typing import Any, NoReturn
 
+from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import note, say_ready
@@ -74,7 +76,7 @@ def run_worker(command: Command) -> int:
     options = WorkerOptions(
         engine=engine,
         model=values["model"] or default_model([engine]),
-        nats_url=values["nats_url"] or WorkerOptions.nats_url,
+        nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         engine_args=dict(values["engine_args"]),
         **_picked(
             values,
@@ -106,19 +108,14 @@ def run_frontend(command: Command) -> int:
     from frontend.process import serve
 
     options = FrontendOptions(
-        nats_url=values["nats_url"] or FrontendOptions.nats_url,
+        nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         **_picked(values, f"namespace component {' '.join(LISTENERS)}"),
     )
 
-    def ready(rl_url: str | None, http_url: str | None) -> None:
-        say_ready(
-            values["json"],
-            "frontend",
-            f"frontend is ready: /v1/rl on {rl_url or 'no port'}, generation on {http_url or 'no port'}",
-            rl_url=rl_url,
-            http_url=http_url,
-            pid=os.getpid(),
-        )
+    def ready(urls: dict[str, Any]) -> None:
+        rl_url, http_url = urls["rl_url"] or "no port", urls["http_url"] or "no port"
+        words = f"frontend is ready: /v1/rl on {rl_url}, generation on {http_url}"
+        say_ready(values["json"], "frontend", words, **urls, pid=os.getpid())
 
     asyncio.run(serve(options, ready))
     return 0
@@ -127,7 +124,7 @@ def run_frontend(command: Command) -> int:
 def run_demo(command: Command) -> int:
     from rl_plane.demo.run import main
 
-    code: int = main(command.values)
+    code: int = main(argparse.Namespace(**command.values))
     return code
 
 
@@ -138,3 +135,5 @@ def _picked(values: dict[str, Any], names: str) -> dict[str, Any]:
 def _set_up_logging(level: str) -> None:
     """To stderr: stdout is for the ready line."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level == "info":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its coming and going, twice, beside our own

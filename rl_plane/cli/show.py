@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plane.cli.output import one_line, table
+from rl_plane.cli.output import counted, one_line, table
 
 Reply = Mapping[str, Any]
 
@@ -139,8 +139,7 @@ def _checked(reply: Reply, body: Reply) -> list[str]:
 
 
 def _count(reply: Reply) -> str:
-    done = sum(row.get("status") == "ok" for row in reply["workers"])
-    return f"{done} worker{'' if done == 1 else 's'}"
+    return counted(sum(row.get("status") == "ok" for row in reply["workers"]))
 
 
 def _seconds(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import queue
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rl_plane.cli.flags import Command, Subparsers, add_command
@@ -57,7 +59,7 @@ def add_to(commands: Subparsers) -> None:
         ("pause_mode", "clear_cache", "lease_s", *common),
     )
     pause.add_argument(
-        "--mode", dest="pause_mode", metavar="MODE", default=_SUPPRESS, help="short for --pause-mode"
+        "--mode", dest="pause_mode", metavar="MODE", default=argparse.SUPPRESS, help="short for --pause-mode"
     )
     add_command(commands, "resume", "Go on.", steer("resume"), common)
     update = add_command(
@@ -74,10 +76,6 @@ def add_to(commands: Subparsers) -> None:
         parser.add_argument(
             "ids", metavar="ID", nargs="+", help="an instance id, as `rl-plane workers` lists them"
         )
-
-
-_SUPPRESS: Any = "==SUPPRESS=="
-"""argparse.SUPPRESS: absent unless given."""
 
 
 def steer(op: str) -> Callable[[Command], int]:
@@ -144,7 +142,7 @@ def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dic
 
     if op not in ("enable", "disable"):
         return waiting(op, lambda: call(body), bound_s)
-    replies = [waiting(op, lambda one=one: call({**body, "workers": [one]}), bound_s) for one in body["workers"]]
+    replies = [waiting(op, partial(call, {**body, "workers": [one]}), bound_s) for one in body["workers"]]
     rows = [row for reply in replies for row in reply["workers"]]
     return {**replies[-1], "workers": rows, "elapsed_s": sum(reply.get("elapsed_s", 0.0) for reply in replies)}
 

@@ -16,13 +16,15 @@ from urllib.parse import urlsplit
 
 from rl_plane.cli.children import ERR, OUT, Child, Printer
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
-from rl_plane.cli.output import READY, one_line
+from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
 from rl_plane.cli.supervisor import Kept, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.nats_server import NatsServer
 from rl_plane.settings import for_child
 
+ERROR_OBJECT = b'{"status": "error"'
+"""How the error of a child with --json begins."""
 FRONTEND_STOP_S = 5.0
 """Its streams have ended with the workers; what is left is closing."""
 
@@ -107,8 +109,8 @@ class Up:
             values["model"] = await self._make_model()
         if values["nats_url"] is None:
             self._start_nats()
-        counted = [name for name in values["engines"] for _ in range(values["workers"])]
-        for number, engine in enumerate(counted, 1):
+        each = [name for name in values["engines"] for _ in range(values["workers"])]
+        for number, engine in enumerate(each, 1):
             name = f"worker-{number}"
             self._workers.append(name)
             own = {**values, "engine": engine, "instance_id": secrets.token_hex(8), "copies": 1}
@@ -125,7 +127,14 @@ class Up:
         own = {key: values[key] for key in names}
         own["json"] = True
         argv, env = for_child(own, os.environ)
+        if command == "worker":
+            env.setdefault("OMP_NUM_THREADS", str(self._threads()))
         return Kept(name, python("rl_plane.cli.main", command, *argv), env, restart=restart)
+
+    def _threads(self) -> int:
+        """Workers that share a machine share its cores; more threads than cores only get in each other's way."""
+        workers: int = len(self.values["engines"]) * self.values["workers"]
+        return max(1, (os.cpu_count() or 1) // max(1, workers))
 
     async def _make_model(self) -> Path:
         """In a process of its own: this one stays small, and forks without torch's threads."""
@@ -172,6 +181,8 @@ class Up:
     # ---- what it says ----
 
     def _line(self, name: str, line: bytes, fd: int) -> None:
+        if fd == OUT and line.startswith(ERROR_OBJECT):
+            return  # the same stands on its stderr, in words
         self.printer.line(f"{name} | ".encode() + line, ERR if self._json else fd)
 
     def _event(self, words: str, **facts: Any) -> None:
@@ -206,7 +217,7 @@ class Up:
             }
             self.printer.line(json.dumps(facts))
             return
-        lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {len(workers)} workers"]
+        lines = [f"rl-plane is up: {values['namespace']}.{values['component']}, {counted(len(workers))}"]
         if rl_url:
             lines.append(f"  steer     {rl_url}/v1/rl/state   (docs: {rl_url}/docs)")
         if http_url:

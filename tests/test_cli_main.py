@@ -1,0 +1,169 @@
+"""The command line itself: help, usage errors, what it imports."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_plane.cli import main
+from rl_plane.cli.flags import Parser
+from rl_plane.cli.output import missing_module, one_line
+from rl_plane.settings import SETTINGS
+
+COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
+COMMANDS += ["enable", "disable", "demo"]
+
+BLOCKED = [
+    "torch",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "blake3",
+    "matplotlib",
+    "httpx",
+    "psutil",
+    "jinja2",
+]
+
+_IMPORT_WITHOUT = f"""
+import sys
+for name in {BLOCKED!r}:
+    sys.modules[name] = None
+import rl_plane, rl_plane.cli.main, rl_plane.sync, rl_plane.cli.models
+allowed = {{"rl_plane", "nats", "msgpack", "pydantic", "pydantic_core", "typing_extensions", "annotated_types",
+           "typing_inspection", "nkeys", "aiohttp"}}
+tops = {{name.partition(".")[0] for name, module in sys.modules.items() if module is not None}}
+third = {{top for top in tops if "site-packages" in (getattr(sys.modules.get(top), "__file__", None) or "")}}
+print(sorted(top for top in third - allowed if not top.startswith("_")))
+for command in {COMMANDS!r}:
+    try:
+        rl_plane.cli.main.run([command, "--help"])
+    except SystemExit as done:
+        assert done.code == 0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in SETTINGS.values():
+        monkeypatch.delenv(setting.variable, raising=False)
+
+
+def test_importing_and_help_need_nats_msgpack_and_pydantic_only() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _IMPORT_WITHOUT], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_names_its_variable_and_no_key(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RL_PLANE_ADMIN_KEY", "geheim")
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as done:
+        main.run([command, "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert "geheim" not in text
+    for flag in text.split("\n  --")[1:]:
+        assert re.search(r"\(RL_PLANE_[A-Z_]+\)|short for", flag), flag
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice"),
+        (["state", "--fast"], "unrecognized arguments: --fast"),
+        (["state", "--timeo", "3"], "unrecognized"),  # no abbreviations
+        (["state", "--timeout-s", "nan"], "--timeout-s is 'nan'"),
+        (["enable"], "ID"),
+        (["disable", "worker-1"], "16 lower-case hex digits"),
+        (["pause", "--mode", "softly"], "keep, wait, abort"),
+        (["worker"], "--engine with one of"),
+        (["worker", "--engine", "vlm"], "use one of"),
+        (["up", "--engine", "vlm"], "use one of fake"),
+        (["up", "--workers", "-3"], "give a whole number"),
+        (["worker", "--engine", "fake", "--model", "/nowhere"], "existing directory"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rl-plane: error: ")
+    assert "; fix: " in err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RL_PLANE_TIMEOUT_S", "-4")
+    assert main.run(["state"]) == 2
+    assert "RL_PLANE_TIMEOUT_S is '-4'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        ("torch", "pip install 'rl-plane[hf]'"),
+        ("transformers.models", "pip install 'rl-plane[hf]'"),
+        ("blake3", "pip install 'rl-plane[worker]'"),
+        ("fastapi", "pip install 'rl-plane[frontend]'"),
+        ("matplotlib", "pip install 'rl-plane[demo]'"),
+        ("something_else", "pip install something_else"),
+    ],
+)
+def test_a_missing_module_names_the_extra(module: str, fix: str) -> None:
+    assert missing_module(ModuleNotFoundError(name=module)).facts["fix"] == fix
+
+
+def test_a_missing_extra_ends_a_command_in_one_line(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['blake3'] = None; from rl_plane.cli.main import run;"
+        "sys.exit(run(['worker', '--engine', 'fake']))"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "rl-plane: error: the Python module blake3 is not installed; fix: pip install 'rl-plane[worker]'\n"
+    )
+
+
+def test_a_users_own_worker_py_does_not_shadow_ours(tmp_path: Path) -> None:
+    for name in ("worker.py", "frontend.py", "rl_plane.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')")
+    script = Path(sys.executable).with_name("rl-plane")
+    for command in ([str(script)], [sys.executable, "-P", "-m", "rl_plane.cli.main"]):
+        done = subprocess.run(
+            [*command, "worker", "--engine", "fake", "--model", str(tmp_path), "--nats-url", "nats://127.0.0.1:9"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert "shadowed" not in done.stderr
+        assert done.returncode == 1  # the directory is no model
+        assert done.stderr.splitlines()[-1].startswith("rl-plane: error: ")
+
+
+def test_what_comes_from_outside_can_not_control_the_terminal() -> None:
+    assert one_line("a\x1b[2Jb\nc") == "a?[2Jb c"
+    assert one_line("no server at nats://user:geheim@host:4222") == "no server at nats://…@host:4222"
+
+
+def test_parsers_know_no_abbreviations() -> None:
+    assert Parser(prog="x").allow_abbrev is False

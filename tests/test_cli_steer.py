@@ -1,0 +1,299 @@
+"""The commands that steer, against a facade of a few lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from rl_plane.cli import main
+from rl_plane.settings import SETTINGS
+
+ID_A, ID_B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
+DIGEST = "blake3:" + "ab" * 32
+VERSION = {"run": "r", "sequence": 3, "label": "step_3", "digest": DIGEST}
+HEAD = {"status": "ok", "epoch": 7, "fingerprint": "f" * 16, "elapsed_s": 0.25}
+
+
+def state_row(instance_id: str) -> dict[str, Any]:
+    return {
+        "instance_id": instance_id,
+        "incarnation": "i1",
+        "status": "ok",
+        "engine": "fake",
+        "model": "tiny",
+        "host": "h",
+        "pid": 42,
+        "ready": True,
+        "pause": {"paused": True, "mode": "keep", "lease_left_s": 12.3},
+        "admission": {"open": False, "reasons": ["disabled"]},
+        "version": VERSION,
+        "running": 1,
+        "waiting": 0,
+    }
+
+
+class Facade:
+    """Answers every request with `reply`, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.reply, self.headers = 200, b"{}", dict[str, str]()
+        self.asked: list[dict[str, Any]] = []
+        self.delay = threading.Event()
+        self.delay.set()
+        facade = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                data = self.rfile.read(length)
+                parts = urlsplit(self.path)
+                facade.asked.append(
+                    {
+                        "method": self.command,
+                        "path": parts.path,
+                        "query": parse_qs(parts.query),
+                        "body": json.loads(data) if data else None,
+                        "headers": dict(self.headers),
+                    }
+                )
+                facade.delay.wait(10)
+                self.send_response(facade.status)
+                for key, value in facade.headers.items():
+                    self.send_header(key, value)
+                self.send_header("Content-Length", str(len(facade.reply)))
+                self.end_headers()
+                self.wfile.write(facade.reply)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def answers(self, reply: Any, status: int = 200) -> None:
+        self.reply, self.status = json.dumps(reply).encode(), status
+
+    def close(self) -> None:
+        self.delay.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def facade(monkeypatch: pytest.MonkeyPatch) -> Iterator[Facade]:
+    for setting in SETTINGS.values():
+        monkeypatch.delenv(setting.variable, raising=False)
+    facade = Facade()
+    monkeypatch.setenv("RL_PLANE_URL", facade.url)
+    yield facade
+    facade.close()
+
+
+def test_state_is_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    error_row = {
+        "instance_id": ID_B,
+        "incarnation": "i",
+        "status": "error",
+        "error": {"code": "deadline_exceeded", "message": "no answer within 1 s"},
+    }
+    reply = {
+        **HEAD,
+        "ready": False,
+        "pause_state": "mixed",
+        "version": VERSION,
+        "workers": [state_row(ID_A), error_row],
+    }
+    facade.answers(reply)
+    assert main.run(["state"]) == 0
+    out = capsys.readouterr().out
+    assert "not ready, mixed, version 3 (step_3) blake3:abababababab, epoch 7" in out
+    assert "closed: disabled" in out
+    assert "keep, 12 s left" in out
+    assert f"{ID_B}: deadline_exceeded: no answer within 1 s" in out
+    assert main.run(["state", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == reply
+    assert facade.asked[0]["method"] == "GET"
+    assert facade.asked[0]["path"] == "/v1/rl/state"
+    assert facade.asked[0]["query"] == {}
+    assert "Authorization" not in facade.asked[0]["headers"]
+
+
+def test_selection_and_key(facade: Facade, monkeypatch: pytest.MonkeyPatch) -> None:
+    facade.answers({**HEAD, "workers": [state_row(ID_A)]})
+    monkeypatch.setenv("RL_PLANE_ADMIN_KEY", "key-1")
+    monkeypatch.setenv("RL_PLANE_WORKERS", "4")  # of `up`: no selection
+    assert main.run(["workers", "--component", "a,b", "--workers", ID_A, "--url", facade.url + "/"]) == 0
+    (asked,) = facade.asked
+    assert asked["path"] == "/v1/rl/workers"
+    assert asked["query"] == {"component": ["a,b"], "workers": [ID_A]}
+    assert asked["headers"]["Authorization"] == "Bearer key-1"
+    assert main.run(["workers", "--admin-key", "key-2"]) == 0
+    assert facade.asked[1]["headers"]["Authorization"] == "Bearer key-2"
+    assert facade.asked[1]["query"] == {}
+
+
+def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    facade.answers({**HEAD, "workers": [state_row(ID_A), state_row(ID_B)]})
+    assert main.run(["pause", "--mode", "abort", "--clear-cache", "--lease-s", "60"]) == 0
+    assert facade.asked[0]["method"] == "POST"
+    assert facade.asked[0]["body"] == {"mode": "abort", "clear_cache": True, "lease_s": 60.0}
+    assert capsys.readouterr().out == "paused 2 workers in 0.250 s (abort); by itself the fleet resumes in 60 s\n"
+    assert main.run(["resume"]) == 0
+    assert facade.asked[1]["path"] == "/v1/rl/resume"
+    assert facade.asked[1]["body"] == {}
+
+
+def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    reply = {
+        **HEAD,
+        "version": VERSION,
+        "workers": [{"instance_id": ID_A, "incarnation": "i", "status": "ok"}],
+        "excluded": [ID_B],
+        "phases": {"prepare_s": 0.2},
+    }
+    facade.answers(reply)
+    argv = ["update", "ckpt/step_3", "--version", "step_3", "--cast", "--keep-pause", "--pause-mode", "wait"]
+    argv += ["--no-flush", "--on-prepare-failure", "exclude", "--min-ready", "2", "--timeout-s", "33"]
+    argv += ["--digest", DIGEST]
+    assert main.run(argv) == 0
+    (asked,) = facade.asked
+    assert asked["path"] == "/v1/rl/update_weights"
+    assert len(asked["headers"]["Idempotency-Key"]) == 32
+    assert asked["body"] == {
+        "transport": {"backend": "filesystem", "path": os.path.abspath("ckpt/step_3")},
+        "version": "step_3",
+        "digest": DIGEST,
+        "cast": True,
+        "policy": {
+            "pause_mode": "wait",
+            "on_prepare_failure": "exclude",
+            "min_ready": 2,
+            "keep_pause": True,
+            "flush_cache": False,
+            "prepare_timeout_s": 33.0,
+            "commit_timeout_s": 60.0,
+        },
+    }
+    out = capsys.readouterr().out
+    assert "committed version 3 (step_3) blake3:abababababab on 1 worker" in out
+    assert "prepare 0.200 s" in out
+    assert f"excluded, until healed: {ID_B}" in out
+
+
+def test_check(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"instance_id": name, "status": "ok", "ranks": [{"rank": 0, "checksum": checksum}]}
+        for name, checksum in ((ID_A, "11"), (ID_B, "22"))
+    ]
+    facade.answers({**HEAD, "workers": rows})
+    assert main.run(["check"]) == 0
+    assert facade.asked[0]["body"] == {"action": "checksum"}
+    assert "2 different checksums" in capsys.readouterr().out
+
+
+def test_enable_and_disable_ask_for_each(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    facade.answers({**HEAD, "workers": [state_row(ID_A)]})
+    assert main.run(["disable", ID_A, ID_B, ID_A]) == 0
+    assert [asked["path"] for asked in facade.asked] == [
+        f"/v1/rl/workers/{ID_A}/disable",
+        f"/v1/rl/workers/{ID_B}/disable",
+    ]
+    assert capsys.readouterr().out.startswith("disabled 2 workers in 0.500 s")
+
+
+def test_an_error_reply_is_one_line_and_exit_code_1(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    error = {"code": "invalid_weights", "message": "tensor x has\nanother shape", "field": "transport.path"}
+    facade.answers(
+        {"status": "error", "error": {**error, "fix": "publish it whole"}, "epoch": 7, "elapsed_s": 0.1}, 400
+    )
+    assert main.run(["update", "x"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "rl-plane: error: tensor x has another shape; fix: publish it whole\n"
+    assert main.run(["update", "x", "--json"]) == 1
+    out, err = capsys.readouterr()
+    shown = json.loads(out)
+    assert shown["status"] == "error"
+    assert shown["error"]["code"] == "invalid_weights"
+    assert shown["error"]["field"] == "transport.path"
+    assert shown["error"]["epoch"] == 7
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("unauthorized", 401, "RL_PLANE_ADMIN_KEY"),
+        ("locked", 503, "when the other update has ended"),
+        ("no_workers", 503, "repeat it in a moment"),
+        ("deadline_exceeded", 504, "--timeout-s"),
+        ("membership_changed", 409, "then repeat it"),
+        ("never_heard_of", 500, "see the log"),
+    ],
+)
+def test_an_error_without_a_fix_gets_one(
+    facade: Facade, capsys: pytest.CaptureFixture[str], code: str, status: int, words: str
+) -> None:
+    facade.answers({"status": "error", "error": {"code": code, "message": "it is so."}}, status)
+    assert main.run(["state"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("rl-plane: error: it is so; fix: ")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("status", "reply"),
+    [(200, b"<html>"), (200, b"[]"), (200, b'{"a": 1}'), (502, b"<html>"), (404, b'{"detail": "x"}')],
+)
+def test_something_else_answers(
+    facade: Facade, capsys: pytest.CaptureFixture[str], status: int, reply: bytes
+) -> None:
+    facade.status, facade.reply = status, reply
+    assert main.run(["state"]) == 1
+    assert "is --url right?" in capsys.readouterr().err
+
+
+def test_a_redirect_does_not_take_the_key_along(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Facade()
+    try:
+        facade.status, facade.headers = 307, {"Location": other.url + "/v1/rl/state"}
+        assert main.run(["state", "--admin-key", "geheim"]) == 1
+        assert other.asked == []
+    finally:
+        other.close()
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert main.run(["state", "--url", f"http://127.0.0.1:{free.getsockname()[1]}"]) == 1
+    err = capsys.readouterr().err
+    assert "no facade answers at http://127.0.0.1:" in err
+    assert "fix: start one (`rl-plane up`)" in err
+
+
+def test_a_silent_facade_is_not_waited_for_longer_than_told(
+    facade: Facade, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facade.delay.clear()
+    start = time.monotonic()
+    assert main.run(["state", "--timeout-s", "0.3"]) == 1
+    assert time.monotonic() - start < 3
+    assert "within 0.3 s" in capsys.readouterr().err

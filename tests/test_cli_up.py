@@ -1,0 +1,268 @@
+"""`rl-plane up` and `rl-plane nats` as processes: what they say, what survives, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plane.cli import main
+from rl_plane.cli.supervisor import MAX_PAUSE_S, exit_words, pause_before
+from rl_plane.settings import SETTINGS
+from worker.engines.fake import make_fake_model
+
+READY_S = 60.0
+"""On a loaded machine: four interpreters start."""
+BACK_S = 30.0
+GONE_S = 10.0
+MARK = "TEST_CLI_UP_MARK"
+
+if sys.platform != "linux":
+    pytest.skip("reads /proc, and relies on PR_SET_PDEATHSIG", allow_module_level=True)
+
+
+def eventually(check: Callable[[], bool], within_s: float, what: str) -> None:
+    give_up = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.05)
+
+
+class Started:
+    """A command with --json: its lines of JSON as they come, and every process that carries its mark."""
+
+    def __init__(self, tmp_path: Path, *argv: str, **environ: str) -> None:
+        self.mark = uuid.uuid4().hex
+        known = {setting.variable for setting in SETTINGS.values()}
+        env = {key: value for key, value in os.environ.items() if key not in known}
+        env |= {MARK: self.mark, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path), **environ}
+        self.errors = tmp_path / f"stderr-{self.mark}"
+        with self.errors.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rl_plane.cli.main", *argv, "--json"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=env,
+                cwd=tmp_path,
+            )
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(json.loads(line))
+
+    def line(self, within_s: float = BACK_S, **facts: Any) -> dict[str, Any]:
+        """The next line that has these facts; others are passed over."""
+        give_up = time.monotonic() + within_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, give_up - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"no line with {facts}; stderr:\n{self.errors.read_text()}")
+            if facts.items() <= line.items():
+                return line
+
+    def marked(self) -> set[int]:
+        found = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                        found.add(int(entry.name))
+                except OSError:
+                    continue  # it ended, or is not ours
+        return found
+
+    def end(self) -> None:
+        for pid in self.marked():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    made: list[Started] = []
+
+    def make(*argv: str, **environ: str) -> Started:
+        made.append(Started(tmp_path, *argv, **environ))
+        return made[-1]
+
+    yield make
+    for started in made:
+        started.end()
+
+
+@pytest.fixture
+def fleet(start: Callable[..., Started]) -> Callable[..., tuple[Started, dict[str, Any]]]:
+    def make(*argv: str, **environ: str) -> tuple[Started, dict[str, Any]]:
+        up = start("up", "--engine", "fake", "--rl-port", "0", "--http-port", "0", *argv, **environ)
+        return up, up.line(READY_S, ready="up")
+
+    return make
+
+
+def asked(capsys: pytest.CaptureFixture[str], ready: dict[str, Any], *argv: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main.run([*argv, "--url", ready["rl_url"], "--json"])
+    reply: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, reply
+
+
+def test_a_fleet_is_brought_up_steered_and_ended(
+    fleet: Callable[..., tuple[Started, dict[str, Any]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "weights"
+    new = make_fake_model(root / "step_1", seed=1)
+    up, ready = fleet("--workers", "2", "--weight-root", str(root))
+    assert [row["name"] for row in ready["workers"]] == ["worker-1", "worker-2"]
+    ids = sorted(row["instance_id"] for row in ready["workers"])
+
+    code, state = asked(capsys, ready, "state")
+    assert code == 0
+    assert state["ready"] is True
+    assert [row["instance_id"] for row in state["workers"]] == ids
+    code, workers = asked(capsys, ready, "workers")
+    assert {row["pid"] for row in workers["workers"]} == {row["pid"] for row in ready["workers"]}
+
+    assert asked(capsys, ready, "pause")[0] == 0
+    assert asked(capsys, ready, "state")[1]["pause_state"] == "paused"
+    code, updated = asked(capsys, ready, "update", str(new), "--version", "step_1")
+    assert code == 0, updated
+    assert updated["version"]["label"] == "step_1"
+    assert asked(capsys, ready, "state")[1]["pause_state"] == "paused"  # as it was found
+    assert asked(capsys, ready, "resume")[0] == 0
+    code, state = asked(capsys, ready, "state")
+    assert (state["pause_state"], state["applied_weight_version"]) == ("running", "step_1")
+
+    code, refused = asked(capsys, ready, "update", str(tmp_path))
+    assert code == 1
+    assert refused["error"]["code"] == "invalid_request"
+    assert asked(capsys, ready, "disable", ids[0])[0] == 0
+    assert asked(capsys, ready, "enable", ids[0])[0] == 0
+    assert asked(capsys, ready, "check")[0] == 0
+    # The same over NATS, with the same reply.
+    code, state = asked(capsys, ready, "state", "--nats-url", ready["nats_url"])
+    assert state["applied_weight_version"] == "step_1"
+
+    assert len(up.marked()) == 5  # up, nats-server, two workers, the frontend
+    up.process.terminate()
+    up.line(event="ended")
+    assert up.process.wait(GONE_S) == 0
+    assert up.marked() == set()
+
+
+def test_what_dies_comes_back(
+    fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    up, ready = fleet("--workers", "2", "--restart")
+    victim = ready["workers"][0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    died = up.line(event="died", name="worker-1")
+    assert died["exit_code"] == -signal.SIGKILL
+    back = up.line(event="back", name="worker-1")
+    assert back["instance_ids"] == [victim["instance_id"]]
+    assert back["pid"] != victim["pid"]
+
+    def all_ready() -> bool:
+        code, state = asked(capsys, ready, "state")
+        return code == 0 and state["ready"] is True and len(state["workers"]) == 2
+
+    eventually(all_ready, BACK_S, "the worker that came back is not ready")
+
+    os.kill(ready["nats_pid"], signal.SIGKILL)
+    up.line(event="back", name="nats")
+    eventually(all_ready, BACK_S, "the fleet is not there after the restart of nats-server")
+
+    os.kill(ready["frontend_pid"], signal.SIGKILL)
+    assert up.line(event="back", name="frontend")["rl_url"] == ready["rl_url"]
+    eventually(all_ready, BACK_S, "the facade is not there after its restart")
+
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(GONE_S) == 0
+    assert up.marked() == set()
+
+
+def test_the_death_of_a_worker_ends_nobody_else_and_a_killed_up_leaves_nobody(
+    fleet: Callable[..., tuple[Started, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    up, ready = fleet("--workers", "2", RL_PLANE_ADMIN_KEY="geheim")
+    for pid in up.marked():
+        assert b"geheim" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    os.kill(ready["workers"][1]["pid"], signal.SIGKILL)
+    assert up.line(event="died", name="worker-2")["restart"] is False
+    assert asked(capsys, ready, "state")[1]["error"]["code"] == "unauthorized"
+
+    def one_left() -> bool:
+        state = asked(capsys, ready, "state", "--admin-key", "geheim")[1]
+        return [row["instance_id"] for row in state["workers"]] == [ready["workers"][0]["instance_id"]]
+
+    eventually(one_left, BACK_S, "the dead worker is still listed")
+    up.process.kill()
+    up.process.wait()
+    eventually(lambda: up.marked() == set(), GONE_S, "a child has outlived its parent")
+
+
+def test_a_second_signal_kills_at_once(fleet: Callable[..., tuple[Started, dict[str, Any]]]) -> None:
+    up, ready = fleet()
+    os.kill(ready["workers"][0]["pid"], signal.SIGSTOP)  # it can't drain
+    up.process.send_signal(signal.SIGINT)
+    up.line(event="ending")
+    up.process.send_signal(signal.SIGINT)
+    up.process.wait(GONE_S)
+    assert up.marked() == set()
+
+
+def test_what_can_not_start_ends_up_with_the_reason(start: Callable[..., Started], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    up = start("up", "--engine", "fake", "--model", "empty", "--rl-port", "0", "--http-port", "off")
+    error = up.line(READY_S, status="error")["error"]
+    assert "worker-1" in error["message"]
+    assert "before it was ready" in error["message"]
+    assert up.process.wait(GONE_S) == 1
+    assert up.marked() == set()
+    lines = up.errors.read_text().splitlines()
+    assert any(line.startswith("worker-1 | rl-plane: error: ") for line in lines)
+    assert lines[-1].startswith("rl-plane: error: worker-1 ")
+
+
+def test_nats_alone(start: Callable[..., Started], tmp_path: Path) -> None:
+    nats = start("nats", "--port", "0", "--store", str(tmp_path / "store"))
+    ready = nats.line(READY_S, ready="nats")
+    assert ready["nats_url"].startswith("nats://127.0.0.1:")
+    nats.process.terminate()
+    assert nats.process.wait(GONE_S) == 0
+    assert nats.marked() == set()
+    assert (tmp_path / "store").is_dir()
+
+    nats = start("nats", "--port", "0")
+    os.kill(nats.line(READY_S, ready="nats")["pid"], signal.SIGKILL)
+    assert nats.process.wait(GONE_S) == 1
+    assert "nats-server ended with exit code -9" in nats.errors.read_text()
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    pauses = [pause_before(number) for number in range(100)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == 0.2
+    assert pauses[-1] == MAX_PAUSE_S
+    assert (exit_words(-9), exit_words(3), exit_words(-250)) == ("SIGKILL", "exit code 3", "signal 250")

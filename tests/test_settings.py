@@ -1,0 +1,156 @@
+"""The table of settings: precedence, bad values, and what a child is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plane.settings import SETTINGS, BadSetting, for_child, resolve
+
+
+def one(name: str, flag: Any = None, **environ: str) -> Any:
+    return resolve([name], {name: flag} if flag is not None else {}, environ)[name]
+
+
+def test_a_flag_wins_over_the_variable_and_that_over_the_default() -> None:
+    assert one("rl_port") == 8002
+    assert one("rl_port", RL_PLANE_RL_PORT="9000") == 9000
+    assert one("rl_port", "9001", RL_PLANE_RL_PORT="9000") == 9001
+
+
+def test_an_empty_variable_is_unset_but_an_empty_flag_is_an_error() -> None:
+    assert one("admin_key", RL_PLANE_ADMIN_KEY="") is None
+    assert one("restart", RL_PLANE_RESTART="") is False
+    with pytest.raises(BadSetting, match="--admin-key"):
+        one("admin_key", "")
+
+
+def test_a_switch_can_be_turned_off_against_its_variable() -> None:
+    assert one("restart", RL_PLANE_RESTART="yes") is True
+    assert one("restart", False, RL_PLANE_RESTART="1") is False
+    assert one("flush", RL_PLANE_FLUSH="0") is False
+
+
+def test_a_listener_can_be_off() -> None:
+    assert one("http_port", RL_PLANE_HTTP_PORT="off") is None
+    assert one("http_port", "0") == 0
+
+
+def test_lists(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    b.mkdir()
+    assert one("weight_roots", RL_PLANE_WEIGHT_ROOTS=f"{a}{os.pathsep}{b}{os.pathsep}") == (a, b)
+    assert one("weight_roots", [str(b)], RL_PLANE_WEIGHT_ROOTS=str(a)) == (b,)
+    assert one("engines", ["fake,hf", "fake"]) == ("fake", "hf")
+    assert one("engine_args", ["a=1,2", "b=x=y"]) == (("a", "1,2"), ("b", "x=y"))
+    assert one("engine_args", RL_PLANE_ENGINE_ARGS="a=1,2;b=3") == (("a", "1,2"), ("b", "3"))
+    assert one("weight_roots") == ()
+
+
+def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert one("store", "there/../here") == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rl_port", "-1"),
+        ("rl_port", "65536"),
+        ("rl_port", "eight"),
+        ("rl_port", "１２"),  # full-width digits
+        ("liveness_timeout_s", "nan"),
+        ("liveness_timeout_s", "inf"),
+        ("liveness_timeout_s", "-1"),
+        ("liveness_timeout_s", "0"),
+        ("liveness_timeout_s", "5 s"),
+        ("drain_s", "-0.0"),
+        ("lease_s", "1e9"),
+        ("workers", "-1"),
+        ("workers", "two"),
+        ("copies", "0"),
+        ("namespace", "a.b"),
+        ("namespace", "a b"),
+        ("component", "*"),
+        ("instance_id", "worker-1"),
+        ("nats_url", "http://127.0.0.1"),
+        ("nats_url", "127.0.0.1:4222"),
+        ("url", "nats://127.0.0.1"),
+        ("url", "http://127.0.0.1:99999"),
+        ("url", "http://"),
+        ("model", "/nowhere/at/all"),
+        ("insecure", "maybe"),
+        ("pause_mode", "nicely"),
+        ("digest", "sha256:00"),
+        ("engine_args", "novalue"),
+        ("components", "a,b.c"),
+        ("log_level", "loud"),
+    ],
+)
+def test_a_bad_value_names_the_variable_or_the_flag_and_the_fix(name: str, value: str) -> None:
+    setting = SETTINGS[name]
+    with pytest.raises(BadSetting) as by_variable:
+        one(name, **{setting.variable: value})
+    assert setting.variable in str(by_variable.value)
+    assert by_variable.value.facts["fix"]
+    if setting.parse is not None:
+        with pytest.raises(BadSetting) as by_flag:
+            one(name, [value] if setting.separator else value)
+        assert setting.option in str(by_flag.value)
+
+
+def test_a_bad_secret_is_not_shown() -> None:
+    with pytest.raises(BadSetting) as caught:
+        one("admin_key", "geheim mit Leerzeichen")
+    assert "geheim" not in str(caught.value.to_wire())
+
+
+def test_no_two_settings_that_differ_share_a_variable() -> None:
+    """But one may be a list of the other."""
+    owners: dict[str, set[bool]] = {}
+    for setting in SETTINGS.values():
+        seen = owners.setdefault(setting.variable, set())
+        assert bool(setting.separator) not in seen, setting.variable
+        seen.add(bool(setting.separator))
+
+
+def test_a_child_gets_its_secrets_by_environment_only(tmp_path: Path) -> None:
+    names = (
+        "nats_url",
+        "admin_key",
+        "api_key",
+        "rl_port",
+        "http_port",
+        "weight_roots",
+        "engine_args",
+        "json",
+        "model",
+    )
+    flags = {
+        "nats_url": "nats://user:password@10.0.0.1:4222",
+        "admin_key": "admin-geheim",
+        "http_port": "off",
+        "weight_roots": [str(tmp_path)],
+        "engine_args": ["a=b c"],
+        "json": True,
+    }
+    values = resolve(names, flags, {})
+    inherited = {"PATH": "/bin", "RL_PLANE_API_KEY": "of-the-parent", "RL_PLANE_COPIES": "7"}
+    argv, env = for_child(values, inherited)
+    assert "geheim" not in " ".join(argv)
+    assert "password" not in " ".join(argv)
+    assert argv == [
+        "--http-port=off",
+        f"--weight-root={tmp_path}",
+        "--engine-arg=a=b c",
+        "--json",
+    ]
+    assert env == {
+        "PATH": "/bin",
+        "RL_PLANE_NATS_URL": "nats://user:password@10.0.0.1:4222",
+        "RL_PLANE_ADMIN_KEY": "admin-geheim",
+    }

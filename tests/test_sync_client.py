@@ -1,0 +1,172 @@
+"""SyncRlClient against a real nats-server and fake workers in a process of their own."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
+from rl_plane.nats_server import NatsServer, die_with_parent
+from rl_plane.sync import SyncRlClient, _bound
+from worker.engines.fake import make_fake_model
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def nats_url(root: Path) -> Iterator[str]:
+    server = NatsServer()
+    server.start()
+    argv = [
+        "worker",
+        "--engine",
+        "fake",
+        "--copies",
+        str(WORKERS),
+        "--model",
+        str(make_fake_model(root / "base", 0)),
+    ]
+    argv += ["--weight-root", str(root), "--nats-url", server.url, "--json"]
+    workers = subprocess.Popen(
+        [sys.executable, "-P", "-m", "rl_plane.cli.main", *argv],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
+    assert workers.stdout is not None
+    assert len(json.loads(workers.stdout.readline())["instance_ids"]) == WORKERS
+    yield server.url
+    workers.kill()
+    workers.wait()
+    workers.stdout.close()
+    server.stop()
+
+
+@pytest.fixture
+def fleet(nats_url: str) -> Iterator[SyncRlClient]:
+    with SyncRlClient.connect(nats_url) as fleet:
+        yield fleet
+
+
+def test_a_trainers_loop(fleet: SyncRlClient, root: Path) -> None:
+    snapshot = fleet.wait_for(WORKERS)
+    assert len(snapshot) == WORKERS
+    assert fleet.list_workers().epoch == snapshot.epoch
+    for step in (1, 2):
+        path = make_fake_model(root / f"step_{step}", seed=step)
+        assert fleet.pause()["status"] == "ok"
+        body = {"transport": {"backend": "filesystem", "path": str(path)}, "version": f"step_{step}"}
+        assert fleet.update_weights(body)["version"]["label"] == f"step_{step}"
+        fleet.resume()
+        state = fleet.state(epoch=snapshot.epoch)
+        assert (state["pause_state"], state["applied_weight_version"]) == ("running", f"step_{step}")
+    assert [row["engine"] for row in fleet.workers()["workers"]] == ["fake"] * WORKERS
+
+
+def test_single_ops(fleet: SyncRlClient) -> None:
+    first = fleet.wait_for(WORKERS).members[0].instance_id
+    assert fleet.call(first, "liveness").body["alive"] is True
+    assert fleet.call(first, "flush_cache", timeout_s=5.0).status == "ok"
+    out = fleet.call_all("describe")
+    assert [row.body["engine"] for row in out.rows] == ["fake"] * WORKERS
+    assert len(fleet.call_all("describe", workers=[first]).rows) == 1
+
+
+def test_errors_are_those_of_the_async_client(fleet: SyncRlClient) -> None:
+    with pytest.raises(InvalidRequest):
+        fleet.run("fly")
+    with pytest.raises(InvalidRequest):
+        fleet.pause("gently")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        fleet.run("pause", {"lease_s": float("nan")})
+    with pytest.raises(NotFound):
+        fleet.call("0" * 16, "state")
+    with pytest.raises(NotFound):
+        fleet.state(component="nobody")
+    with pytest.raises(NoWorkers):
+        fleet.wait_for(99, timeout_s=0.1)
+    assert fleet.state()["status"] == "ok"
+
+
+def test_a_call_is_cut_off_at_its_bound(fleet: SyncRlClient) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="state did not end within"):
+        fleet.run("state", {"min_workers": 99, "wait_s": 60}, timeout_s=0.2)
+    assert time.monotonic() - start < 3
+    assert fleet.state()["status"] == "ok"
+
+
+def test_from_many_threads(fleet: SyncRlClient) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: fleet.state(), range(64)))
+    assert {len(reply["workers"]) for reply in replies} == {WORKERS}
+
+
+def test_ctrl_c_cancels_the_call_and_is_raised(fleet: SyncRlClient) -> None:
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.wait_for(99, timeout_s=60.0)
+    assert time.monotonic() - start < 3
+    timer.join()
+    assert fleet.state()["status"] == "ok"
+
+
+def test_close_ends_what_waits_and_again_does_nothing(nats_url: str) -> None:
+    before = threading.active_count()
+    fleet = SyncRlClient.connect(nats_url)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fleet.wait_for, 99, 60.0)
+        time.sleep(0.1)  # it waits by now; were it not so, it would raise the same
+        fleet.close()
+        with pytest.raises(BusUnreachable, match="has been closed"):
+            waiting.result(5)
+    fleet.close()
+    with pytest.raises(BusUnreachable, match="has been closed"):
+        fleet.state()
+    assert threading.active_count() <= before
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(PlaneError, match="no NATS server answers"):
+        SyncRlClient.connect("nats://127.0.0.1:9")
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(nats_url: str) -> None:
+    code = "import sys, rl_plane.sync as sync; print(sync.SyncRlClient.connect(sys.argv[1]).state()['status'])"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, nats_url], capture_output=True, text=True, timeout=30, env=os.environ
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+@pytest.mark.parametrize(
+    ("op", "body", "low", "high"),
+    [
+        ("state", {}, 10, 60),
+        ("state", {"wait_s": 100}, 100, 160),
+        ("update_weights", {"policy": {"prepare_timeout_s": 1000}}, 1120, 1200),
+        ("update_weights", {"policy": {"prepare_timeout_s": float("nan")}}, 300, 600),
+        ("update_weights", {"policy": "x"}, 300, 600),
+        ("enable", {}, 10, 60),
+        ("fly", {}, 10, 60),
+    ],
+)
+def test_every_call_has_a_bound(op: str, body: dict[str, object], low: float, high: float) -> None:
+    assert low <= _bound(op, body) <= high
