@@ -8,20 +8,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from frontend.calls import FleetCalls
 from frontend.http import json_response, make_app, read_json
+from frontend.openapi import add_body, add_model, base_schema, fits_query, parameter
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet import FLEET_OPS, FleetOp, FleetReply
 from rl_plane.wire import MAX_ID_CHARS
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
-
-_REFS = "#/components/schemas/{model}"
 
 
 class ErrorFacts(BaseModel):
@@ -82,8 +80,8 @@ def merge_query(query: list[tuple[str, str]], body: dict[str, Any], lists: froze
 
 def _same(in_body: Any, in_query: str | list[str]) -> bool:
     if isinstance(in_query, list):
-        return in_body == in_query or in_body == ",".join(in_query)
-    return in_body == in_query or json.dumps(in_body) == in_query
+        return bool(in_body == in_query or in_body == ",".join(in_query))
+    return bool(in_body == in_query or json.dumps(in_body) == in_query)
 
 
 def idempotency_key(request: Request) -> str:
@@ -102,9 +100,11 @@ def _handler(op: FleetOp, calls: FleetCalls) -> Callable[[Request], Awaitable[Re
 
     async def handle(request: Request) -> Response:
         body = merge_query(request.query_params.multi_items(), await read_json(request), lists)
-        if (instance_id := request.path_params.get("id")) is not None:
-            if body.setdefault("workers", [instance_id]) not in (instance_id, [instance_id]):
-                raise InvalidRequest("the path and the body name different workers", field="workers")
+        instance_id = request.path_params.get("id")
+        if instance_id and body.setdefault("workers", [instance_id]) not in (instance_id, [instance_id]):
+            raise InvalidRequest(
+                "the path and the body name different workers", field="workers", fix="leave it out of the body"
+            )
         return json_response(await calls.run(op.name, body, idempotency_key(request)))
 
     return handle
@@ -136,14 +136,14 @@ def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str
         return Response(metrics(), media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/metrics", show_metrics, methods=["GET"], summary="For Prometheus.", response_model=None)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's own, with the request bodies and queries: our handlers parse them themselves, for speed."""
+def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schema = base_schema(app, with_key)
+        schema["paths"][HEALTH]["get"]["security"] = []
         for op in FLEET_OPS.values():
             _describe(schema, op)
         app.openapi_schema = schema
@@ -151,33 +151,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], op: FleetOp) -> None:
-    model = op.request.model_json_schema(ref_template=_REFS)
-    schemas = schema["components"]["schemas"]
-    schemas.update(model.pop("$defs", {}))
-    schemas[op.request.__name__] = model
+    model = add_model(schema, op.request)
     operation = schema["paths"][PREFIX + op.path][op.method.lower()]
     parameters = [
-        {"name": name, "in": "query", "required": False, "schema": inner}
-        for name, inner in model["properties"].items()
-        if op.method == "GET" or _is_simple(inner)
+        parameter(name, "query", inner) for name, inner in model["properties"].items() if fits_query(inner)
     ]
     if "{id}" in op.path:
-        parameters.append({"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
-    operation["parameters"] = parameters
+        parameters.append(parameter("id", "path", {"type": "string"}, required=True))
     if op.method == "POST":
-        reference = {"$ref": _REFS.format(model=op.request.__name__)}
-        # Required fields may come by the query too, so the body itself never is.
-        operation["requestBody"] = {"content": {"application/json": {"schema": reference}}, "required": False}
-        operation["parameters"].append(
-            {
-                "name": "Idempotency-Key",
-                "in": "header",
-                "required": False,
-                "schema": {"type": "string", "maxLength": MAX_ID_CHARS},
-            }
-        )
-
-
-def _is_simple(schema: dict[str, Any]) -> bool:
-    """Can a query carry it?"""
-    return not any(word in json.dumps(schema) for word in ("$ref", '"object"'))
+        parameters.append(parameter("Idempotency-Key", "header", {"type": "string", "maxLength": MAX_ID_CHARS}))
+        # What an op requires may come by the query too, so a body never is required.
+        add_body(operation, op.request, required=False)
+    operation["parameters"] = parameters

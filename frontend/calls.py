@@ -43,7 +43,7 @@ class FleetCalls:
         self._in_flight: dict[tuple[str, str, str], _InFlight] = {}
 
     async def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        """The merged reply. Equal calls (same op and request id, or, without one, equal bodies) share an answer."""
+        """The merged reply. Equal calls (by request id, or, without one, by body) share an answer."""
         if op not in COALESCED:
             return await self.fleet.run(op, body, request_id)
         text = json.dumps(body, sort_keys=True, default=str)

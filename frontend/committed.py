@@ -60,7 +60,7 @@ class History:
             place = self.place(span.run, span.sequence, span.digest)
             if place is None or place < last:
                 raise Unlabelled(
-                    f"tokens {span.start} to {span.end} were made under sequence {span.sequence} ({span.version}), "
+                    f"tokens {span.start} to {span.end} were made under {span.version!r} ({span.sequence}), "
                     "which was not the committed version then",
                     sequence=span.sequence,
                     digest=span.digest,
@@ -110,8 +110,11 @@ class Committed:
         await asyncio.shield(self._reading)
 
     async def _read(self) -> None:
+        known = self._sequence
         entry = await self._bus.get(self._state, RECORD)
         if entry is not None:
+            if entry.sequence < known:
+                self._sequence = 0  # the leader never goes back: its store is a new one, and what it says holds
             self._take(record_of(entry), entry.sequence)
 
     async def check_spans(self, spans: Sequence[VersionSpan], tokens: int, since: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,12 @@ from rl_plane.versions import WeightVersion
 from rl_plane.view import MembershipView
 from rl_plane.wire import MAX_MESSAGE_BYTES
 
-ADMISSION_WAIT_S = 10.0
-"""How long a request waits for a worker to open: an update closes all of them for moments."""
 ACCEPT_TIMEOUT_S = 10.0
 """A worker's NATS loop answers at once, also while its engine is paused; a hung one is found within 8 s."""
 IDLE_TIMEOUT_S = 3600.0
 """Between two tokens. Deaths are found otherwise; this ends what a pause without end would keep for ever."""
+MAX_EXAMPLES = 3
+"""Closed workers that an error names."""
 MAX_LOST = 4
 """Workers that may die under one request before it is given back to its caller."""
 
@@ -63,8 +64,7 @@ class EngineClient:
         view: MembershipView,
         status: FleetStatus,
         committed: Committed,
-        *,
-        admission_wait_s: float = ADMISSION_WAIT_S,
+        admission_wait_s: float,
     ) -> None:
         self.router = Router()
         self._receiver = receiver
@@ -73,13 +73,14 @@ class EngineClient:
         self._committed = committed
         self._admission_wait_s = admission_wait_s
         self._streams: dict[str, set[IncomingStream]] = {}
-        self._stop_listening = lambda: None
+        self._stop_listening: Callable[[], None] | None = None
 
     def start(self) -> None:
         self._stop_listening = self._view.listen(self._member_changed)
 
     def stop(self) -> None:
-        self._stop_listening()
+        if self._stop_listening is not None:
+            self._stop_listening()
 
     def _member_changed(self, change: Changed) -> None:
         before, after = change.before, change.after
@@ -95,22 +96,28 @@ class EngineClient:
         while no token has come: then another worker has taken over. Closing it aborts the request."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._admission_wait_s
-        lost: set[str] = set()
-        while True:
+        lost: list[Member] = []
+        for attempt in itertools.count():
             member = await self._pick(lost, pinned, give_up)
             tokens = 0
+            # A stream's id is used once: a worker takes the second one for a repetition of the first.
+            stream_id = f"{request.id}.{attempt}" if attempt else request.id
             try:
-                async with aclosing(self._attempt(request, member)) as events:
+                async with aclosing(self._attempt(request, stream_id, member)) as events:
                     async for event in events:
                         if isinstance(event, GenerateDelta):
                             tokens += len(event.token_ids)
                         yield event
                 return
             except (WorkerLost, WrongIncarnation) as error:
-                lost.add(member.instance_id)
+                lost.append(member)
                 if tokens or pinned is not None or len(lost) >= MAX_LOST:
                     raise _as_lost(error, member) from error
-            except NotAdmitted:
+                give_up = loop.time() + self._admission_wait_s
+            except Unavailable as error:
+                # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.
+                if tokens or not (isinstance(error, NotAdmitted) or type(error) is Unavailable):
+                    raise
                 before = self._committed.version
                 await self._committed.try_read()
                 # Refused because we were behind: it may take the request now. Else it says when it opens.
@@ -121,42 +128,66 @@ class EngineClient:
 
     # ---- choosing ----
 
-    async def _pick(self, lost: set[str], pinned: str | None, give_up: float) -> Member:
+    async def _pick(self, lost: list[Member], pinned: str | None, give_up: float) -> Member:
         loop = asyncio.get_running_loop()
         if pinned is not None:
             await self._check_pin(pinned)
         while True:
+            gone = {member.instance_id for member in lost if self._is_current(member)}
             admitted = self._status.admitted()
             if pinned is not None:
                 admitted = {key: load for key, load in admitted.items() if key == pinned}
-            if (chosen := self.router.pick(admitted, lost)) is not None:
+            if (chosen := self.router.pick(admitted, gone)) is not None:
                 member = self._view.member(chosen)
                 if member is not None:
                     return member
             left = give_up - loop.time()
             if left <= 0:
-                raise self._nobody(pinned)
+                raise self._nobody(pinned, lost)
             await self._status.wait_changed(left)
+
+    def _is_current(self, member: Member) -> bool:
+        """Is it still this process? A new one under the same instance id may well take the request."""
+        now = self._view.member(member.instance_id)
+        return now is not None and now.incarnation == member.incarnation
 
     async def _check_pin(self, pinned: str) -> None:
         check_instance_id("nvext.instance_id", pinned)
-        if self._view.member(pinned) is None and self._view.member(pinned) not in await self._view.barrier():
+        if self._view.member(pinned) is None:
+            await self._view.barrier()
+        if self._view.member(pinned) is None:
             raise NotFound(
                 f"no worker {pinned} is in the fleet",
                 field="nvext.instance_id",
                 fix="leave it out, or take one from GET /v1/rl/workers",
             )
 
-    def _nobody(self, pinned: str | None) -> Unavailable:
+    def _nobody(self, pinned: str | None, lost: list[Member]) -> Unavailable:
         waited = f"after {self._admission_wait_s:g} s"
         if not len(self._view.snapshot()):
             return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-        who = f"worker {pinned}" if pinned else "a worker"
-        return NotAdmitted(f"{who} that takes requests was not there {waited}", retry_after_s=1.0)
+        closed = self._status.why_closed()
+        if lost:
+            return WorkerLost(
+                f"{len(lost)} workers were lost before a token came, and no other was there {waited}",
+                lost=[member.instance_id for member in lost],
+                retry_after_s=1.0,
+            )
+        if pinned:
+            closed = {key: why for key, why in closed.items() if key == pinned}
+        examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
+        return NotAdmitted(
+            f"{f'worker {pinned} takes' if pinned else 'no worker takes'} "
+            f"{'no ' if pinned else ''}requests {waited} ({examples})",
+            fix="GET /v1/rl/workers tells why each one is closed",
+            retry_after_s=1.0,
+        )
 
     # ---- one try ----
 
-    async def _attempt(self, request: GenerateRequest, member: Member) -> AsyncGenerator[Event, None]:
+    async def _attempt(
+        self, request: GenerateRequest, stream_id: str, member: Member
+    ) -> AsyncGenerator[Event, None]:
         version = self._committed.version
         since = self._committed.history.count if version is None else await self._committed.place_of(version) or 0
         message = {
@@ -170,10 +201,9 @@ class EngineClient:
         streams = self._streams.setdefault(member.instance_id, set())
         stream = None
         try:
-            stream = await self._receiver.open(subject, request.id, message)
+            stream = await self._receiver.open(subject, stream_id, message)
             streams.add(stream)
-            now = self._view.member(member.instance_id)
-            if now is None or now.incarnation != member.incarnation:
+            if not self._is_current(member):
                 stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
             async with aclosing(self._events(stream, request, since)) as events:
                 async for event in events:

@@ -37,7 +37,9 @@ def call_body(request: Request) -> dict[str, Any]:
     for key in ("fence", "incarnation"):
         if getattr(request, key) is not None:
             raise InvalidRequest(
-                f"{key} belongs into a message to one worker", field=key, fix="leave it out: the frontend has its own"
+                f"{key} belongs into a message to one worker",
+                field=key,
+                fix="leave it out",
             )
     body = dict(request.body)
     targets = list(request.targets) if request.targets is not None else None

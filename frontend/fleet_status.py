@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +32,23 @@ REFUSED_S = 0.1
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     incarnation: str
-    open: bool
+    reasons: tuple[str, ...]
+    """Why it is closed; none: it is open."""
     load: int
     """Requests running and waiting in it, from all frontends."""
     heard_at: float
     """Monotonic seconds."""
+
+    @property
+    def open(self) -> bool:
+        return not self.reasons
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
         """From a status message or a `state` reply."""
         return cls(
             incarnation,
-            bool(wire["admission"]["open"]),
+            () if wire["admission"]["open"] else tuple(wire["admission"]["reasons"]) or ("closed",),
             int(wire["running"]) + int(wire["waiting"]),
             heard_at,
         )
@@ -60,7 +65,7 @@ class FleetStatus:
         self._changed = asyncio.Event()
         self._ask_now = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-        self._stop_listening = lambda: None
+        self._stop_listening: Callable[[], None] | None = None
 
     async def start(self) -> None:
         await self._client.bus.subscribe(self._view.subjects.status, self._message)
@@ -72,7 +77,8 @@ class FleetStatus:
         self._asking = asyncio.create_task(self._ask_forever())
 
     async def stop(self) -> None:
-        self._stop_listening()
+        if self._stop_listening is not None:
+            self._stop_listening()
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -91,6 +97,17 @@ class FleetStatus:
                 and member.instance_id not in self._refused_until
             ):
                 found[member.instance_id] = status.load
+        return found
+
+    def why_closed(self) -> dict[str, str]:
+        """instance_id → reasons, of the members that are not open."""
+        found = {}
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if status is None or status.incarnation != member.incarnation:
+                found[member.instance_id] = "it has not answered"
+            elif not status.open:
+                found[member.instance_id] = ", ".join(status.reasons)
         return found
 
     def refused(self, instance_id: str) -> None:
@@ -114,9 +131,14 @@ class FleetStatus:
         now = time.monotonic()
         try:
             wire = msgpack.unpackb(message.data)
-            self._take(str(wire["instance_id"]), WorkerStatus.from_wire(wire, str(wire["incarnation"]), now))
+            instance_id = str(wire["instance_id"])
+            status = WorkerStatus.from_wire(wire, str(wire["incarnation"]), now)
         except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException):
             log.warning("a malformed message on %s", message.subject)
+            return
+        member = self._view.member(instance_id)
+        if member is not None and member.incarnation == status.incarnation:
+            self._take(instance_id, status)  # one that is not listed yet is asked when it is
 
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
         self._known[instance_id] = status

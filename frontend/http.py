@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -26,6 +27,8 @@ MAX_BODY_BYTES = 1_000_000
 """What a NATS message carries: a longer body could not be passed on."""
 MAX_DISCARD_BYTES = 16_000_000
 """A body over its limit is read to its end up to here: a client that is cut off while it sends sees no 413."""
+BODY_TIMEOUT_S = 30.0
+"""A client that sends its body slower than this holds a connection for nothing."""
 MAX_DEPTH = 64
 """Nested arrays and objects; msgpack and Python's own stack end at some hundred."""
 MIN_RETRY_S = 1
@@ -143,7 +146,9 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"the body is not valid JSON: {error or type(error).__name__}", field="body", fix="send one JSON object"
+            f"the body is not valid JSON: {error or type(error).__name__}",
+            field="body",
+            fix="send one JSON object",
         ) from error
     if not isinstance(value, dict):
         raise InvalidRequest(
@@ -159,6 +164,16 @@ async def read_json(request: Request) -> dict[str, Any]:
     # A client that waits for "100 Continue" learns of the limit before it sends anything.
     if size > MAX_DISCARD_BYTES or (size > MAX_BODY_BYTES and "expect" in request.headers):
         raise _too_large(size)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return parse_json_object(await _read_body(request))
+    except TimeoutError as error:
+        raise InvalidRequest(
+            f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"
+        ) from error
+
+
+async def _read_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     read = 0
     async for chunk in request.stream():
@@ -169,7 +184,7 @@ async def read_json(request: Request) -> dict[str, Any]:
             break
     if read > MAX_BODY_BYTES:
         raise _too_large(read)
-    return parse_json_object(b"".join(chunks))
+    return b"".join(chunks)
 
 
 def _too_large(size: int) -> PayloadTooLarge:
@@ -219,6 +234,7 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None:
+            self._check_origin(scope)
             return
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
@@ -228,6 +244,14 @@ class Guard:
                 field="Authorization",
                 fix="send the header `Authorization: Bearer <key>`",
             )
+
+    @staticmethod
+    def _check_origin(scope: Scope) -> None:
+        """Without a key only this machine reaches us, and on it a browser: another site's page may not steer."""
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+            raise Unauthorized("a web page of another origin needs a key", field="Origin", fix="set a key")
 
 
 def _raise_http_error(request: Request, error: Exception) -> Response:

@@ -9,6 +9,8 @@ from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
+DEFAULT_ADMISSION_WAIT_S = 10.0
+"""An update closes all workers for moments; longer than that is for the caller to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,5 @@ class FrontendOptions:
     insecure: bool = False
     """Bind beyond loopback without a key."""
     liveness_timeout_s: float = 5.0
+    admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
+    """How long a generation request waits for a worker that takes it."""

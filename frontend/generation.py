@@ -1,0 +1,255 @@
+"""The generation listener: OpenAI's routes over the fleet's admitted workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from frontend.committed import Unlabelled
+from frontend.engine_client import EngineClient, Event
+from frontend.http import json_response, make_app, read_json, to_json
+from frontend.openai import ChatBody, CompletionBody
+from frontend.openapi import add_body, add_model, base_schema
+from frontend.plans import Plan, plan_chat, plan_completion
+from frontend.replies import Choice, Chunks, openai_error, whole
+from frontend.streaming import EventStream, unless_gone
+from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable
+from rl_plane.generation import GenerateDelta
+from rl_plane.view import MembershipView
+
+log = logging.getLogger("frontend.generation")
+
+HEALTH = "/health"
+MAX_IN_FLIGHT = 4096
+"""Choices under way in one frontend; a worker takes no more streams than that either."""
+EVENTS_QUEUE = 64
+"""Deltas of all choices that a slow reader may be behind; then the workers are held back."""
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models that every member serves."""
+
+    names: tuple[str, ...]
+    max_model_len: int | None
+
+    @classmethod
+    def of(cls, view: MembershipView) -> Models:
+        members = view.snapshot().members
+        sets = [_names(member.info.get("model")) for member in members]
+        names = set.intersection(*sets) if sets else set()
+        lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
+        return cls(tuple(sorted(names)), min(lengths, default=None))
+
+
+def _names(told: Any) -> set[str]:
+    return set(told) if isinstance(told, (list, tuple)) else {str(told)} if told else set()
+
+
+class Generation:
+    """What the routes do. One per frontend."""
+
+    def __init__(self, engines: EngineClient, view: MembershipView, wait_s: float) -> None:
+        self.outcomes: Counter[str] = Counter()
+        """Finished calls by `ok`, `disconnected` or the error's code."""
+        self.in_flight = 0
+        """Choices under way."""
+        self._engines = engines
+        self._view = view
+        self._wait_s = wait_s
+        self._created = int(time.time())
+
+    # ---- models ----
+
+    def list_models(self) -> dict[str, Any]:
+        models = Models.of(self._view)
+        rows = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "rl_plane",
+                "max_model_len": models.max_model_len,
+            }
+            for name in models.names
+        ]
+        return {"object": "list", "data": rows}
+
+    async def _models(self) -> Models:
+        if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
+            raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+        return Models.of(self._view)
+
+    @staticmethod
+    def _check_model(models: Models, asked: str | None) -> str:
+        """The reply's `model`."""
+        if asked is None:
+            return models.names[0] if models.names else ""
+        if asked not in models.names:
+            raise NotFound(
+                f"there is no model {asked[:200]!r}; there is {', '.join(models.names) or 'none'}",
+                field="model",
+                models=list(models.names),
+                fix="name one of `models`, or leave it out",
+            )
+        return asked
+
+    # ---- the routes ----
+
+    async def completions(self, request: Request) -> Response:
+        plan = plan_completion(await read_json(request), f"cmpl-{uuid.uuid4().hex}")
+        return await self._answer(request, plan, await self._models())
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await read_json(request)
+        length = Models.of(self._view).max_model_len
+        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length)
+        return await self._answer(request, plan, await self._models())
+
+    async def _answer(self, request: Request, plan: Plan, models: Models) -> Response:
+        model, created = self._check_model(models, plan.model), int(time.time())
+        choices = [Choice(index) for index in range(len(plan.requests))]
+        if plan.stream:
+            return EventStream(self._stream(plan, choices, Chunks(plan, choices, model, created)))
+        await unless_gone(request.receive, self._collect(plan, choices))
+        return json_response(whole(plan, choices, model, created))
+
+    async def _collect(self, plan: Plan, choices: list[Choice]) -> None:
+        async with self._counted(plan), aclosing(self._run(plan)) as events:
+            try:
+                async for index, event in events:
+                    choices[index].take(event)
+            except PlaneError as error:
+                _add_partial(error, choices)
+                raise
+
+    async def _stream(self, plan: Plan, choices: list[Choice], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+        start, begun = time.monotonic(), False
+        try:
+            async with self._counted(plan), aclosing(self._run(plan)) as events:
+                async for index, event in events:
+                    offset = len(choices[index].text)
+                    choices[index].take(event)
+                    if isinstance(event, GenerateDelta):
+                        yield to_json(chunks.of(choices[index], event, offset))
+                        begun = True
+            if plan.include_usage:
+                yield to_json(chunks.usage())
+            yield DONE
+        except Exception as error:
+            if not begun:
+                raise
+            if not isinstance(error, PlaneError):
+                log.exception("a stream broke")
+                error = PlaneError("an unexpected error; see the log")
+            _add_partial(error, choices)
+            # No [DONE] after it: nobody may take this for a whole reply.
+            yield to_json(openai_error(error, time.monotonic() - start))
+
+    @asynccontextmanager
+    async def _counted(self, plan: Plan) -> AsyncIterator[None]:
+        count = len(plan.requests)
+        if self.in_flight + count > MAX_IN_FLIGHT:
+            raise Unavailable(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
+        self.in_flight += count
+        outcome = "disconnected"
+        try:
+            yield
+            outcome = "ok"
+        except PlaneError as error:
+            outcome = error.code
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            self.in_flight -= count
+            self.outcomes[outcome] += 1
+
+    async def _run(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
+        """The events of all choices as they come. Closing it, or the first error, aborts the rest."""
+        queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
+
+        async def one(index: int) -> None:
+            last: Exception | None = None
+            try:
+                async with aclosing(self._engines.generate(plan.requests[index], plan.instance_id)) as events:
+                    async for event in events:
+                        await queue.put((index, event))
+            except Exception as error:
+                last = error
+            await queue.put((index, last))
+
+        tasks = [asyncio.create_task(one(index)) for index in range(len(plan.requests))]
+        try:
+            left = len(tasks)
+            while left:
+                index, event = await queue.get()
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
+                    left -= 1
+                else:
+                    yield index, event
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
+    """An error after the first token carries the tokens so far; of tokens that belong to no version, none."""
+    if isinstance(error, Unlabelled) or not any(choice.token_ids for choice in choices):
+        return
+    cut = next((c for c in choices if c.token_ids and c.finish_reason is None), choices[0])
+    error.facts["partial"] = cut.partial()
+    if len(choices) > 1:
+        error.facts["partials"] = [choice.partial() for choice in choices]
+
+
+async def _health(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
+    app = make_app("rl_plane: generation", key, frozenset({HEALTH}), openai_error)
+
+    async def models(request: Request) -> Response:
+        return json_response(generation.list_models())
+
+    app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
+    app.add_api_route("/v1/models", models, methods=["GET"], summary="What is served.", response_model=None)
+    for path, handler in (
+        ("/v1/completions", generation.completions),
+        ("/v1/chat/completions", generation.chat_completions),
+    ):
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            summary="Tokens or text in, tokens and text out; `stream` for server-sent events.",
+            response_model=None,
+        )
+    app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = base_schema(app, with_key)
+        for path, body in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
+            add_model(schema, body)
+            add_body(schema["paths"][path]["post"], body, required=True)
+        app.openapi_schema = schema
+    return app.openapi_schema

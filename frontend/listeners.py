@@ -1,0 +1,107 @@
+"""The two listeners' sockets and servers, in one process and one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from rl_plane.errors import InvalidRequest
+
+BACKLOG = 2048
+GRACE_S = 3
+"""How long each part of a stop waits for what is under way; open event streams would hold it for ever, and a
+container is killed after 10 s."""
+KEEP_ALIVE_S = 30
+"""Longer than uvicorn's 5: a trainer's step lies between two of its calls."""
+
+
+def bind(field: str, host: str, port: int, key: str | None, insecure: bool) -> socket.socket:
+    """A listening socket. `field` is the option that names the port."""
+    if not 0 <= port <= 65_535:
+        raise InvalidRequest(f"{field} is {port}", field=field, fix="use 1 to 65535, or 0 for a free one")
+    if key is not None and key != key.strip():
+        raise InvalidRequest(
+            f"the key of {field} begins or ends with a space, which no header carries",
+            field="admin_key" if field == "rl_port" else "api_key",
+            fix="set it without",
+        )
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(
+            f"{host!r} is no address here: {error}", field="host", fix="such as 127.0.0.1"
+        ) from error
+    # Looked at after the name was resolved: what counts is where we really bind.
+    if not key and not insecure and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
+        name = "admin_key" if field == "rl_port" else "api_key"
+        raise InvalidRequest(
+            f"{host} can be reached from elsewhere, and there is no {name}",
+            field="host",
+            fix=f"set {name} (RL_PLANE_{name.upper()}), bind to 127.0.0.1, or say --insecure",
+        )
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two sockets may bind with SO_REUSEADDR until one listens: only now the port is surely ours.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise InvalidRequest(
+                f"port {port} on {host} is in use",
+                field=field,
+                fix=f"choose another with {field} (0: a free one), or stop what listens there",
+            ) from error
+        raise InvalidRequest(
+            f"can't listen on {host}:{port}: {error}", field=field, fix="choose another"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    address = ipaddress.ip_address(host.split("%")[0])
+    if address.is_unspecified:
+        host = "127.0.0.1"
+    elif address.version == 6:
+        host = f"[{host}]"
+    return f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Leaves signals to us, since two servers would fight over them, and tells when it accepts connections."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.accepting.set()

@@ -1,0 +1,46 @@
+"""`/metrics`, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Sample = tuple[Mapping[str, str], float]
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def metric(name: str, kind: str, words: str, samples: Iterable[Sample]) -> str:
+    lines = [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
+    for labels, value in samples:
+        inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        lines.append(f"{name}{{{inner}}} {value:g}" if inner else f"{name} {value:g}")
+    return "\n".join(lines) + "\n"
+
+
+def frontend_metrics(
+    *,
+    workers: int,
+    admitted: int,
+    epoch: int,
+    sequence: int | None,
+    outcomes: Mapping[str, int],
+    in_flight: int,
+) -> str:
+    parts = [
+        metric("rl_plane_workers", "gauge", "Workers in the fleet.", [({}, workers)]),
+        metric("rl_plane_workers_admitted", "gauge", "Workers that take generation.", [({}, admitted)]),
+        metric("rl_plane_membership_epoch", "gauge", "Grows with each join and leave.", [({}, epoch)]),
+        metric(
+            "rl_plane_generation_requests_total",
+            "counter",
+            "Generation calls that have ended here, by outcome.",
+            [({"outcome": outcome}, count) for outcome, count in sorted(outcomes.items())],
+        ),
+        metric("rl_plane_generation_in_flight", "gauge", "Choices under way here.", [({}, in_flight)]),
+    ]
+    if sequence is not None:
+        words = "The committed version's sequence."
+        parts.append(metric("rl_plane_committed_sequence", "gauge", words, [({}, sequence)]))
+    return "".join(parts)

@@ -1,0 +1,207 @@
+"""What the OpenAI routes take.
+
+A field that OpenAI, vLLM or SGLang know and we don't serve is refused by its name (501) unless it says what we do
+anyway; one that nobody knows is a 400. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_plane.errors import Unsupported
+from rl_plane.generation import MAX_PROMPT_TOKENS
+
+MAX_N = 128
+MAX_SEED = 1 << 63
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(BaseModel):
+    model_config = _STRICT
+
+    include_usage: bool = False
+    """A last chunk with the usage and no choices."""
+
+
+class NvExt(BaseModel):
+    """Dynamo's extension object."""
+
+    model_config = _STRICT
+
+    instance_id: str | None = None
+    """Strictly this worker."""
+    return_token_ids: bool | None = None
+
+
+class GenerationBody(BaseModel):
+    """What both routes take. null means the default."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    """None: the only one."""
+    prompt_token_ids: TokenIds | None = None
+    """Tokens in: instead of a prompt or messages, which may then be empty."""
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0.0)
+    """Default 1; 0 means greedy."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1)
+    """0 or -1: all tokens."""
+    seed: int | None = Field(None, ge=0, lt=MAX_SEED)
+    """Choice i has seed + i."""
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    nvext: NvExt | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions"""
+
+    prompt: str | TokenIds | None = None
+    logprobs: int | None = Field(None, ge=0)
+    """0 or 1: the chosen token's."""
+
+
+class TextPart(BaseModel):
+    model_config = _STRICT
+
+    type: str
+    text: str
+
+
+class ChatMessage(BaseModel):
+    model_config = _STRICT
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+
+_NONE: tuple[Any, ...] = ()
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # Each with the values, besides null, that change nothing.
+    "stop": ([],),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "prompt_logprobs": _NONE,
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "guided_json": _NONE,
+    "guided_regex": _NONE,
+    "guided_choice": _NONE,
+    "guided_grammar": _NONE,
+    "structured_outputs": _NONE,
+    "regex": _NONE,
+    "json_schema": _NONE,
+    "ebnf": _NONE,
+    "logits_processors": ([],),
+    "allowed_token_ids": _NONE,
+    "bad_words": ([],),
+    "bad_words_token_ids": ([],),
+    "truncate_prompt_tokens": _NONE,
+    "add_special_tokens": _NONE,
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_tokens_as_token_ids": (True,),  # that is how ours are written
+    "detokenize": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": _NONE,
+    "chat_template_kwargs": ({},),
+    "chat_template_args": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "audio": _NONE,
+    "prediction": _NONE,
+    "reasoning_effort": _NONE,
+    "verbosity": _NONE,
+    "web_search_options": _NONE,
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "priority": (0,),
+    "cache_salt": _NONE,
+    "prompt_cache_key": _NONE,
+    "safety_identifier": _NONE,
+    "lora_path": _NONE,
+    "return_routed_experts": (False,),
+    "return_hidden_states": (False,),
+}
+_REFUSED_IN_MESSAGES = (
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "refusal",
+    "audio",
+    "reasoning_content",
+)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where true is not 1."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def unsupported(field: str, fix: str = "leave it out") -> Unsupported:
+    return Unsupported(f"{field} is not supported here", field=field, fix=fix)
+
+
+def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
+    kept = {}
+    for key, value in body.items():
+        if key not in REFUSED or key in served.model_fields:
+            kept[key] = value
+        elif value is not None and not any(_same(value, neutral) for neutral in REFUSED[key]):
+            raise unsupported(key)
+    return kept
+
+
+def refuse_in_messages(body: dict[str, Any]) -> None:
+    """Known parts of chat messages that we don't serve."""
+    messages = body.get("messages")
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):
+            continue
+        for field in _REFUSED_IN_MESSAGES:
+            if field in message:
+                raise unsupported(f"messages.{number}.{field}")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                raise unsupported(f"messages.{number}.content of type {str(part['type'])[:64]!r}", "send text")

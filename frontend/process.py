@@ -1,0 +1,178 @@
+"""The frontend process: one connection to NATS, the facade, the generation API and the fleet subject."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from frontend.admin import make_admin_app
+from frontend.calls import FleetCalls
+from frontend.committed import Committed
+from frontend.engine_client import EngineClient
+from frontend.fleet_service import FleetService
+from frontend.fleet_status import FleetStatus
+from frontend.generation import Generation, make_generation_app
+from frontend.listeners import GRACE_S, Server, bind, url_of
+from frontend.metrics import frontend_metrics
+from frontend.options import FrontendOptions
+from rl_plane.client import RlClient
+from rl_plane.fleet import Fleet
+from rl_plane.streams import StreamReceiver
+from rl_plane.view import MembershipView
+
+log = logging.getLogger("frontend")
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+OnReady = Callable[[dict[str, Any]], None]
+
+
+class Frontend:
+    """Everything but the listeners. `running` starts and ends it."""
+
+    def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions) -> None:
+        self.client = client
+        self.view = view
+        self.status = FleetStatus(client, view)
+        self.committed = Committed(client.bus, view.subjects.state)
+        self.receiver = StreamReceiver(client.bus)
+        self.engines = EngineClient(self.receiver, view, self.status, self.committed, options.admission_wait_s)
+        self.generation = Generation(self.engines, view, options.admission_wait_s)
+        fleet = Fleet(client)
+        fleet.liveness_timeout_s = options.liveness_timeout_s
+        self.calls = FleetCalls(fleet)
+        self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, options: FrontendOptions) -> AsyncIterator[Frontend]:
+        name = f"frontend-{secrets.token_hex(4)}"
+        client = await RlClient.connect(options.nats_url, options.namespace, options.component, name=name)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            frontend = cls(client, await client.view(), options)
+            # Ended in the opposite order: first what takes new work, last the connection.
+            await frontend.receiver.start()
+            stack.push_async_callback(frontend.receiver.stop)
+            await frontend.committed.start()
+            await frontend.status.start()
+            stack.push_async_callback(frontend.status.stop)
+            frontend.engines.start()
+            stack.callback(frontend.engines.stop)
+            stack.push_async_callback(frontend.calls.close, GRACE_S)
+            await frontend.service.start()
+            stack.push_async_callback(frontend.service.stop, GRACE_S)
+            yield frontend
+
+    def metrics(self) -> str:
+        snapshot = self.view.snapshot()
+        version = self.committed.version
+        return frontend_metrics(
+            workers=len(snapshot),
+            admitted=len(self.status.admitted()),
+            epoch=snapshot.epoch,
+            sequence=version.sequence if version else None,
+            outcomes=self.generation.outcomes,
+            in_flight=self.generation.in_flight,
+        )
+
+
+async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> None:
+    """Runs until SIGTERM, SIGINT or cancellation. `on_ready` gets `{rl_url, http_url}` once both accept
+    connections; None stands for a listener that is off."""
+    with contextlib.ExitStack() as sockets:
+        # Before anything else is opened: a port that is taken is found at once, and nobody is disturbed.
+        rl = _listener(sockets, "rl_port", options, options.rl_port, options.admin_key)
+        http = _listener(sockets, "http_port", options, options.http_port, options.api_key)
+        async with Frontend.running(options) as frontend:
+            apps: list[tuple[FastAPI, socket.socket]] = []
+            if rl is not None:
+                apps.append((make_admin_app(frontend.calls, options.admin_key or None, frontend.metrics), rl))
+            if http is not None:
+                apps.append((make_generation_app(frontend.generation, options.api_key or None), http))
+            urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
+            await _serve(apps, lambda: on_ready(urls) if on_ready else None)
+
+
+def _listener(
+    stack: contextlib.ExitStack, field: str, options: FrontendOptions, port: int | None, key: str | None
+) -> socket.socket | None:
+    if port is None:
+        return None
+    return stack.enter_context(bind(field, options.host, port, key or None, options.insecure))
+
+
+async def _serve(apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None]) -> None:
+    servers = [Server(app) for app, _ in apps]
+    runs = [
+        asyncio.create_task(server.serve([listener]), name="listener")
+        for server, (_, listener) in zip(servers, apps, strict=True)
+    ]
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(stop.wait())
+    try:
+        with _signals(servers, stop):
+            for server in servers:
+                await server.accepting.wait()
+            on_ready()
+            await asyncio.wait({waiting, *runs}, return_when=asyncio.FIRST_COMPLETED)
+            log.info("stopping")
+    finally:
+        waiting.cancel()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*runs)
+
+
+@contextlib.contextmanager
+def _signals(servers: list[Server], stop: asyncio.Event) -> Any:
+    loop = asyncio.get_running_loop()
+
+    def handle() -> None:
+        if stop.is_set():  # the second one: whoever sends it does not want to wait
+            for server in servers:
+                server.force_exit = True
+        stop.set()
+
+    installed = []
+    for number in SIGNALS:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
+            loop.add_signal_handler(number, handle)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def started(options: FrontendOptions) -> AsyncIterator[dict[str, Any]]:
+    """A frontend beside other work in this loop, until the block ends; gives what `on_ready` gets."""
+    urls: dict[str, Any] = {}
+    ready = asyncio.Event()
+
+    def on_ready(found: dict[str, Any]) -> None:
+        urls.update(found)
+        ready.set()
+
+    run = asyncio.create_task(serve(options, on_ready))
+    run.add_done_callback(lambda _: ready.set())
+    try:
+        await ready.wait()
+        if run.done():
+            await run  # raises why it could not start
+        yield urls
+    finally:
+        run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await run

@@ -1,0 +1,547 @@
+"""The generation API over real worker processes with the fake engine: tokens tell which weights made them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from frontend.options import FrontendOptions
+from frontend.process import started
+from rl_plane.client import RlClient
+from rl_plane.nats_server import NatsServer
+from worker.engines.fake import fake_logprob, fake_token
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+WAIT_S = 1.0
+"""How long a request waits for admission in these tests."""
+PROMPT = [5, 6, 7]
+
+LIES = """
+import worker.engines.fake as fake
+honest = fake.FakeEngine.generate
+async def lying(self, request):
+    async for delta in honest(self, request):
+        spans = [span.model_copy(update={"digest": "blake3:" + "0" * 64}) for span in delta.spans]
+        yield delta.model_copy(update={"spans": spans[:SPANS]})
+fake.FakeEngine.generate = lying
+"""
+
+
+@asynccontextmanager
+async def frontend(plane: Plane, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    given = {"rl_port": None, "http_port": 0, "admission_wait_s": WAIT_S, **more}
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, **given)
+    async with started(options) as urls, httpx.AsyncClient(base_url=urls["http_url"], timeout=30) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    async with frontend(plane) as client:
+        yield client
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-length"] == str(len(response.content))
+    body = response.json()
+    assert body["status"] == "error"
+    error: dict[str, Any] = body["error"]
+    assert error["message"]
+    assert error["code"]
+    assert error["type"]
+    return error
+
+
+async def ask(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-length"] == str(len(response.content))
+    reply: dict[str, Any] = response.json()
+    return reply
+
+
+def events_of(text: str) -> list[Any]:
+    parts = text.split("\n\n")
+    assert parts[-1] == ""
+    assert all(part.startswith("data: ") for part in parts[:-1])
+    found = [part.removeprefix("data: ") for part in parts[:-1]]
+    return [part if part == "[DONE]" else json.loads(part) for part in found]
+
+
+async def next_event(lines: AsyncIterator[str]) -> Any:
+    async for line in lines:
+        if line:
+            data = line.removeprefix("data: ")
+            return data if data == "[DONE]" else json.loads(data)
+    return None
+
+
+async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+    return (await client.call(instance_id, "state")).body
+
+
+async def until_running(plane: Plane, client: RlClient, instance_id: str, count: int) -> None:
+    async def so_many() -> bool:
+        state = await state_of(client, instance_id)
+        return int(state["running"]) + int(state["waiting"]) == count
+
+    await plane.until(so_many)
+
+
+async def update(plane: Plane, seed: int, **policy: Any) -> dict[str, Any]:
+    fleet = await plane.fleet()
+    transport = {"backend": "filesystem", "path": str(plane.model(seed))}
+    body = {"transport": transport, "version": f"step_{seed}", "policy": policy}
+    version: dict[str, Any] = (await fleet.run("update_weights", body))["version"]
+    return version
+
+
+def tokens_under(digest: str, start: int, end: int) -> list[int]:
+    return [fake_token(digest, PROMPT, position) for position in range(start, end)]
+
+
+# ---- what comes back ----
+
+
+async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn()
+    version = await update(plane, 1)
+    reply = await ask(http, max_tokens=4, logprobs=1, return_token_ids=True)
+    (choice,) = reply["choices"]
+    assert choice["token_ids"] == tokens_under(version["digest"], 0, 4)
+    made = [fake_logprob(version["digest"], PROMPT, position) for position in range(4)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(made)
+    assert choice["finish_reason"] == "length"
+    span = {"version": "step_1", "sequence": 1, "digest": version["digest"], "run": version["run"]}
+    assert choice["weight_versions"] == [{**span, "start": 0, "end": 4}]
+    assert choice["instance_id"] == reply["nvext"]["instance_id"] == worker.instance_id
+    assert reply["nvext"]["weight_version"] == version
+    assert reply["prompt_token_ids"] == PROMPT
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert (reply["object"], reply["model"]) == ("text_completion", "seed0")
+
+
+async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = plane.spawn_many(2)
+    client = await plane.client()
+    for worker in workers:
+        await until_running(plane, client, worker.instance_id, 0)
+    await ask(http, nvext={"instance_id": workers[0].instance_id})
+    await ask(http, nvext={"instance_id": workers[1].instance_id})
+    reply = await ask(http, n=4, seed=3, max_tokens=2, return_token_ids=True)
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in reply["choices"]}) == 1
+    assert {choice["instance_id"] for choice in reply["choices"]} == {worker.instance_id for worker in workers}
+    assert reply["usage"]["completion_tokens"] == 8
+
+
+async def test_a_stream_and_a_whole_reply_say_the_same(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "logprobs": 0, "return_token_ids": True, "n": 2}
+    whole = await ask(http, **body)
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    response = await http.post("/v1/completions", json=streamed)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, done = events_of(response.text)
+    assert done == "[DONE]"
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    for index in (0, 1):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        same = whole["choices"][index]
+        assert [token for chunk in mine for token in chunk["token_ids"]] == same["token_ids"]
+        assert "".join(chunk["text"] for chunk in mine) == same["text"]
+        logprobs = [value for chunk in mine for value in chunk["logprobs"]["token_logprobs"]]
+        assert logprobs == same["logprobs"]["token_logprobs"]
+        assert mine[-1]["weight_versions"] == same["weight_versions"]
+        assert mine[-1]["finish_reason"] == "length"
+        assert all(chunk["finish_reason"] is None for chunk in mine[:-1])
+
+
+async def test_a_chat(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"messages": messages, "max_completion_tokens": 2, "logprobs": True, "return_token_ids": True}
+    reply = (await http.post("/v1/chat/completions", json=body)).json()
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == "".join(f" t{token}" for token in choice["token_ids"])
+    assert len(choice["logprobs"]["content"]) == 2
+    assert reply["usage"]["prompt_tokens"] == len(reply["prompt_token_ids"])
+    chunks = events_of((await http.post("/v1/chat/completions", json={**body, "stream": True})).text)[:-1]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == choice["message"]["content"]
+    ids = {"messages": [], "prompt_token_ids": PROMPT, "max_tokens": 2, "return_token_ids": True}
+    reply = (await http.post("/v1/chat/completions", json=ids)).json()
+    assert reply["prompt_token_ids"] == PROMPT
+
+
+async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    token = (await ask(http, max_tokens=3, return_token_ids=True))["choices"][0]["token_ids"][2]
+    (choice,) = (await ask(http, max_tokens=50, stop_token_ids=[token], return_token_ids=True))["choices"]
+    assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", token)
+
+
+async def test_models(plane: Plane, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/v1/models")).json() == {"object": "list", "data": []}
+    plane.spawn()
+    client = await plane.client()
+    await client.wait_for(1)
+    await ask(http, model="seed0")
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["max_model_len"] == 4096
+    assert (model["id"], model["object"], model["owned_by"]) == ("seed0", "model", "rl_plane")
+    response = await http.post("/v1/completions", json={"prompt": "hi", "model": "other"})
+    error = error_of(response, 404)
+    assert (error["field"], error["models"]) == ("model", ["seed0"])
+
+
+async def test_a_key_guards_it(plane: Plane) -> None:
+    plane.spawn()
+    async with frontend(plane, api_key="k") as http:
+        assert (await http.get("/health")).status_code == 200
+        assert error_of(await http.get("/v1/models"), 401)["type"] == "authentication_error"
+        error_of(await http.post("/v1/completions", json={"prompt": "hi"}), 401)
+        http.headers["Authorization"] = "Bearer k"
+        await ask(http)
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        assert "requestBody" in paths["/v1/completions"]["post"]
+
+
+# ---- bad input ----
+
+
+async def test_bad_input_is_refused_by_name(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt_token_ids": [1], "prompt": "x"}, 400, "prompt_token_ids"),
+        ({"prompt_token_ids": [1 << 30]}, 400, "prompt_token_ids"),
+        ({"prompt": "x", "max_tokens": 100_000}, 400, "max_tokens"),
+        ({"prompt": "x", "stop": ["a"]}, 501, "stop"),
+        ({"prompt": "x", "nvext": {"instance_id": "zz"}}, 400, "nvext.instance_id"),
+        ({"prompt": "x", "nvext": {"instance_id": "0123456789abcdef"}}, 404, "nvext.instance_id"),
+    ]
+    for body, status, field in cases:
+        for stream in (False, True):  # a stream's error has its status too, while nothing was sent
+            response = await http.post("/v1/completions", json={**body, "stream": stream})
+            assert error_of(response, status)["field"] == field
+    for content in (b"{", b"[]", b'{"prompt": "x", "temperature": NaN}'):
+        error_of(await http.post("/v1/completions", content=content), 400)
+    error_of(await http.post("/v1/completions", content=b" " * 1_000_001), 413)
+    error_of(await http.post("/v1/nothing"), 404)
+    error_of(await http.get("/v1/completions"), 405)
+
+
+async def test_nobody_there_or_nobody_open(plane: Plane, http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json={"prompt": "hi"})
+    assert error_of(response, 503)["code"] == "no_workers"
+    assert int(response.headers["retry-after"]) >= 1
+    worker = plane.spawn()
+    await ask(http)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [worker.instance_id]})
+    response = await http.post("/v1/completions", json={"prompt": "hi"})
+    error = error_of(response, 503)
+    assert error["code"] == "not_admitted"
+    assert "disabled" in error["message"]
+    pinned = {"prompt": "hi", "nvext": {"instance_id": worker.instance_id}}
+    error_of(await http.post("/v1/completions", json=pinned), 503)
+    waiting = asyncio.create_task(ask(http))
+    await fleet.run("enable", {"workers": [worker.instance_id]})
+    await waiting
+
+
+# ---- versions ----
+
+
+async def test_an_update_under_way_labels_each_token(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(token_delay_s=0.02)
+    old = (await ask(http, max_tokens=1))["nvext"]["weight_version"]
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 60, "stream": True, "return_token_ids": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        tokens = (await next_event(lines))["choices"][0]["token_ids"]
+        new = await update(plane, 1)
+        while (event := await next_event(lines)) != "[DONE]":
+            tokens += event["choices"][0]["token_ids"]
+            last = event
+    first, second = last["choices"][0]["weight_versions"]
+    assert (first["digest"], second["digest"]) == (old["digest"], new["digest"])
+    assert tokens == tokens_under(old["digest"], 0, first["end"]) + tokens_under(
+        new["digest"], second["start"], 60
+    )
+    assert last["nvext"]["weight_version"] is None
+    assert (await ask(http))["nvext"]["weight_version"] == new
+
+
+async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn_many(2)
+    await ask(http)
+    digests: dict[int, str] = {}
+    done = asyncio.Event()
+
+    async def callers() -> int:
+        count = 0
+        while not done.is_set():
+            (choice,) = (await ask(http, max_tokens=2, return_token_ids=True))["choices"]
+            (span,) = choice["weight_versions"]
+            assert choice["token_ids"] == tokens_under(span["digest"], 0, 2)
+            digests.setdefault(span["sequence"], span["digest"])
+            count += 1
+        return count
+
+    tasks = [asyncio.create_task(callers()) for _ in range(4)]
+    for seed in range(1, 6):
+        version = await update(plane, seed)
+        # What is asked after the answer is made by the new version.
+        assert (await ask(http))["nvext"]["weight_version"] == version
+    done.set()
+    assert all(await asyncio.gather(*tasks))
+    assert len(digests) > 1
+
+
+@pytest.mark.parametrize("spans", [0, 1])
+async def test_tokens_of_no_committed_version_are_not_delivered(
+    plane: Plane, http: httpx.AsyncClient, spans: int
+) -> None:
+    plane.spawn(patch=LIES.replace("SPANS", str(spans)))
+    body = {"prompt": "hi", "max_tokens": 1}
+    response = await http.post("/v1/completions", json=body)
+    error = error_of(response, 503)
+    assert error["code"] == "unlabelled"
+    assert "partial" not in error
+    assert error_of(await http.post("/v1/completions", json={**body, "stream": True}), 503) == error
+
+
+# ---- workers that die, callers that leave ----
+
+
+async def test_a_worker_that_dies_before_its_first_token_costs_nothing(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(instance_id="f" * 16)
+    await ask(http)
+    victim = plane.spawn(token_delay_s=60, instance_id="0" * 16)
+    client = await plane.client()
+    await client.wait_for(2)
+
+    # Equally loaded, the one that had no turn yet is the victim.
+    tasks = [asyncio.create_task(ask(http, max_tokens=3, n=2)) for _ in range(2)]
+    await until_running(plane, client, victim.instance_id, 2)
+    victim.kill()
+    for reply in await asyncio.gather(*tasks):
+        assert {choice["instance_id"] for choice in reply["choices"]} == {"f" * 16}
+
+
+async def test_the_only_worker_may_come_back_as_a_new_process(plane: Plane) -> None:
+    victim = plane.spawn(token_delay_s=60)
+    client = await plane.client()
+    async with frontend(plane, admission_wait_s=20) as http:
+        task = asyncio.create_task(ask(http, max_tokens=1))
+        await until_running(plane, client, victim.instance_id, 1)
+        victim.kill()
+        plane.spawn(instance_id=victim.instance_id)
+        assert (await task)["nvext"]["instance_id"] == victim.instance_id
+
+
+async def test_a_pinned_request_ends_with_its_worker(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    victim = plane.spawn(token_delay_s=60)
+    client = await plane.client()
+    body = {"prompt": "hi", "nvext": {"instance_id": victim.instance_id}}
+    task = asyncio.create_task(http.post("/v1/completions", json=body))
+    await until_running(plane, client, victim.instance_id, 1)
+    victim.kill()
+    error = error_of(await task, 503)
+    assert (error["code"], error["instance_id"]) == ("worker_lost", victim.instance_id)
+
+
+async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+    victim = plane.spawn(token_delay_s=0.05)
+    digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "logprobs": 0, "return_token_ids": True}
+    whole = asyncio.create_task(http.post("/v1/completions", json=body))
+    client = await plane.client()
+    await until_running(plane, client, victim.instance_id, 1)
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        lines = response.aiter_lines()
+        tokens = []
+        for _ in range(3):
+            tokens += (await next_event(lines))["choices"][0]["token_ids"]
+        victim.kill()
+        while "choices" in (event := await next_event(lines)):
+            tokens += event["choices"][0]["token_ids"]
+        assert await next_event(lines) is None
+    for error in (event["error"], error_of(await whole, 503)):
+        assert error["code"] == "worker_lost"
+        partial = error["partial"]
+        assert partial["token_ids"] == tokens_under(digest, 0, len(partial["token_ids"]))
+        assert len(partial["token_ids"]) == len(partial["logprobs"]) >= 3
+        assert partial["weight_versions"] is None
+    assert event["error"]["partial"]["token_ids"] == tokens
+
+
+async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn(token_delay_s=0.05)
+    await ask(http, max_tokens=1)
+    client = await plane.client()
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 3}
+    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        await next_event(response.aiter_lines())
+        await until_running(plane, client, worker.instance_id, 3)
+    await until_running(plane, client, worker.instance_id, 0)
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/completions", json=body, timeout=0.3)
+    await until_running(plane, client, worker.instance_id, 0)
+    # Before the first token too, where a stream has not begun its reply.
+    fleet = await plane.fleet()
+    await fleet.run("pause")
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/completions", json={**body, "stream": True}, timeout=0.3)
+    await until_running(plane, client, worker.instance_id, 0)
+
+
+async def test_an_abort_by_the_trainer_gives_the_tokens_so_far(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(token_delay_s=0.02)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "stream": True, "return_token_ids": True}
+    fleet = await plane.fleet()
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        first = await next_event(lines)
+        await fleet.run("abort_requests", {"request_ids": [first["id"]]})
+        while (event := await next_event(lines)) != "[DONE]":
+            last = event
+    assert last["choices"][0]["finish_reason"] == "abort"
+    assert last["choices"][0]["weight_versions"][0]["end"] > 0
+
+
+async def test_streams_survive_a_restart_of_nats(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    plane.spawn(token_delay_s=0.02)
+    async with frontend(plane, admission_wait_s=10) as http:
+        digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
+        body = {"prompt_token_ids": PROMPT, "max_tokens": 100, "stream": True, "return_token_ids": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            server.kill()
+            server.start()
+            while (event := await next_event(lines)) != "[DONE]":
+                tokens += event["choices"][0]["token_ids"]
+        assert tokens == tokens_under(digest, 0, 100)
+        await ask(http)
+
+
+async def test_sigterm_ends_the_process_though_a_stream_is_open(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.05)
+    code = """
+import asyncio, sys
+from frontend.options import FrontendOptions
+from frontend.process import serve
+options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0)
+asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", code, plane.url, plane.namespace, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            url = (await process.stdout.readline()).decode().strip()
+        body = {"prompt": "hi", "max_tokens": 2000, "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.aiter_lines()
+            await next_event(lines)
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(20):
+                assert await process.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn(instance_id="f" * 16)
+    victim = plane.spawn(instance_id="0" * 16)
+    await ask(http, nvext={"instance_id": "0" * 16})
+    await ask(http, nvext={"instance_id": "f" * 16})  # so the next turn is the victim's
+    monkeypatch.setattr("frontend.engine_client.ACCEPT_TIMEOUT_S", 0.3)
+    victim.stop()
+    try:
+        assert (await ask(http))["nvext"]["instance_id"] == "f" * 16
+    finally:
+        victim.go_on()
+
+
+# ---- what may be lost on the way ----
+
+
+async def test_every_frontend_serves_the_new_version_after_an_update(plane: Plane) -> None:
+    plane.spawn()
+    async with frontend(plane) as one, frontend(plane) as two:
+        for seed in (1, 2):
+            version = await update(plane, seed)
+            for http in (one, two):
+                assert (await ask(http))["nvext"]["weight_version"] == version
+
+
+async def test_a_frontend_that_missed_the_decision_learns_it_from_a_refusal(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deaf(*args: object) -> None:
+        pass
+
+    monkeypatch.setattr("frontend.committed.Committed._feed", deaf)
+    plane.spawn()
+    async with frontend(plane) as http:
+        await ask(http)
+        version = await update(plane, 1)
+        assert (await ask(http))["nvext"]["weight_version"] == version
+
+
+async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def deaf(*args: object) -> None:
+        pass
+
+    monkeypatch.setattr("frontend.fleet_status.FleetStatus._message", deaf)
+    async with frontend(plane, admission_wait_s=10) as http:
+        worker = plane.spawn()
+        await ask(http)
+        fleet = await plane.fleet()
+        await fleet.run("disable", {"workers": [worker.instance_id]})
+        waiting = asyncio.create_task(ask(http))
+        await fleet.run("enable", {"workers": [worker.instance_id]})
+        await waiting
+
+
+async def test_choices_under_way_are_bounded(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    await ask(http)
+    monkeypatch.setattr("frontend.generation.MAX_IN_FLIGHT", 1)
+    for stream in (False, True):
+        response = await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "stream": stream})
+        assert error_of(response, 503)["code"] == "unavailable"
+        assert response.headers["retry-after"] == "1"
+    await ask(http)

@@ -1,0 +1,665 @@
+"""The frontend's pure parts: bodies, plans, routing, version history, coalescing, listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from frontend.admin import list_fields, merge_query
+from frontend.calls import MAX_IN_FLIGHT, FleetCalls
+from frontend.committed import MAX_HISTORY, History, Unlabelled
+from frontend.engine_client import Accepted
+from frontend.fleet_service import call_body
+from frontend.http import error_body, error_response, parse_json_object, to_json
+from frontend.listeners import bind, url_of
+from frontend.metrics import metric
+from frontend.openai import REFUSED
+from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
+from frontend.replies import Choice, Chunks, openai_error, whole
+from frontend.routing import Router
+from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unauthorized, Unavailable, Unsupported
+from rl_plane.fleet import FLEET_OPS
+from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.versions import WeightVersion
+from rl_plane.wire import Request
+
+# ---- JSON ----
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[]",
+        b'"a"',
+        b"3",
+        b"null",
+        b"{'a': 1}",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": 1e999}',
+        b'{"a": 1, "a": 2}',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": 99999999999999999999999}',
+        b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"a": ' + b"[" * 100_000 + b"}",
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_body_that_could_not_be_passed_on_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json_object(data)
+    assert caught.value.facts["field"] == "body"
+    assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"", {}),
+        (b" \r\n", {}),
+        (b"{}", {}),
+        (b'{"a": "\\u00e9\\ud83d\\ude00"}', {"a": "é😀"}),
+        (b'{"seed": 9223372036854775807}', {"seed": (1 << 63) - 1}),
+        (b'{"a": ' + b"[" * 60 + b"]" * 60 + b"}", None),
+    ],
+)
+def test_a_body_is_an_object_or_nothing(data: bytes, value: dict[str, Any] | None) -> None:
+    found = parse_json_object(data)
+    assert value is None or found == value
+
+
+def test_a_reply_never_has_nan() -> None:
+    value = {"a": float("nan"), "b": [float("-inf"), 1.5], 3: b"\x01", "t": (1, True, None)}
+    assert to_json(value) == b'{"a":null,"b":[null,1.5],"3":"01","t":[1,true,null]}'
+
+
+# ---- errors ----
+
+
+def test_an_error_has_its_rows_where_a_reply_has_them() -> None:
+    error = NoWorkers("none", field="workers", workers=[], epoch=3, fingerprint="f", elapsed_s=9.0)
+    assert error_body(error, 0.5) == {
+        "status": "error",
+        "error": {"code": "no_workers", "message": "none", "field": "workers"},
+        "workers": [],
+        "epoch": 3,
+        "fingerprint": "f",
+        "elapsed_s": 0.5,
+    }
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(None, "1"), (0.2, "1"), (1.0, "1"), (2.1, "3")])
+def test_a_503_says_when_to_come_back(wait_s: float | None, header: str) -> None:
+    response = error_response(Unavailable("not now", retry_after_s=wait_s), 0.0)
+    assert (response.status_code, response.headers["retry-after"]) == (503, header)
+    assert response.headers["content-length"] == str(len(response.body))
+
+
+def test_a_401_says_how_to_authenticate() -> None:
+    assert error_response(Unauthorized("no"), 0.0).headers["www-authenticate"] == "Bearer"
+
+
+def test_openai_clients_find_their_keys() -> None:
+    error = openai_error(InvalidRequest("wrong", field="n", fix="less"), 0.0)["error"]
+    assert error == {
+        "code": "invalid_request",
+        "message": "wrong",
+        "field": "n",
+        "fix": "less",
+        "type": "invalid_request_error",
+        "param": "n",
+    }
+    assert openai_error(PlaneError("broke"), 0.0)["error"]["type"] == "server_error"
+
+
+# ---- the facade's query ----
+
+
+def test_lists_come_by_comma_or_repeated() -> None:
+    lists = list_fields(FLEET_OPS["release_memory"].request)
+    assert {"workers", "component", "tags"} <= lists
+    query = [("tags", "weights,kv_cache"), ("workers", "a"), ("workers", "b"), ("epoch", "3")]
+    assert merge_query(query, {}, lists) == {
+        "tags": ["weights", "kv_cache"],
+        "workers": ["a", "b"],
+        "epoch": "3",
+    }
+
+
+def test_query_and_body_may_agree_but_not_differ() -> None:
+    lists = frozenset({"workers"})
+    body = {"mode": "keep", "clear_cache": True, "lease_s": 5, "workers": ["a"]}
+    query = [("mode", "keep"), ("clear_cache", "true"), ("lease_s", "5"), ("workers", "a")]
+    assert merge_query(query, body, lists) == body
+    for key, text in (("mode", "abort"), ("clear_cache", "false"), ("lease_s", "6"), ("workers", "b")):
+        with pytest.raises(InvalidRequest) as caught:
+            merge_query([(key, text)], body, lists)
+        assert caught.value.facts["field"] == key
+    with pytest.raises(InvalidRequest):
+        merge_query([("mode", "keep"), ("mode", "abort")], {}, lists)
+
+
+# ---- the fleet subject's envelope ----
+
+
+def test_the_envelopes_selection_goes_into_the_body() -> None:
+    request = Request("pause", {"mode": "keep"}, targets=("a",), epoch=4, fingerprint="f")
+    assert call_body(request) == {"mode": "keep", "workers": ["a"], "epoch": 4, "fingerprint": "f"}
+    assert call_body(Request("state", {"workers": ["a"]}, targets=("a",))) == {"workers": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request("state", {"workers": ["b"]}, targets=("a",)),
+        Request("state", {"epoch": 1}, epoch=2),
+        Request("pause", fence=3),
+        Request("pause", incarnation="x"),
+    ],
+)
+def test_an_envelope_that_contradicts_itself_is_refused(request_: Request) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        call_body(request_)
+    assert caught.value.facts["field"]
+
+
+# ---- routing ----
+
+
+def test_the_least_loaded_worker_gets_the_request() -> None:
+    router = Router()
+    assert router.pick({"a": 2, "b": 1, "c": 3}) == "b"
+    assert router.pick({"a": 2, "b": 1, "c": 3}, {"b"}) == "a"
+    assert router.pick({}) is None
+    assert router.pick({"a": 0}, {"a"}) is None
+    router.started("b")
+    router.started("b")
+    assert router.pick({"a": 2, "b": 1, "c": 3}) == "a"
+    router.ended("b")
+    router.ended("b")
+    assert router.pick({"a": 2, "b": 1, "c": 3}) == "b"
+    assert router.in_flight() == router.in_flight("b") == 0
+
+
+def test_equals_take_turns() -> None:
+    router = Router()
+    turns = []
+    for _ in range(6):
+        chosen = router.pick({"a": 0, "b": 0, "c": 0})
+        assert chosen is not None
+        turns.append(chosen)
+        router.started(chosen)
+        router.ended(chosen)
+    assert turns == ["a", "b", "c"] * 2
+    router.forget("b")
+    assert router.pick({"a": 0, "b": 0, "c": 0}) == "b"
+
+
+def test_many_at_once_are_spread() -> None:
+    router = Router()
+    for _ in range(30):
+        chosen = router.pick({"a": 0, "b": 0, "c": 0})
+        assert chosen is not None
+        router.started(chosen)
+    assert [router.in_flight(key) for key in "abc"] == [10, 10, 10]
+    router.forget("a")
+    router.ended("a")  # what was open there ends after it left
+    assert router.in_flight("a") == 9
+
+
+# ---- the versions that were committed ----
+
+
+def _version(sequence: int, run: str = "r") -> WeightVersion:
+    return WeightVersion(run, sequence, f"step_{sequence}", f"blake3:{sequence}")
+
+
+def _span(sequence: int, start: int, end: int, **other: Any) -> VersionSpan:
+    made = {"version": f"step_{sequence}", "sequence": sequence, "digest": f"blake3:{sequence}", "run": "r"}
+    return VersionSpan(**{**made, **other}, start=start, end=end)
+
+
+def _history(*sequences: int) -> History:
+    history = History()
+    for sequence in sequences:
+        history.add(_version(sequence))
+    return history
+
+
+def test_spans_of_committed_versions_pass() -> None:
+    history = _history(4, 5, 6)
+    history.check([_span(5, 0, 3)], 3, since=2)
+    history.check([_span(5, 0, 3), _span(6, 3, 4)], 4, since=2)
+    history.check([], 0, since=3)
+
+
+@pytest.mark.parametrize(
+    ("spans", "tokens"),
+    [
+        ([], 1),
+        ([_span(5, 0, 2)], 3),
+        ([_span(5, 0, 4)], 3),
+        ([_span(5, 1, 3)], 3),
+        ([_span(5, 0, 1), _span(5, 2, 3)], 3),
+        ([_span(5, 0, 0), _span(5, 0, 3)], 3),
+        ([_span(4, 0, 3)], 3),  # it was replaced before the request began
+        ([_span(6, 0, 1), _span(5, 1, 3)], 3),
+        ([_span(7, 0, 3)], 3),
+        ([_span(5, 0, 3, digest="blake3:other")], 3),
+        ([_span(5, 0, 3, run="other")], 3),
+    ],
+)
+def test_other_spans_are_not_delivered(spans: list[VersionSpan], tokens: int) -> None:
+    with pytest.raises(Unlabelled):
+        _history(4, 5, 6).check(spans, tokens, since=2)
+
+
+def test_the_history_is_bounded_and_keeps_its_places() -> None:
+    history = _history(*range(MAX_HISTORY + 10))
+    assert history.place("r", 9, "blake3:9") is None
+    assert history.place("r", 10, "blake3:10") == 11
+    history.add(_version(10))
+    assert history.count == MAX_HISTORY + 10
+    history.add(_version(0, "new run"))
+    assert history.place("new run", 0, "blake3:0") == history.count
+
+
+# ---- coalescing ----
+
+
+class SlowFleet:
+    """Counts its calls, and answers when told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any], str]] = []
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
+        self.error: PlaneError | None = None
+
+    async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
+        self.calls.append((op, body or {}, request_id))
+        self.begun.set()
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        return {"call": len(self.calls)}
+
+
+def _calls() -> tuple[SlowFleet, FleetCalls]:
+    fleet = SlowFleet()
+    return fleet, FleetCalls(fleet)  # type: ignore[arg-type]
+
+
+async def _started(fleet: SlowFleet, count: int) -> None:
+    async with asyncio.timeout(5):
+        while len(fleet.calls) < count:
+            fleet.begun.clear()
+            await fleet.begun.wait()
+
+
+async def test_equal_updates_share_one_answer() -> None:
+    fleet, calls = _calls()
+    one = asyncio.create_task(calls.run("update_weights", {"a": 1, "b": 2}))
+    two = asyncio.create_task(calls.run("update_weights", {"b": 2, "a": 1}))
+    other = asyncio.create_task(calls.run("update_weights", {"a": 2}))
+    pauses = [asyncio.create_task(calls.run("pause", {})) for _ in range(2)]
+    await _started(fleet, 4)
+    fleet.go.set()
+    assert await one is await two
+    await asyncio.gather(other, *pauses)
+    assert [op for op, _, _ in fleet.calls].count("update_weights") == 2
+    fleet.go.clear()
+    again = asyncio.create_task(calls.run("update_weights", {"a": 1, "b": 2}))
+    await _started(fleet, 5)  # after its end, an equal body is a new call
+    fleet.go.set()
+    await again
+
+
+async def test_a_request_id_means_one_update() -> None:
+    fleet, calls = _calls()
+    one = asyncio.create_task(calls.run("update_weights", {"a": 1}, "k"))
+    await _started(fleet, 1)
+    two = asyncio.create_task(calls.run("update_weights", {"a": 1}, "k"))
+    with pytest.raises(InvalidRequest) as caught:
+        await calls.run("update_weights", {"a": 2}, "k")
+    assert caught.value.facts["field"] == "Idempotency-Key"
+    fleet.go.set()
+    assert await one is await two
+    assert len(fleet.calls) == 1
+
+
+async def test_a_caller_that_leaves_stops_nothing_and_errors_reach_the_rest() -> None:
+    fleet, calls = _calls()
+    one = asyncio.create_task(calls.run("update_weights", {}))
+    await _started(fleet, 1)
+    two = asyncio.create_task(calls.run("update_weights", {}))
+    await asyncio.sleep(0)
+    one.cancel()
+    fleet.error = NoWorkers("gone")
+    fleet.go.set()
+    with pytest.raises(NoWorkers):
+        await two
+    assert len(fleet.calls) == 1
+
+
+async def test_updates_in_flight_are_bounded_and_end_with_the_frontend() -> None:
+    fleet, calls = _calls()
+    tasks = [asyncio.create_task(calls.run("update_weights", {"a": n})) for n in range(MAX_IN_FLIGHT)]
+    await _started(fleet, MAX_IN_FLIGHT)
+    with pytest.raises(Unavailable):
+        await calls.run("update_weights", {"a": "one more"})
+    await calls.close(0.01)
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, asyncio.CancelledError) for one in ended)
+
+
+# ---- plans ----
+
+
+def completion(**body: Any) -> Plan:
+    return plan_completion({"prompt": "hi", **body}, "cmpl-1")
+
+
+def chat(**body: Any) -> Plan:
+    return plan_chat({"messages": [{"role": "user", "content": "hi"}], **body}, "chatcmpl-1", 4096)
+
+
+def test_a_plain_completion_has_openais_defaults() -> None:
+    (request,) = completion().requests
+    assert request.model_dump() == {
+        "id": "cmpl-1",
+        "prompt_token_ids": None,
+        "prompt": "hi",
+        "messages": None,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": None,
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "logprobs": False,
+    }
+
+
+def test_every_field_reaches_the_engine() -> None:
+    plan = completion(
+        prompt="",
+        prompt_token_ids=[1, 2],
+        model="m",
+        max_tokens=5,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        seed=7,
+        n=3,
+        stop_token_ids=[9],
+        ignore_eos=True,
+        logprobs=1,
+        return_token_ids=True,
+        stream=True,
+        stream_options={"include_usage": True},
+        user="u",
+        nvext={"instance_id": "0" * 16},
+    )
+    assert (plan.model, plan.instance_id, plan.stream, plan.include_usage) == ("m", "0" * 16, True, True)
+    assert plan.return_token_ids
+    assert [request.seed for request in plan.requests] == [7, 8, 9]
+    assert len({request.id for request in plan.requests}) == 3
+    for request in plan.requests:
+        assert (request.prompt_token_ids, request.prompt, request.max_tokens) == ([1, 2], None, 5)
+        assert (request.temperature, request.top_p, request.top_k) == (0.0, 0.5, 0)
+        assert (request.stop_token_ids, request.ignore_eos, request.logprobs) == ([9], True, True)
+
+
+def test_tokens_come_in_either_field() -> None:
+    assert completion(prompt=[3, 4]).requests[0].prompt_token_ids == [3, 4]
+    assert completion(prompt=None, prompt_token_ids=[3]).requests[0].prompt_token_ids == [3]
+    plan = chat(messages=[], prompt_token_ids=[3])
+    assert (plan.requests[0].prompt_token_ids, plan.requests[0].messages) == ([3], None)
+    assert completion(nvext={"return_token_ids": True}).return_token_ids
+
+
+def test_a_chat_has_a_bounded_default_length() -> None:
+    assert chat().requests[0].max_tokens == DEFAULT_CHAT_TOKENS
+    assert plan_chat({"messages": [{"role": "user", "content": "hi"}]}, "c", 64).requests[0].max_tokens == 32
+    assert chat(max_completion_tokens=7, max_tokens=7).requests[0].max_tokens == 7
+    assert chat(logprobs=True, top_logprobs=0).logprobs
+    parts = [{"type": "text", "text": "a"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).requests[0].messages == [
+        {"role": "user", "content": parts}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt.1"),
+        ({"prompt": [1, True]}, "prompt.1"),
+        ({"prompt": [1, 2.0]}, "prompt.1"),
+        ({"prompt": [1, "a"]}, "prompt.1"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids"),
+        ({"prompt": "", "prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt": "", "prompt_token_ids": "1,2"}, "prompt_token_ids"),
+        ({"prompt": "", "prompt_token_ids": [1 << 31]}, "prompt_token_ids.0"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"seed": (1 << 63) - 2, "n": 3}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop_token_ids": "5"}, "stop_token_ids"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids.0"),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids.0"),
+        ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+        ({"stream": "true"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"nvext": {"foo": 1}}, "nvext.foo"),
+        ({"nvext": []}, "nvext"),
+        ({"messages": []}, "messages"),
+        ({"unheard_of": None}, "unheard_of"),
+    ],
+)
+def test_a_wrong_completion_is_a_400_by_name(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**body)
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages.0"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages.0.y"),
+        ({"prompt_token_ids": [1]}, "prompt_token_ids"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"prompt": "hi"}, "prompt"),
+    ],
+)
+def test_a_wrong_chat_is_a_400_by_name(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**body)
+    assert caught.value.facts["field"] == field
+
+
+@pytest.mark.parametrize("plan", [completion, chat])
+@pytest.mark.parametrize("field", sorted(REFUSED))
+def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., Plan], field: str) -> None:
+    for neutral in (None, *REFUSED[field]):
+        plan(**{field: neutral})
+    with pytest.raises(Unsupported) as caught:
+        plan(**{field: {"some": "thing"}})
+    assert caught.value.facts["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("plan", "body", "field"),
+    [
+        (completion, {"logprobs": 2}, "logprobs above 1"),
+        (completion, {"prompt": ["a", "b"]}, "prompt as a batch"),
+        (completion, {"prompt": [[1], [2]]}, "prompt as a batch"),
+        (completion, {"echo": 0}, "echo"),
+        (completion, {"best_of": True}, "best_of"),
+        (completion, {"stop": "x"}, "stop"),
+        (chat, {"top_logprobs": 5}, "top_logprobs"),
+        (chat, {"messages": [{"role": "user", "content": "", "tool_calls": []}]}, "messages.0.tool_calls"),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content of type 'image_url'",
+        ),
+    ],
+)
+def test_what_is_known_and_not_served_is_a_501(
+    plan: Callable[..., Plan], body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        plan(**body)
+    assert caught.value.facts["field"] == field
+
+
+# ---- replies ----
+
+
+def _choice() -> Choice:
+    choice = Choice(0)
+    choice.take(Accepted("a" * 16, "lost", _version(1)))
+    choice.take(GenerateDelta(token_ids=[], prompt_token_ids=[7, 8]))
+    choice.take(Accepted("b" * 16, "i", _version(1)))
+    choice.take(GenerateDelta(token_ids=[1], logprobs=[-0.5], text="x", prompt_token_ids=[7, 8, 9]))
+    last = GenerateDelta(
+        token_ids=[2, 3], logprobs=[-1.0, -2.0], text="yz", finish_reason="stop", spans=[_span(1, 0, 3)]
+    )
+    choice.take(last)
+    return choice
+
+
+def test_a_whole_completion() -> None:
+    reply = whole(completion(logprobs=0, return_token_ids=True), [_choice()], "m", 5)
+    (choice,) = reply["choices"]
+    assert choice["text"] == "xyz"
+    assert choice["token_ids"] == [1, 2, 3]
+    assert choice["logprobs"] == {
+        "tokens": ["token_id:1", "token_id:2", "token_id:3"],
+        "token_logprobs": [-0.5, -1.0, -2.0],
+        "top_logprobs": None,
+        "text_offset": [0, 1, 1],
+    }
+    assert choice["weight_versions"] == [_span(1, 0, 3).model_dump()]
+    assert choice["instance_id"] == "b" * 16
+    assert reply["prompt_token_ids"] == [7, 8, 9]
+    assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    version = {"run": "r", "sequence": 1, "label": "step_1", "digest": "blake3:1"}
+    assert reply["nvext"] == {"instance_id": "b" * 16, "incarnation": "i", "weight_version": version}
+
+
+def test_a_whole_chat_without_extras() -> None:
+    reply = whole(chat(), [_choice()], "m", 5)
+    (choice,) = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "xyz"}
+    assert choice["logprobs"] is None
+    assert "token_ids" not in choice
+    assert "prompt_token_ids" not in reply
+    (row, *_) = whole(chat(logprobs=True), [_choice()], "m", 5)["choices"][0]["logprobs"]["content"]
+    assert row == {"token": "token_id:1", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+
+
+def test_several_versions_are_never_told_as_one() -> None:
+    choice = _choice()
+    choice.spans = [_span(1, 0, 1), _span(2, 1, 3)]
+    assert whole(completion(), [choice], "m", 5)["nvext"]["weight_version"] is None
+
+
+def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
+    plan = chat(stream=True, return_token_ids=True)
+    choice = _choice()
+    chunks = Chunks(plan, [choice], "m", 5)
+    first = chunks.of(choice, GenerateDelta(token_ids=[1], text="x"), 0)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "x"}
+    assert first["prompt_token_ids"] == [7, 8, 9]
+    assert "weight_versions" not in first["choices"][0]
+    last = chunks.of(choice, GenerateDelta(token_ids=[2], finish_reason="stop", spans=choice.spans), 1)
+    assert last["choices"][0]["delta"] == {"content": ""}
+    assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump()]
+    assert "prompt_token_ids" not in last
+
+
+def test_metrics_are_prometheus_text() -> None:
+    text = metric("a_total", "counter", "Words.", [({"outcome": 'o"k\n'}, 2), ({}, 0.5)])
+    assert text == '# HELP a_total Words.\n# TYPE a_total counter\na_total{outcome="o\\"k\\n"} 2\na_total 0.5\n'
+
+
+# ---- listeners ----
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_loopback_needs_no_key(host: str) -> None:
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with bind("rl_port", host, 0, None, False) as listener:
+        assert url_of(listener).startswith("http://")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_beyond_loopback_needs_a_key_or_insecure(host: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        bind("rl_port", host, 0, None, False)
+    assert caught.value.facts["field"] == "host"
+    assert "admin_key" in caught.value.facts["fix"]
+    for key, insecure in (("k", False), (None, True)):
+        with bind("http_port", "0.0.0.0", 0, key, insecure) as listener:
+            assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("field", ["rl_port", "http_port"])
+def test_a_taken_port_is_named(field: str) -> None:
+    with bind(field, "127.0.0.1", 0, None, False) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidRequest) as caught:
+            bind(field, "127.0.0.1", port, None, False)
+    assert caught.value.facts["field"] == field
+    assert str(port) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "key", "field"),
+    [
+        ("127.0.0.1", 70_000, None, "rl_port"),
+        ("127.0.0.1", -1, None, "rl_port"),
+        ("no such host.", 0, None, "host"),
+        ("203.0.113.1", 0, "k", "rl_port"),
+        ("127.0.0.1", 0, " k", "admin_key"),
+    ],
+)
+def test_what_can_not_be_bound_is_named(host: str, port: int, key: str | None, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        bind("rl_port", host, port, key, False)
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
