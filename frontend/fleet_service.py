@@ -12,7 +12,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from frontend.calls import FleetCalls
-from frontend.http import error_body, parse_json_object, to_json
+from frontend.http import error_body, to_json
 from rl_plane.bus import Bus
 from rl_plane.errors import InvalidRequest, PayloadTooLarge, PlaneError, Unavailable
 from rl_plane.wire import (
@@ -99,8 +99,6 @@ class FleetService:
 
     async def _run(self, data: bytes, head: dict[str, Any]) -> dict[str, Any]:
         wire = decode(data)
-        if format_of(data) == "json":
-            wire = parse_json_object(data)  # refuses more: what a worker's msgpack could not carry
         # Told back even of a request that is refused.
         head.update({key: wire[key] for key in ("id", "op") if isinstance(wire.get(key), str)})
         request = request_from_wire(wire)

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import nats
 import nats.errors
@@ -29,6 +30,7 @@ from rl_plane.subjects import Bucket
 log = logging.getLogger("rl_plane.bus")
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+URL_SCHEMES = ("nats", "tls", "ws", "wss")
 
 CONNECT_TIMEOUT_S = 5.0
 """With endless reconnects the first connect to a dead server would never return."""
@@ -69,6 +71,21 @@ class Entry:
     """The value is None because its TTL ran out, not because somebody purged it."""
 
 
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _check_url(url: str) -> None:
+    """nats-py takes minutes, or other words, for some of these."""
+    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    try:
+        good = parts.scheme in URL_SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        good = False
+    if not good:
+        raise InvalidRequest(f"{url!r} is no NATS address", field="nats_url", fix="such as nats://127.0.0.1:4222")
+
+
 @asynccontextmanager
 async def _translated(what: str) -> AsyncIterator[None]:
     try:
@@ -85,7 +102,7 @@ async def _translated(what: str) -> AsyncIterator[None]:
             f"no JetStream answers to {what}", fix="start nats-server with JetStream (`-js`)", retry_after_s=1.0
         ) from error
     except (nats.errors.Error, TimeoutError, OSError) as error:
-        raise BusUnreachable(f"NATS did not {what}: {error or type(error).__name__}", retry_after_s=1.0) from error
+        raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
 
 
 class Bus:
@@ -101,6 +118,7 @@ class Bus:
 
     @classmethod
     async def connect(cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane") -> Bus:
+        _check_url(url)
         bus = cls(url, name)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -114,13 +132,9 @@ class Bus:
                     ping_interval=int(PING_INTERVAL_S),
                     max_outstanding_pings=MAX_PINGS,
                 )
-        except ValueError as error:
-            raise InvalidRequest(
-                f"{url!r} is no NATS address: {error}", field="nats_url", fix="such as nats://127.0.0.1:4222"
-            ) from error
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnreachable(
-                f"no NATS server answers at {url}: {error or type(error).__name__}",
+                f"no NATS server answers at {url}: {_words(error)}",
                 fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
             ) from error
         bus._give_up_at = math.inf
@@ -147,7 +161,7 @@ class Bus:
         # go on for ever, ends here: nats-py's loop can swallow the one cancellation that a timeout sends.
         if time.monotonic() > self._give_up_at:
             raise error
-        log.debug("%s: NATS: %s", self.name, error or type(error).__name__)
+        log.debug("%s: NATS: %s", self.name, _words(error))
 
     @property
     def identity(self) -> tuple[str, int]:

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -296,15 +296,10 @@ class RlClient:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
 
-    @asynccontextmanager
-    async def _fenced(
+    def _fenced(
         self, spec: Op, view: MembershipView, held: HeldLock | None
-    ) -> AsyncIterator[HeldLock | None]:
-        if not spec.changes or held is not None:
-            yield held
-        else:
-            async with self.lock(view) as lock:
-                yield lock
+    ) -> AbstractAsyncContextManager[HeldLock | None]:
+        return self.lock(view) if spec.changes and held is None else nullcontext(held)
 
     def _request(
         self,

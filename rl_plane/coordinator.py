@@ -84,7 +84,6 @@ class Coordinator:
             timeout_s=timeout_s,
             empty="ok",
             held=self._held,
-            request_id=f"{self._id}.{op}",
         )
         return out.rows
 

@@ -18,7 +18,7 @@ MAX_SWEEP_S = 1.0
 BACKSTOP_SWEEP_S = 2.0
 """Interval with advisories: it only has to find what they missed."""
 PROBE_TIMEOUT_S = 0.3
-"""How long one sweep waits for answers; a late answer counts at the next."""
+"""How long one sweep waits for answers; a later one still counts, when it comes."""
 CONFIRM_S = 0.25
 """A fresh member's subscription reaches other nodes of a cluster later than its record: ask twice."""
 HUNG_AFTER_S = 5.0

@@ -81,13 +81,18 @@ class ReceiveWindow:
         self.next = 0
         self.consumed = 0
         self._confirmed = 0
+        self._missed = -1
 
     def take(self, number: int) -> tuple[bool, bool]:
-        """(is it the next one?, is there a gap before it?)"""
+        """(is it the next one?, is there a new gap before it?) One gap is told once: a window of messages may
+        follow it, and each of them must not bring the whole window again."""
         if number == self.next:
             self.next += 1
             return True, False
-        return False, number > self.next
+        is_new = number > self.next != self._missed
+        if is_new:
+            self._missed = self.next
+        return False, is_new
 
     def credit_due(self) -> bool:
         return self.consumed - self._confirmed >= CREDIT_EVERY
@@ -141,11 +146,12 @@ class StreamSender:
 class IncomingStream:
     """A receiver's end. Iterate it once; `close` (or leaving the iteration) aborts what has not ended."""
 
-    def __init__(self, receiver: StreamReceiver, key: str, subject: str, stream_id: str) -> None:
+    def __init__(self, receiver: StreamReceiver, key: str, subject: str, stream_id: str, opening: bytes) -> None:
         self._receiver = receiver
         self._key = key
         self._subject = subject
         self._id = stream_id
+        self._opening = opening
         self._window = ReceiveWindow()
         self._queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         self._ended = False
@@ -169,8 +175,20 @@ class IncomingStream:
         with contextlib.suppress(nats.errors.Error):
             await self._receiver.bus.nc.publish(self._subject, msgpack.packb({**message, "id": self._id}))
 
-    async def credit(self, resend: bool = False) -> None:
-        await self.tell(self._window.credit(resend))
+    async def send_opening(self) -> None:
+        reply = f"{self._receiver.inbox}.{self._key}"
+        await self._receiver.bus.nc.publish(self._subject, self._opening, reply=reply)
+
+    async def credit(self) -> None:
+        await self.tell(self._window.credit(False))
+
+    async def ask_again(self) -> None:
+        """For what may have been lost: the request itself, or messages that came since."""
+        if self._window.next == 0:
+            with contextlib.suppress(nats.errors.Error):
+                await self.send_opening()
+        else:
+            await self.tell(self._window.credit(True))
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
         """Each message in order, the last one with `end`; a typed error that the worker sent is raised."""
@@ -201,13 +219,13 @@ class StreamReceiver:
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
-        self._inbox = bus.nc.new_inbox()
+        self.inbox = bus.nc.new_inbox()
         self._open: dict[str, IncomingStream] = {}
         self._numbers = itertools.count()
         self._credits: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self.bus.subscribe(f"{self._inbox}.*", self._message)
+        await self.bus.subscribe(f"{self.inbox}.*", self._message)
         self.bus.on_reconnect(self._ask_again)
         self._credits = asyncio.create_task(self._give_credit())
 
@@ -221,10 +239,10 @@ class StreamReceiver:
         """Sends the request to a worker's generate subject."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
-        stream = self._open[key] = IncomingStream(self, key, subject, stream_id)
-        packed = msgpack.packb({**message, "kind": "open", "id": stream_id})
+        opening = msgpack.packb({**message, "kind": "open", "id": stream_id})
+        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening)
         try:
-            await self.bus.nc.publish(subject, packed, reply=f"{self._inbox}.{key}")
+            await stream.send_opening()
         except nats.errors.Error as error:
             self.forget(key)
             raise EngineFailed(f"the request could not be sent: {error}") from error
@@ -236,15 +254,15 @@ class StreamReceiver:
     async def _message(self, message: Msg) -> None:
         stream = self._open.get(message.subject.rsplit(".", 1)[1])
         if stream is not None and stream.put(message):
-            await stream.credit(resend=True)
+            await stream.ask_again()
 
     async def _ask_again(self) -> None:
         for stream in list(self._open.values()):
-            await stream.credit(resend=True)
+            await stream.ask_again()
 
     async def _give_credit(self) -> None:
         while True:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream in list(self._open.values()):
-                # Asking for a resend each time also repairs a loss that no later message shows.
-                await stream.credit(resend=True)
+                # Each time also for what is missing: that repairs a loss which no later message shows.
+                await stream.ask_again()

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
-from rl_plane.fanout import Gather, Missing
+from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, Subjects
@@ -49,6 +49,7 @@ class MembershipView:
         self._gather = gather
         self._core = MembershipCore()
         self._probes = ProbeCore()
+        self._last_sweep: Scatter | None = None
         self._listeners: list[Listener] = []
         self._changed = asyncio.Event()
         self._resync_wanted = asyncio.Event()
@@ -198,24 +199,41 @@ class MembershipView:
         members = self._core.snapshot().members
         self._probes.keep_only(set(self._core.members))
         targets = [(self.subjects.rl_direct(member.instance_id), PING) for member in members]
-        answers = await self._gather.run(targets, PROBE_TIMEOUT_S)
+
+        def heard(index: int, answer: Answer) -> None:
+            if not isinstance(answer, Missing):
+                member = members[index]
+                self._probes.probed(member.instance_id, member.revision, "answered", time.monotonic())
+
+        scatter = await self._gather.scatter(targets, heard)
+        # A large or busy fleet answers late: what comes before the next sweep ends still counts.
+        previous, self._last_sweep = self._last_sweep, scatter
+        await scatter.wait(PROBE_TIMEOUT_S)
+        if previous is not None:
+            self._gather.close(previous)
         now = time.monotonic()
-        for member, answer in zip(members, answers, strict=True):
-            outcome: Outcome = "answered"
+        for member, answer in zip(members, scatter.answers(), strict=True):
             if isinstance(answer, Missing):
-                outcome = "no_responder" if answer is Missing.LOST else "silent"
-            if self._probes.probed(member.instance_id, member.revision, outcome, now):
-                self._carry_out(self._core.found_dead(member.instance_id, member.revision))
+                outcome: Outcome = "no_responder" if answer is Missing.LOST else "silent"
+                if self._probes.probed(member.instance_id, member.revision, outcome, now):
+                    self._carry_out(self._core.found_dead(member.instance_id, member.revision))
 
     async def _learn_advisories(self) -> None:
         """Opens and closes a connection and looks whether the server tells of it."""
-        canary = Client()
+        trip = asyncio.create_task(self._send_canary())
         try:
-            await canary.connect(self.bus.url, name="canary", allow_reconnect=False)
-            self._canary = str(canary._server_info["server_id"]), int(canary.client_id or 0)
-            await canary.close()
+            await asyncio.shield(trip)
             async with asyncio.timeout(CANARY_TIMEOUT_S):
                 await self._canary_seen.wait()
             self.advisories = True
         except (nats.errors.Error, TimeoutError, OSError):
             log.info("this NATS server sends us no disconnect advisories: members are probed instead")
+        finally:
+            # Cancelled half-way, nats-py would leave the socket open.
+            await asyncio.gather(trip, return_exceptions=True)
+
+    async def _send_canary(self) -> None:
+        canary = Client()
+        await canary.connect(self.bus.url, name="canary", allow_reconnect=False)
+        self._canary = str(canary._server_info["server_id"]), int(canary.client_id or 0)
+        await canary.close()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgpack
 
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, error_from_wire
+from rl_plane.strict_json import parse_json_object
 
 PROTOCOL_VERSION = 1
 
@@ -105,24 +106,18 @@ def format_of(data: bytes) -> Format:
     return "json" if data[:1] and data[:1] in _JSON_START else "msgpack"
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def decode(data: bytes) -> dict[str, Any]:
     """A map, or InvalidRequest naming what is wrong."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise InvalidRequest(f"the message has {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are read")
-    form = format_of(data)
+    if format_of(data) == "json":
+        return parse_json_object(data)
     try:
-        if form == "json":
-            value = json.loads(data, parse_constant=_no_constant)
-        else:
-            value = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise InvalidRequest(
-            f"the message is not {'JSON' if form == 'json' else 'msgpack (and does not start like JSON)'}: "
-            f"{error or type(error).__name__}",
+            f"the message is not msgpack, and does not start like JSON: {error or type(error).__name__}",
+            field="body",
             fix='send one msgpack or JSON map, such as {"op":"state"}',
         ) from error
     if not isinstance(value, dict):
@@ -144,25 +139,27 @@ _TYPES: dict[str, tuple[type, str]] = {
 
 
 def request_from_wire(wire: dict[str, Any]) -> Request:
-    fields = dict(wire)
-    version = fields.pop("v", PROTOCOL_VERSION)
+    version = wire.get("v", PROTOCOL_VERSION)
     if version != PROTOCOL_VERSION or isinstance(version, bool):
         raise InvalidRequest(
             f"v is {version!r}; this side speaks {PROTOCOL_VERSION}",
             field="v",
             fix=f"send v={PROTOCOL_VERSION} or leave it out",
         )
-    for key in list(fields):
+    fields: dict[str, Any] = {}
+    for key, value in wire.items():
+        if key == "v":
+            continue
         if key not in _TYPES:
             raise InvalidRequest(
                 f"unknown field {key!r}", field=str(key), fix=f"the fields are v, {', '.join(_TYPES)}"
             )
-        if fields[key] is None:
-            del fields[key]
+        if value is None:
             continue
         kind, words = _TYPES[key]
-        if not isinstance(fields[key], kind) or isinstance(fields[key], bool):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidRequest(f"{key} must be {words}", field=key, fix=f"send {words}")
+        fields[key] = value
     if "op" not in fields:
         raise InvalidRequest("op is missing", field="op", fix='such as {"op":"state"}')
     if len(fields.get("id", "")) > MAX_ID_CHARS:

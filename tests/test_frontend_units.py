@@ -14,7 +14,7 @@ from frontend.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.committed import MAX_HISTORY, History, Unlabelled
 from frontend.engine_client import Accepted
 from frontend.fleet_service import call_body
-from frontend.http import error_body, error_response, parse_json_object, to_json
+from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
 from frontend.metrics import metric
 from frontend.openai import REFUSED
@@ -24,6 +24,7 @@ from frontend.routing import Router
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unauthorized, Unavailable, Unsupported
 from rl_plane.fleet import FLEET_OPS
 from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.strict_json import parse_json_object
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
 
