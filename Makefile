@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Several torch processes share few cores: one thread each is faster than many that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint bench compose-smoke clean
+.PHONY: setup demo test test-all lint bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -33,6 +33,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m bench
+
+docs: setup
+	$(BIN)/python docs/generate_reference.py
 
 clean:
 	rm -rf $(VENV) demo-out

@@ -24,14 +24,18 @@ from frontend.generation import Generation, make_generation_app
 from frontend.listeners import GRACE_S, Server, bind, url_of
 from frontend.metrics import frontend_metrics
 from frontend.options import FrontendOptions
+from rl_plane.bus import SERVICE_CONNECT_S
 from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
+from rl_plane.process import exit_within
 from rl_plane.streams import StreamReceiver
 from rl_plane.view import MembershipView
 
 log = logging.getLogger("frontend")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXIT_LIMIT_S = 5.0 * GRACE_S
+"""An orderly end has three graces in it: the listeners', the fleet subject's and the updates'."""
 
 OnReady = Callable[[dict[str, Any]], None]
 
@@ -56,7 +60,9 @@ class Frontend:
     @asynccontextmanager
     async def running(cls, options: FrontendOptions) -> AsyncIterator[Frontend]:
         name = f"frontend-{secrets.token_hex(4)}"
-        client = await RlClient.connect(options.nats_url, options.namespace, options.component, name=name)
+        client = await RlClient.connect(
+            options.nats_url, options.namespace, options.component, name=name, wait_s=SERVICE_CONNECT_S
+        )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             frontend = cls(client, await client.view(), options)
@@ -138,6 +144,7 @@ def _signals(servers: list[Server], stop: asyncio.Event) -> Any:
     loop = asyncio.get_running_loop()
 
     def handle() -> None:
+        exit_within(EXIT_LIMIT_S)
         if stop.is_set():  # the second one: whoever sends it does not want to wait
             for server in servers:
                 server.force_exit = True

@@ -7,6 +7,7 @@ nats-py 2.16 and nats-server 2.15 (docs/decisions/membership.md).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -34,6 +35,8 @@ URL_SCHEMES = ("nats", "tls", "ws", "wss")
 
 CONNECT_TIMEOUT_S = 5.0
 """With endless reconnects the first connect to a dead server would never return."""
+SERVICE_CONNECT_S = 30.0
+"""For workers and frontends: a server that is started together with them may come up after them."""
 RECONNECT_WAIT_S = 0.1
 """nats-py's own 2 s would be most of the time that a restart of the server costs."""
 PING_INTERVAL_S = 2.0
@@ -76,11 +79,11 @@ def _words(error: Exception) -> str:
 
 
 def _check_url(url: str) -> None:
-    """nats-py takes minutes, or other words, for some of these."""
-    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    """nats-py calls some of these unreachable, after a while."""
     try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
         good = parts.scheme in URL_SCHEMES and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number, or too large
+    except ValueError:  # a port that is no number, brackets that don't close
         good = False
     if not good:
         raise InvalidRequest(f"{url!r} is no NATS address", field="nats_url", fix="such as nats://127.0.0.1:4222")
@@ -114,14 +117,18 @@ class Bus:
         self.nc: Client = Client()
         self.js: JetStreamContext
         self._on_reconnect: list[AsyncCallback] = []
-        self._give_up_at = time.monotonic() + CONNECT_TIMEOUT_S
+        self._give_up_at = math.inf
 
     @classmethod
-    async def connect(cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane") -> Bus:
+    async def connect(
+        cls, url: str = DEFAULT_NATS_URL, name: str = "rl-plane", wait_s: float = CONNECT_TIMEOUT_S
+    ) -> Bus:
+        """BusUnreachable when no server answers within `wait_s`."""
         _check_url(url)
         bus = cls(url, name)
+        bus._give_up_at = time.monotonic() + wait_s
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(wait_s):
                 await bus.nc.connect(
                     url,
                     name=name,
@@ -143,7 +150,8 @@ class Bus:
 
     async def close(self) -> None:
         if not self.nc.is_closed:
-            await self.nc.close()
+            with contextlib.suppress(OSError):  # the server went first
+                await self.nc.close()
 
     def on_reconnect(self, callback: AsyncCallback) -> None:
         self._on_reconnect.append(callback)

@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rl_plane.bus import DEFAULT_NATS_URL, Bus
+from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, Bus
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -113,10 +113,11 @@ class RlClient:
         component: str = DEFAULT_COMPONENT,
         *,
         name: str = "rl-client",
+        wait_s: float = CONNECT_TIMEOUT_S,
     ) -> RlClient:
-        """Connects and reads the membership. BusUnreachable within seconds when there is no server."""
+        """Connects and reads the membership. BusUnreachable when no server answers within `wait_s`."""
         subjects = Subjects(namespace, component)  # checks the names before anything is opened
-        bus = await Bus.connect(nats_url, name)
+        bus = await Bus.connect(nats_url, name, wait_s)
         client = cls(bus, namespace, component)
         try:
             await client._gather.start_listening()

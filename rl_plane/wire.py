@@ -116,7 +116,7 @@ def decode(data: bytes) -> dict[str, Any]:
         value = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise InvalidRequest(
-            f"the message is not msgpack, and does not start like JSON: {error or type(error).__name__}",
+            f"the message is not msgpack, and does not start like JSON: {str(error) or type(error).__name__}",
             field="body",
             fix='send one msgpack or JSON map, such as {"op":"state"}',
         ) from error

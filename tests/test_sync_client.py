@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
-from rl_plane.nats_server import NatsServer, die_with_parent
+from rl_plane.nats_server import NatsServer
+from rl_plane.process import die_with_parent
 from rl_plane.sync import SyncRlClient, _bound
 from worker.engines.fake import make_fake_model
 

@@ -13,14 +13,14 @@ import platform
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rl_plane.bus import Bus
-from rl_plane.errors import BusUnreachable, InvalidRequest
+from rl_plane.bus import SERVICE_CONNECT_S, Bus
+from rl_plane.errors import InvalidRequest
+from rl_plane.process import exit_within
 from rl_plane.subjects import Subjects, check_instance_id
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
@@ -35,9 +35,8 @@ EXIT_OK = 0
 EXIT_ENGINE_DEAD = 70
 """The engine died or the worker was superseded: a supervisor starts a new process."""
 
-NATS_WAIT_S = 30.0
-"""A server that is started together with the workers may come up after them."""
-NATS_RETRY_S = 0.5
+EXIT_MARGIN_S = 15.0
+"""Beyond the drain: how long leaving and closing the engine may take before the process is ended anyway."""
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"
@@ -84,7 +83,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
     try:
         infos = [await adapter.start() for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.end)
+            loop.add_signal_handler(number, process.told_to_end)
         digest = await asyncio.to_thread(model_digest, options.model)
         return await process.serve(adapters, infos, digest)
     finally:
@@ -102,6 +101,10 @@ class WorkerProcess:
         self._end_wanted = threading.Event()
         self._wake: Callable[[], None] = lambda: None
         self._exit_code = EXIT_OK
+
+    def told_to_end(self) -> None:
+        exit_within(self._options.drain_s + EXIT_MARGIN_S)
+        self.end()
 
     def end(self) -> None:
         """From any thread: drain and leave."""
@@ -161,7 +164,7 @@ class WorkerProcess:
         options = self._options
         instance_id = options.instance_id or secrets.token_hex(8)
         transports = self._transports()
-        bus = await self._connect(instance_id)
+        bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S)
         return Worker(
             bus,
             Subjects(options.namespace, options.component),
@@ -187,13 +190,3 @@ class WorkerProcess:
     def _transports(self) -> dict[str, WeightTransport]:
         roots: list[Path] = [*self._options.weight_roots, self._options.model]
         return {point.name: point.load()(roots) for point in entry_points(group=TRANSPORTS)}
-
-    async def _connect(self, name: str) -> Bus:
-        give_up = time.monotonic() + NATS_WAIT_S
-        while True:
-            try:
-                return await Bus.connect(self._options.nats_url, name)
-            except BusUnreachable:
-                if time.monotonic() > give_up or self._end_wanted.is_set():
-                    raise
-                await asyncio.sleep(NATS_RETRY_S)

@@ -1,0 +1,40 @@
+"""What every process of the plane does at its start and at its end."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("rl_plane.process")
+
+EXIT_TOO_SLOW = 75
+"""An orderly end took longer than it may (EX_TEMPFAIL)."""
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A `preexec_fn`: the kernel kills the child when the thread that made it ends, SIGKILL included."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+    def set_death_signal() -> None:
+        if prctl is not None:
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    return set_death_signal
+
+
+def exit_within(limit_s: float) -> None:
+    """Ends this process after `limit_s` whatever still runs then: a resolver's thread, for one, can't be stopped,
+    and the interpreter would wait for it."""
+
+    def end() -> None:
+        log.error("the orderly end took more than %g s", limit_s)
+        os._exit(EXIT_TOO_SLOW)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
