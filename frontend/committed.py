@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, is_marker
-from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
+from rl_plane.errors import BusUnreachable, PlaneError, Unlabelled
 from rl_plane.generation import VersionSpan
 from rl_plane.record import DecisionRecord, record_of
 from rl_plane.subjects import RECORD, Bucket
@@ -20,12 +20,6 @@ log = logging.getLogger("frontend.committed")
 
 MAX_HISTORY = 1024
 """Versions back that a reply may name: a stream that is older than a thousand updates is a mistake."""
-
-
-class Unlabelled(Unavailable):
-    """Tokens whose weight version is unknown, or was not the committed one: they are dropped."""
-
-    code = "unlabelled"
 
 
 class History:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from frontend.committed import Committed, Unlabelled
+from frontend.committed import Committed
 from frontend.fleet_status import FleetStatus
 from frontend.routing import Router
 from rl_plane.errors import (
@@ -22,6 +22,7 @@ from rl_plane.errors import (
     NoWorkers,
     PayloadTooLarge,
     Unavailable,
+    Unlabelled,
     WorkerLost,
     WrongIncarnation,
 )

@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from frontend.committed import Unlabelled
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.openai import ChatBody, CompletionBody
@@ -23,7 +22,7 @@ from frontend.openapi import add_body, add_model, base_schema
 from frontend.plans import Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
-from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable
+from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable, Unlabelled
 from rl_plane.generation import GenerateDelta
 from rl_plane.view import MembershipView
 

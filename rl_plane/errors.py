@@ -20,6 +20,7 @@
     │   ├── Locked                   another update is under way
     │   ├── NotAdmitted              the worker takes no generation now
     │   ├── WorkerLost               the worker died or left before it answered
+    │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
 
@@ -152,6 +153,12 @@ class NotAdmitted(Unavailable):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class Unlabelled(Unavailable):
+    """The tokens are dropped, not delivered."""
+
+    code = "unlabelled"
 
 
 class BusUnreachable(Unavailable):

@@ -11,7 +11,7 @@ import pytest
 
 from frontend.admin import list_fields, merge_query
 from frontend.calls import MAX_IN_FLIGHT, FleetCalls
-from frontend.committed import MAX_HISTORY, History, Unlabelled
+from frontend.committed import MAX_HISTORY, History
 from frontend.engine_client import Accepted
 from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
@@ -21,7 +21,15 @@ from frontend.openai import REFUSED
 from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.routing import Router
-from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unauthorized, Unavailable, Unsupported
+from rl_plane.errors import (
+    InvalidRequest,
+    NoWorkers,
+    PlaneError,
+    Unauthorized,
+    Unavailable,
+    Unlabelled,
+    Unsupported,
+)
 from rl_plane.fleet import FLEET_OPS
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.strict_json import parse_json_object

@@ -61,6 +61,8 @@ class RecordFollower:
         self._model_digest = state.digest
         self._tell = tell
         self._record: DecisionRecord | None = None
+        self._record_sequence = 0
+        self._swapped = asyncio.Event()
         self._wanted = asyncio.Event()
         self._last_commit: ops.CommittedReply | None = None
 
@@ -71,14 +73,17 @@ class RecordFollower:
 
     async def _heard(self, message: Msg) -> None:
         if message.data:
-            self._obey(DecisionRecord.decode(message.data))
+            self._learn(DecisionRecord.decode(message.data), int((message.headers or {})["Nats-Sequence"]))
 
     async def _reconnected(self) -> None:
         self.settle_soon()
 
-    def _obey(self, record: DecisionRecord) -> None:
-        """A decision is known: from now on only its weights are served."""
-        self._record = record
+    def _learn(self, record: DecisionRecord, sequence: int) -> None:
+        """A decision is known: from now on only its weights are served. What was read may be older than what
+        was heard; the stream's sequence tells."""
+        if sequence <= self._record_sequence:
+            return
+        self._record, self._record_sequence = record, sequence
         if not self._state.holds(record):
             self._state.close("behind", self._state.closed.get("behind", ""))
         self.settle_soon()
@@ -108,12 +113,14 @@ class RecordFollower:
     async def settle(self) -> bool:
         """Brings the worker to the committed version and opens it. False: it should be tried again."""
         try:
-            record = await self._read_or_make_record()
-            self._record = record
-            if not self._state.holds(record):
-                await self._catch_up(record)
-            elif self._state.version != record.version:
-                self._relabel(record)
+            while True:
+                record = await self._read_or_make_record()
+                if not self._state.holds(record):
+                    await self._catch_up(record)
+                elif self._state.version != record.version:
+                    self._relabel(record)
+                if self._record is record and self._state.version == record.version:
+                    break  # else another decision came meanwhile
             self._state.open("behind")
             self._state.open("starting")
             return True
@@ -121,31 +128,37 @@ class RecordFollower:
             log.info("%s can't read the record now: %s", self._state.instance_id, error)
             return False
         except PlaneError as error:
-            self._state.close("behind", why(error))
+            self._stay_behind(error)
             log.warning("%s is not at the committed version: %s", self._state.instance_id, error)
             return False
         except Exception as error:
-            self._state.close("behind", why(error))
+            self._stay_behind(error)
             log.exception("%s could not settle", self._state.instance_id)
             return False
         finally:
             self._tell()
 
+    def _stay_behind(self, error: Exception) -> None:
+        if self._record is None or not self._state.holds(self._record):  # a commit may have been faster
+            self._state.close("behind", why(error))
+
     async def _read_or_make_record(self) -> DecisionRecord:
         """The committed version; the first worker of all fixes sequence 0 by its own model, and a store that
         has lost its record gets back the one that a worker remembers."""
         state = self._subjects.state
-        record = await read_record(self._bus, state)
-        if record is None:
+        entry = await self._bus.get(state, RECORD)
+        if entry is None or entry.value is None:
             first = WeightVersion(secrets.token_hex(4), 0, "initial", self._model_digest)
             make = self._record or DecisionRecord(first, "", None)
-            await self._bus.ensure_bucket(state, self._state.fence + 1)
+            await self._bus.ensure_bucket(state, max(self._state.fence, self._record_sequence) + 1)
             with contextlib.suppress(WrongSequence):
                 await self._bus.create(state, RECORD, make.encode())
-            record = await read_record(self._bus, state)
-            if record is None:
+            entry = await self._bus.get(state, RECORD)
+            if entry is None or entry.value is None:
                 raise BusUnreachable("the record could not be written")
-        return record
+        self._learn(DecisionRecord.decode(entry.value), entry.sequence)
+        assert self._record is not None
+        return self._record
 
     def _relabel(self, record: DecisionRecord) -> None:
         """The bytes are here already, under another name or none: nothing moves but the label."""
@@ -153,23 +166,37 @@ class RecordFollower:
         self._adapter.set_version(record.version)
 
     async def _catch_up(self, record: DecisionRecord) -> None:
+        """One try to swap in the record's weights; where a newer decision comes meanwhile, nothing."""
         self._state.close("behind", "")
+        if self._state.released:
+            raise Conflict("memory is released: the weights come back with resume_memory")
         if self._prepared_for(record) is not None:
-            await asyncio.sleep(COMMIT_GRACE_S)  # its coordinator is about to say commit
+            await self._wait_for_commit()  # its coordinator is about to say so
+        elif not self._state.holds(record):
+            await self._fetch(record)
         async with self.changing:
-            if self._state.holds(record):
+            if self._record is not record or self._state.holds(record):
                 return
-            if self._state.released:
-                raise Conflict("memory is released: the weights come back with resume_memory")
-            staged = self._prepared_for(record) or await self._fetch(record)
-            await self._swap(staged, record.version, "keep")
+            weights = self._prepared_for(record)
+            if weights is None:
+                raise Conflict("what was fetched was dropped: another update began")
+            await self._swap(weights, record.version, "keep")
         log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
 
     def _prepared_for(self, record: DecisionRecord) -> Staged | None:
+        """What is staged under the record's update, or was fetched to heal."""
         staged = self._updates.staged
-        return staged.weights if staged is not None and staged.update_id == record.update_id else None
+        if staged is None or staged.digest != record.version.digest:
+            return None
+        return staged.weights if staged.fence is None or staged.update_id == record.update_id else None
 
-    async def _fetch(self, record: DecisionRecord) -> Staged:
+    async def _wait_for_commit(self) -> None:
+        self._swapped.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_GRACE_S):
+                await self._swapped.wait()
+
+    async def _fetch(self, record: DecisionRecord) -> None:
         transport = record.transport
         if transport is None:  # sequence 0: each worker's own model
             if record.version.digest != self._model_digest:
@@ -181,7 +208,16 @@ class RecordFollower:
             transport = self._model
         if not record.refetchable:
             raise Conflict("source_gone: the committed weights can't be fetched again; an update brings new")
-        return await self._updates.fetch(transport, record.version.digest, record.cast, self._state.fence)
+        if (busy := self._updates.busy_with) is not None:
+            raise Conflict(f"waiting for the update {busy}, which is being prepared")
+        await self._updates.prepare(
+            f"heal-{record.version.sequence}",
+            transport,
+            label=record.version.label,
+            digest=record.version.digest,
+            cast=record.cast,
+            fence=None,
+        )
 
     # ---- swapping ----
 
@@ -249,7 +285,9 @@ class RecordFollower:
             finally:
                 self._updates.forget(weights)
             state.hold(version)
-            state.open("behind")
+            self._swapped.set()
+            if self._record is not None and state.holds(self._record):
+                state.open("behind")
         finally:
             if not was_paused and not keep_pause:
                 await self._engine.run(self._adapter.resume())
@@ -266,10 +304,12 @@ class RecordFollower:
         """A gate or a staging belongs to a coordinator; when that is gone, the record decides."""
         staged = self._updates.staged
         gated = "updating" in self._state.closed
+        if staged is not None and staged.fence is None:
+            staged = None  # fetched by this worker itself
         if staged is None and not gated:
             return
         fence, held = await live_fence(self._bus, self._subjects.state)
-        if staged is not None and not (held and fence <= staged.fence):
+        if staged is not None and staged.fence is not None and not (held and fence <= staged.fence):
             session = await read_session(self._bus, self._subjects.state)
             record = await read_record(self._bus, self._subjects.state)
             decided = record is not None and record.update_id == staged.update_id

@@ -30,7 +30,8 @@ class Staging:
     label: str
     weights: Staged
     reply: PreparedReply
-    fence: int
+    fence: int | None
+    """The coordinator's; None: the worker fetched them itself, to heal."""
 
     @property
     def digest(self) -> str:
@@ -86,7 +87,7 @@ class WeightUpdates:
         label: str,
         digest: str | None,
         cast: bool,
-        fence: int,
+        fence: int | None,
         target: Mapping[str, Any] | None = None,
         encoding: str = "full",
     ) -> PreparedReply:
@@ -124,7 +125,7 @@ class WeightUpdates:
         label: str,
         digest: str | None,
         cast: bool,
-        fence: int,
+        fence: int | None,
         cancelled: threading.Event,
     ) -> Staging:
         def work() -> tuple[Staged, PreparedReply]:
@@ -175,12 +176,6 @@ class WeightUpdates:
             self.staged = None
             await self._engine.run(self._adapter.discard(staged.weights))
         return found
-
-    async def fetch(self, request: Mapping[str, Any], digest: str, cast: bool, fence: int) -> Staged:
-        """Receives the committed weights again, for a worker that heals."""
-        update_id = f"heal-{digest[-16:]}"
-        await self.prepare(update_id, request, label="", digest=digest, cast=cast, fence=fence)
-        return self.staged_for(update_id, digest)
 
 
 def why(error: BaseException) -> str:

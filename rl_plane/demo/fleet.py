@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ _MAKE_MODEL = (
 class DemoFleet:
     """`stop` leaves no process and no temporary folder behind, whatever `start` came to."""
 
-    def __init__(self, logs: Path, model: Path | None, seed: int) -> None:
+    def __init__(self, logs: Path, model: Path | None, seed: int, check: Callable[[], None]) -> None:
+        """`check` is called in each wait, and may raise to end it."""
         self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-demo-"))
         self._nats = NatsServer()
-        self._processes = Processes(logs)
+        self._processes = Processes(logs, self._scratch)
         self._given_model = model
         self._seed = seed
+        self._check = check
         self._frontend: Child | None = None
         self._trainer: Child | None = None
         self.workers: dict[str, Child] = {}
@@ -63,18 +66,19 @@ class DemoFleet:
         )
         if self._given_model is None:
             model = self._processes.python("model", "-c", _MAKE_MODEL, str(self.model), str(self._seed))
-            wait_for_end(model, give_up)
+            wait_for_end(model, give_up, self._check)
         for _ in range(workers):
             self.add_worker()
-        urls = json.loads(wait_for_line(self._frontend, give_up))
+        urls = json.loads(wait_for_line(self._frontend, give_up, self._check))
         self.rl_url, self.http_url = urls["rl_url"].rstrip("/"), urls["http_url"].rstrip("/")
         self._start_trainer(trainer_arguments)
 
     def add_worker(self) -> str:
         instance_id = secrets.token_hex(8)
         self.workers[instance_id] = self._processes.rl_plane(
-            f"worker-{instance_id}", "worker", *self._bus_arguments(), "--engine", "hf", "--model", str(self.model),
-            "--weight-root", str(self.weights), "--dtype", "float32", "--instance-id", instance_id,
+            f"worker-{instance_id}", "worker", *self._bus_arguments(), "--engine", "hf",
+            "--model", str(self.model), "--weight-root", str(self.weights), "--dtype", "float32",
+            "--instance-id", instance_id,
         )  # fmt: skip
         return instance_id
 
@@ -95,6 +99,8 @@ class DemoFleet:
 
     def check(self) -> None:
         """Raises for a process that should be there and is not."""
+        if self._nats.process.poll() is not None:
+            raise PlaneError(f"nats-server ended with {self._nats.process.returncode}")
         children = [*self.workers.values(), *filter(None, [self._frontend])]
         for child in children:
             if not child.running:

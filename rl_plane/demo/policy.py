@@ -12,8 +12,8 @@ from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_
 from rl_plane.errors import PlaneError
 from rl_plane.versions import TensorSpec, tensors_digest
 
-LEARNING_RATE = 3e-3
-"""For the tiny model's width; over four seeds the reward goes from 0.5 to above 0.95 within 40 steps."""
+LEARNING_RATE = 2e-3
+"""For the tiny model's width; the reward goes from 0.5 to above 0.9 within 40 steps, over every seed tried."""
 WIDTH_OF_RATE = 128
 """The rate falls with the width of the model, or a wider one's outputs would move further per step."""
 MAX_GRAD_NORM = 1.0
@@ -41,7 +41,9 @@ class Policy:
         self._torch = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
         self._model.eval()  # no dropout: the trainer's logprobs are to be the engines'
-        rate = LEARNING_RATE * WIDTH_OF_RATE / self._model.config.get_text_config().hidden_size
+        config = self._model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        rate = LEARNING_RATE * WIDTH_OF_RATE / config.hidden_size
         self._adam = torch.optim.Adam(self._model.parameters(), lr=rate)
 
     def learn(

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plane.errors import PlaneError
-from rl_plane.nats_server import die_with_parent
+from rl_plane.process import die_with_parent
 
 STOP_TIMEOUT_S = 5.0
 """For all of them together; then SIGKILL."""
@@ -34,8 +35,10 @@ class Child:
 
     def last_words(self) -> str:
         """How it ended, in one line."""
+        code = self.process.poll()
+        how = "has not ended" if code is None else f"ended with {code}" if code >= 0 else f"was killed by {-code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return f"{self.name} ended with {self.process.poll()}: {lines[-1][-TAIL_CHARS:] if lines else 'no output'}"
+        return f"{self.name} {how}" + (f": {lines[-1][-TAIL_CHARS:]}" if lines else "")
 
     def kill(self) -> None:
         """SIGKILL, to it alone, as a crash would be."""
@@ -43,15 +46,19 @@ class Child:
         self.process.wait()
 
 
-def child_environment() -> dict[str, str]:
-    """Ours, less settings that would steer the demo's own fleet elsewhere, with one thread per process."""
+def child_environment(scratch: Path) -> dict[str, str]:
+    """Ours, less settings that would steer the demo's own fleet elsewhere, with one thread per process; what torch
+    and others keep in temporary folders goes to `scratch`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RL_PLANE_")}
-    return {"OMP_NUM_THREADS": "1", **kept, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {"TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {"OMP_NUM_THREADS": "1", **kept, **own}
 
 
 class Processes:
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, scratch: Path) -> None:
+        """`scratch`: the children's temporary folder, which the caller removes."""
         self._logs = logs
+        self._environment = child_environment(scratch)
         self._children: list[Child] = []
 
     def python(self, name: str, *arguments: str, pipe: bool = False) -> Child:
@@ -63,7 +70,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipe else out,
                 stderr=err,
-                env=child_environment(),
+                env=self._environment,
                 start_new_session=True,
                 preexec_fn=die_with_parent(),
             )
@@ -92,24 +99,28 @@ class Processes:
                 child.process.stdout.close()
 
 
-def wait_for_line(child: Child, give_up: float) -> str:
-    """The first line that it prints; `give_up` is a time of the monotonic clock."""
+def wait_for_line(child: Child, give_up: float, check: Callable[[], None]) -> str:
+    """The first line that it prints. `give_up`: a time of the monotonic clock; `check` may raise to end the wait."""
     while True:
+        ended = not child.running  # before the look, or its last line may be missed
         text = child.output.read_text(errors="replace")
         if "\n" in text:
             return text.split("\n", 1)[0]
-        if not child.running:
+        if ended:
             raise PlaneError(child.last_words())
-        if time.monotonic() > give_up:
-            raise PlaneError(f"{child.name} did not become ready in time")
-        time.sleep(POLL_S)
+        _wait(child, give_up, check)
 
 
-def wait_for_end(child: Child, give_up: float) -> None:
-    """Until it has ended well."""
-    try:
-        code = child.process.wait(max(0.0, give_up - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        raise PlaneError(f"{child.name} did not end in time") from None
-    if code != 0:
+def wait_for_end(child: Child, give_up: float, check: Callable[[], None]) -> None:
+    """Until it has ended well; otherwise as `wait_for_line`."""
+    while child.running:
+        _wait(child, give_up, check)
+    if child.process.returncode != 0:
         raise PlaneError(child.last_words())
+
+
+def _wait(child: Child, give_up: float, check: Callable[[], None]) -> None:
+    check()
+    if time.monotonic() > give_up:
+        raise PlaneError(f"{child.name} was not done in time")
+    time.sleep(POLL_S)

@@ -55,9 +55,10 @@ class Rollout:
     """Requests that had to be asked again, over the whole run."""
 
     def groups(self, prompts: Sequence[list[int]], seed: int) -> list[list[Completion]]:
+        first = seed * len(prompts)
         with ThreadPoolExecutor(len(prompts), thread_name_prefix="rollout") as pool:
             waiting = [
-                pool.submit(self._group, prompt, seed * len(prompts) + i) for i, prompt in enumerate(prompts)
+                pool.submit(self._group, prompt, (first + i) * self.group) for i, prompt in enumerate(prompts)
             ]
             return [future.result() for future in waiting]
 
@@ -68,7 +69,7 @@ class Rollout:
             "max_tokens": self.max_tokens,
             "temperature": 1.0,
             "n": self.group,
-            "seed": seed,
+            "seed": seed,  # the i-th sample's is seed + i
             "ignore_eos": True,
             "logprobs": 1,
             "return_token_ids": True,
@@ -86,7 +87,7 @@ class Rollout:
 
     def _ask(self, prompt: list[int], body: dict[str, Any]) -> list[Completion]:
         reply = self.post(f"{self.url}/v1/completions", body, REQUEST_TIMEOUT_S)
-        made = [_completion(prompt, choice, reply) for choice in reply["choices"]]
+        made = [_completion(prompt, choice) for choice in reply["choices"]]
         if len(made) != self.group:
             raise PlaneError(f"asked for {self.group} completions, got {len(made)}")
         if any(len(one.token_ids) != self.max_tokens for one in made):
@@ -94,9 +95,8 @@ class Rollout:
         return made
 
 
-def _completion(prompt: list[int], choice: dict[str, Any], reply: dict[str, Any]) -> Completion:
+def _completion(prompt: list[int], choice: dict[str, Any]) -> Completion:
     tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if len(tokens) != len(logprobs):
         raise PlaneError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
-    nvext = choice.get("nvext") or reply.get("nvext") or {}
-    return Completion(prompt, tokens, logprobs, choice["weight_versions"], nvext.get("instance_id", ""))
+    return Completion(prompt, tokens, logprobs, choice["weight_versions"], choice["instance_id"])

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,19 @@ KILL_PATIENCE = 3
 BUSY_POLL_S = 0.01
 POLL_S = 0.1
 INTERRUPTED = 130
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NEEDED = ("torch", "transformers", "safetensors", "blake3", "fastapi", "uvicorn", "matplotlib")
 
 
 class Demo:
-    def __init__(self, fleet: DemoFleet, story: Story, table: LiveTable, give_up: float) -> None:
+    def __init__(
+        self, fleet: DemoFleet, story: Story, table: LiveTable, give_up: float, check: Callable[[], None]
+    ) -> None:
         self._fleet = fleet
         self._story = story
         self._table = table
         self._give_up = give_up
+        self._check = check
         self._kill_step = max(1, round(KILL_AT * story.planned))
         self._phase: tuple[int, str] = (0, "")
         self._served: set[str] = set()
@@ -59,6 +62,7 @@ class Demo:
             ],
         )
         while self._follow():
+            self._check()
             self._fleet.check()
             if time.monotonic() > self._give_up:
                 raise DeadlineExceeded(
@@ -117,30 +121,33 @@ def _worker_end(row: dict[str, Any]) -> WorkerEnd:
     return WorkerEnd(row["instance_id"], version.get("label"), version.get("digest"))
 
 
-@contextlib.contextmanager
-def ends_as_interrupts() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the demo as Ctrl-C does: with everything cleared away."""
-    heard = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
-    before = {number: signal.signal(number, _interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class Interrupted(PlaneError):
+    """Ctrl-C, SIGTERM or a closed terminal."""
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+class Interrupts:
+    """Signals set a flag, and `check` raises where it is safe: an exception out of a handler could come in the
+    middle of a fork, where Python drops it."""
 
+    def __init__(self) -> None:
+        self._heard: signal.Signals | None = None
 
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """A second Ctrl-C doesn't stop the clearing away, which is bounded."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def check(self) -> None:
+        if self._heard is not None:
+            raise Interrupted(f"interrupted by {self._heard.name}")
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        heard = [number for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        before = {number: signal.signal(number, self._hear) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: object) -> None:
+        self._heard = signal.Signals(number)
 
 
 def _check(args: argparse.Namespace) -> tuple[int, int, Path | None]:
@@ -195,28 +202,24 @@ def _summary(report: dict[str, Any], out: Path) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
+    """The exit code. Arguments that can't be are InvalidRequest; what fails later is told in one line."""
     start = time.monotonic()
     out = Path(args.out)
-    try:
-        steps, seed, model = _check(args)
-        logs = _fresh(out)
-    except InvalidRequest as error:
-        print(f"rl-plane demo: {error.message}: {error.facts.get('fix', '')}", file=sys.stderr)
-        return 1
+    steps, seed, model = _check(args)
+    logs = _fresh(out)
     story, table, trouble = Story(steps), LiveTable(sys.stdout, steps), ""
     _say(f"starting nats-server, a frontend, {FLEET} hf workers and a trainer; logs in {logs}")
-    with ends_as_interrupts():
-        fleet = DemoFleet(logs, model, seed)
+    interrupts, code = Interrupts(), 1
+    with interrupts.listening():
+        fleet = DemoFleet(logs, model, seed, interrupts.check)
         try:
-            Demo(fleet, story, table, start + DEADLINE_S).run()
+            Demo(fleet, story, table, start + DEADLINE_S, interrupts.check).run()
         except PlaneError as error:
             trouble = error.message
-        except KeyboardInterrupt:
-            trouble = "interrupted"
+            code = INTERRUPTED if isinstance(error, Interrupted) else 1
         finally:
-            with undisturbed():
-                table.end()
-                fleet.stop()
+            table.end()
+            fleet.stop()
     story.elapsed_s = time.monotonic() - start
     report = make_report(story, trouble)
     write_report(report, out / "report.json")
@@ -226,4 +229,4 @@ def main(args: argparse.Namespace) -> int:
         _say(_summary(report, out))
         return 0
     print(f"rl-plane demo failed: {'; '.join(report['failures'])} (logs in {logs})", file=sys.stderr)
-    return INTERRUPTED if trouble == "interrupted" else 1
+    return code

@@ -28,7 +28,7 @@ from rl_plane.errors import PlaneError
 PROMPTS = 8
 """Requests at once, so that every worker has some."""
 GROUP = 8
-MAX_TOKENS = 16
+MAX_TOKENS = 32
 PROMPT_TOKENS = (4, 12)
 """Shortest and longest prompt."""
 READY_TIMEOUT_S = 90.0
@@ -62,7 +62,6 @@ def train(args: argparse.Namespace) -> None:
     fleet.wait_ready(args.workers, READY_TIMEOUT_S)
     name = call_json(f"{args.http_url}/v1/models")["data"][0]["id"]
     rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
-    vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     rng = random.Random(args.seed)
     version, committed = fleet.version(), None
     for step in range(1, args.steps + 1):
@@ -71,7 +70,7 @@ def train(args: argparse.Namespace) -> None:
             fleet.wait_ready(args.workers, READY_TIMEOUT_S)
         emit("phase", step=step, phase="rolling out")
         start = time.monotonic()
-        groups = rollout.groups(make_prompts(rng, vocab), args.seed * 100_000 + step)
+        groups = rollout.groups(make_prompts(rng, policy.vocab_size), args.seed * 100_000 + step)
         rollout_s = time.monotonic() - start
         told = rolled_out(groups, version)
         if told["mixed_version_completions"]:
@@ -128,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         train(parse(argv))
     except PlaneError as error:
-        emit("failed", reason=f"{error.code}: {error.message}")
+        emit("failed", reason=f"{error.facts.get('unknown_code', error.code)}: {error.message}")
         return 1
     return 0
 

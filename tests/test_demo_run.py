@@ -1,0 +1,109 @@
+"""The main job, for real: a fleet of engines, a trainer, a death and a join."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+RL_PLANE = Path(sys.executable).with_name("rl-plane")
+RUN_S = 240
+"""The bound that the demo promises."""
+INTERRUPT_S = 30
+
+
+@contextmanager
+def demo(cwd: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Its temporary folders go to `cwd`/tmp."""
+    (cwd / "tmp").mkdir(exist_ok=True)
+    with subprocess.Popen(
+        [str(RL_PLANE), "demo", "--out", str(cwd / "out"), *arguments],
+        cwd=cwd,
+        env={**os.environ, "TMPDIR": str(cwd / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def left_behind(cwd: Path) -> list[str]:
+    """Processes that name the demo's folder, and what is in its temporary one."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_text() if entry.name.isdecimal() else ""
+        except OSError:
+            continue
+        if str(cwd) in command:
+            found.append(command.replace("\0", " "))
+    return found + [path.name for path in (cwd / "tmp").iterdir()]
+
+
+@pytest.mark.timeout(RUN_S + 60)
+def test_the_demo(tmp_path: Path) -> None:
+    with demo(tmp_path) as process:
+        printed, errors = process.communicate(timeout=RUN_S)
+    assert process.returncode == 0, printed + errors
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["ok"] is True
+    assert report["steps"] == report["planned_steps"] > 20
+    assert report["reward_last"] - report["reward_first"] > 0.3 * report["reward_range"]
+    assert 0 < report["max_logprob_diff"] < 1e-4
+    assert report["completions"] == 64 * report["steps"] == sum(report["completions_by_worker"].values())
+    assert report["mixed_version_completions"] == 0
+    [killed], [joined] = report["killed"], report["joined"]
+    assert report["killed_in_flight"] > 0
+    assert report["killed_at_step"] < report["joined_at_step"] <= report["steps"]
+    assert joined in report["completions_by_worker"]
+    ids = {worker["instance_id"] for worker in report["workers"]}
+    assert len(ids) == 2
+    assert joined in ids
+    assert killed not in ids
+    assert {(worker["version"], worker["digest"]) for worker in report["workers"]} == {
+        (f"step_{report['steps']}", report["digest"])
+    }
+    assert 0 < report["update_seconds"]["median"] <= report["update_seconds"]["max"] < 10
+    assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert len([line for line in printed.splitlines() if line.lstrip()[:1].isdigit()]) >= report["steps"]
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_clears_everything_away(tmp_path: Path, number: signal.Signals) -> None:
+    with demo(tmp_path) as process:
+        give_up = time.monotonic() + INTERRUPT_S
+        while not list((tmp_path / "out").glob("logs/worker-*.log")):
+            assert time.monotonic() < give_up
+            time.sleep(0.002)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=INTERRUPT_S)
+    assert process.returncode == 130, errors
+    assert f"interrupted by {number.name}" in errors
+    assert left_behind(tmp_path) == []
+
+
+def test_wrong_arguments_start_nothing(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    for arguments, why in (
+        (["--steps", "3"], "at least 10"),
+        (["--model", str(tmp_path)], "config.json"),
+        ([], "can't write"),
+    ):
+        with demo(tmp_path, *arguments) as process:
+            _, errors = process.communicate(timeout=INTERRUPT_S)
+        assert process.returncode in (1, 2)
+        assert why in errors
+        assert len(errors.strip().splitlines()) == 1
+    assert left_behind(tmp_path) == []
