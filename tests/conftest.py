@@ -1,0 +1,240 @@
+"""What tests share: a real nats-server per module, a namespace per test, real worker processes that always end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rl_plane.client import RlClient
+from rl_plane.fleet import Fleet
+from rl_plane.nats_server import NatsServer
+from rl_plane.process import die_with_parent
+from worker.engines.fake import make_fake_model
+
+START_S = 30.0
+"""A worker process is up within a second on an idle machine."""
+
+_CHILD = """
+import json, logging, sys
+from pathlib import Path
+logging.basicConfig(level=logging.INFO)
+options = json.loads(sys.argv[1])
+from worker.options import WorkerOptions
+from worker.process import run
+options["model"] = Path(options["model"])
+options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
+exec(sys.argv[2])
+sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))
+"""
+
+
+@dataclass
+class Spawned:
+    """A worker process. Its log is beside the test's other files."""
+
+    instance_id: str
+    process: subprocess.Popen[str]
+    log: Path
+    instance_ids: list[str] = field(default_factory=list)
+
+    def wait_ready(self) -> Spawned:
+        assert self.process.stdout is not None
+        if select.select([self.process.stdout], [], [], START_S)[0]:
+            self.instance_ids = self.process.stdout.readline().split()
+        assert self.instance_ids, f"the worker did not start:\n{self.log.read_text()}"
+        return self
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@dataclass
+class Plane:
+    """One test's component on a server: clients, fleets and workers, ended with the test."""
+
+    url: str
+    namespace: str
+    tmp: Path
+    component: str = "engine"
+    spawned: list[Spawned] = field(default_factory=list)
+    _clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+
+    def model(self, seed: int = 0, **shape: int) -> Path:
+        """A fake model's directory beneath the workers' weight root."""
+        return make_fake_model(self.tmp / "weights" / f"seed{seed}", seed, **shape)
+
+    def spawn(
+        self,
+        *,
+        ready: bool = True,
+        model: Path | None = None,
+        instance_id: str | None = None,
+        patch: str = "",
+        copies: int = 1,
+        drain_s: float = 30.0,
+        **engine_args: Any,
+    ) -> Spawned:
+        """`patch`: code that runs in the process before the worker does."""
+        instance_id = instance_id or secrets.token_hex(8)
+        options = {
+            "engine": "fake",
+            "model": str(model or self.model()),
+            "nats_url": self.url,
+            "namespace": self.namespace,
+            "component": self.component,
+            "instance_id": instance_id if copies == 1 else None,
+            "copies": copies,
+            "weight_roots": [str(self.tmp / "weights")],
+            "engine_args": {key: str(value) for key, value in engine_args.items()},
+            "drain_s": drain_s,
+        }
+        log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"
+        with log.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, json.dumps(options), patch],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        self.spawned.append(Spawned(instance_id, process, log))
+        return self.spawned[-1].wait_ready() if ready else self.spawned[-1]
+
+    def spawn_copies(self, count: int, **engine_args: Any) -> list[str]:
+        """So many workers in one process, which starts as fast as one; their instance ids."""
+        one = self.spawn(ready=False, copies=count, **engine_args)
+        return sorted(one.wait_ready().instance_ids)
+
+    def spawn_many(self, count: int, **options: Any) -> list[Spawned]:
+        started = [self.spawn(ready=False, **options) for _ in range(count)]
+        return [one.wait_ready() for one in started]
+
+    async def client(self, name: str = "test") -> RlClient:
+        client = await RlClient.connect(self.url, self.namespace, self.component, name=name)
+        return await self._clients.enter_async_context(client)
+
+    async def fleet(self, name: str = "test") -> Fleet:
+        return Fleet(await self.client(name))
+
+    async def until(
+        self, holds: Callable[[], object] | Callable[[], Awaitable[object]], bound_s: float = 10.0
+    ) -> Any:
+        """Waits for a truth that makes no event, and gives it; fails after the bound."""
+        give_up = time.monotonic() + bound_s
+        while True:
+            found = holds()
+            if inspect.isawaitable(found):
+                found = await found
+            if found:
+                return found
+            assert time.monotonic() < give_up, f"it did not come to hold within {bound_s:g} s"
+            await asyncio.sleep(0.02)
+
+    def kill_all(self) -> None:
+        for one in self.spawned:
+            one.close()
+
+    async def close(self) -> None:
+        self.kill_all()
+        await self._clients.aclose()
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[NatsServer]:
+    """Configured as we like it: disconnect advisories, fast PINGs."""
+    server = NatsServer()
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_nats() -> Iterator[NatsServer]:
+    """Any NATS server with JetStream: no advisories, PINGs every two minutes."""
+    server = NatsServer(config=None)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"t{secrets.token_hex(6)}"
+
+
+@pytest_asyncio.fixture
+async def plane(nats: NatsServer, namespace: str, tmp_path: Path) -> AsyncIterator[Plane]:
+    plane = Plane(nats.url, namespace, tmp_path)
+    yield plane
+    await plane.close()
+
+
+@pytest_asyncio.fixture
+async def plain_plane(plain_nats: NatsServer, namespace: str, tmp_path: Path) -> AsyncIterator[Plane]:
+    plane = Plane(plain_nats.url, namespace, tmp_path)
+    yield plane
+    await plane.close()
+
+
+@pytest_asyncio.fixture
+async def own_nats(namespace: str, tmp_path: Path) -> AsyncIterator[tuple[NatsServer, Plane]]:
+    """A server for one test, which may kill it; its store is `tmp_path / "store"`."""
+    server = NatsServer(store=tmp_path / "store")
+    server.start()
+    plane = Plane(server.url, namespace, tmp_path)
+    yield server, plane
+    await plane.close()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def make_plane(nats: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Plane]]:
+    """Planes that live as long as the module, for tests that leave no trace; they have workers, no clients."""
+    made: list[Plane] = []
+
+    def make() -> Plane:
+        made.append(Plane(nats.url, f"t{secrets.token_hex(6)}", tmp_path_factory.mktemp("plane")))
+        return made[-1]
+
+    yield make
+    for plane in made:
+        plane.kill_all()
+
+
+@pytest.fixture
+def spawn_worker(plane: Plane) -> Callable[..., Spawned]:
+    """`spawn_worker(**engine_args)` → a ready worker with `instance_id` and `process`; killed with the test."""
+    return plane.spawn

@@ -1,0 +1,62 @@
+"""`python -m bench --quick` measures everything that `make bench` does, on a small scale. How fast is not asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SIZES = (1, 8, 32)
+FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
+TIMES = (
+    "SIGKILL → gone, our nats.conf",
+    "SIGKILL → gone, any other NATS server",
+    "registering → listed",
+    "process started → listed (fake engine)",
+)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("bench") / "rows.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "--quick", "--json", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ran[0].splitlines() if "|" in line]
+    assert [(what, size) for what in FAN_OUTS for size in map(str, SIZES)] == sorted(
+        ((cells[0], cells[1]) for cells in lines if cells[0] in FAN_OUTS),
+        key=lambda row: (FAN_OUTS.index(row[0]), int(row[1])),
+    )
+    assert [cells[0] for cells in lines if cells[0] in TIMES] == list(TIMES)
+
+
+def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
+    rows = ran[1]
+    assert [(row["workers"], row["what"]) for row in rows["fan_outs"]] == [
+        (size, what) for size in SIZES for what in FAN_OUTS
+    ]
+    assert [row["what"] for row in rows["times"]] == list(TIMES)
+    for row in [*rows["fan_outs"], *rows["times"]]:
+        assert 0 < row["median_s"] <= row["p99_s"]
+
+
+def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
+    for row in [*ran[1]["fan_outs"], *ran[1]["times"]]:
+        assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
+    assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)

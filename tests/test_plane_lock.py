@@ -1,0 +1,145 @@
+"""The component's lock on real servers: one holder at a time, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import rl_plane.lock
+from rl_plane.client import RlClient
+from rl_plane.errors import Locked, StaleFence
+from rl_plane.lock import LOCK_TTL_S, live_fence
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+_HOLDER = """
+import asyncio, sys
+from rl_plane.client import RlClient
+async def main():
+    client = await RlClient.connect(*sys.argv[1:], name="doomed")
+    async with client.lock(await client.view()) as held:
+        print(held.fence, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def dead_holder(plane: Plane) -> int:
+    """A process takes the lock and is killed; its fence."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _HOLDER, plane.url, plane.namespace, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        fence = int(await process.stdout.readline())
+        process.kill()
+        await process.wait()
+    return fence
+
+
+async def test_many_take_turns_and_fences_rise(plane: Plane) -> None:
+    clients = [await plane.client(f"c{number}") for number in range(4)]
+    inside = 0
+    fences: list[int] = []
+
+    async def work(client: RlClient) -> None:
+        nonlocal inside
+        async with client.lock(await client.view(), wait_s=15) as held:
+            inside += 1
+            assert inside == 1, "two hold the lock"
+            assert await live_fence(client.bus, client.subjects().state) == (held.fence, True)
+            await held.put("witness", str(held.fence).encode())
+            await held.renew()
+            fences.append(held.fence)
+            inside -= 1
+
+    await asyncio.gather(*(work(clients[number % 4]) for number in range(20)))
+    assert len(fences) == 20
+    assert fences == sorted(set(fences))
+    fence, held = await live_fence(clients[0].bus, clients[0].subjects().state)
+    assert not held
+    assert fence >= fences[-1]
+
+
+async def test_a_dead_holder_is_replaced_long_before_its_ttl(plane: Plane) -> None:
+    client = await plane.client()
+    view = await client.view()
+    await plane.until(lambda: view.advisories)
+    fence = await dead_holder(plane)
+    start = time.monotonic()
+    async with client.lock(view, wait_s=LOCK_TTL_S * 3) as held:
+        assert time.monotonic() - start < LOCK_TTL_S / 2
+        assert held.fence > fence
+        assert held.took_over
+
+
+async def test_without_advisories_a_dead_holder_is_replaced_at_its_ttl(plain_plane: Plane) -> None:
+    client = await plain_plane.client()
+    view = await client.view()
+    fence = await dead_holder(plain_plane)
+    with pytest.raises(Locked):
+        async with client.lock(view, wait_s=0.1):
+            raise AssertionError("the lock of a holder that may live was taken")
+    async with client.lock(view, wait_s=LOCK_TTL_S * 3) as held:
+        assert held.fence > fence
+        assert held.took_over
+
+
+async def test_a_holder_that_gave_it_back_was_not_taken_over(plane: Plane) -> None:
+    client = await plane.client()
+    view = await client.view()
+    async with client.lock(view) as first:
+        pass
+    async with client.lock(view) as second:
+        assert second.fence > first.fence
+        assert not second.took_over
+
+
+async def test_waiting_for_the_lock_has_a_bound(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    async with one.lock(await one.view()):
+        start = time.monotonic()
+        with pytest.raises(Locked) as caught:
+            async with two.lock(await two.view(), wait_s=0.3):
+                raise AssertionError("two hold the lock")
+        assert time.monotonic() - start < 2
+    assert caught.value.facts["retry_after_s"] > 0
+    assert caught.value.facts["holder"] == one.owner
+    assert caught.value.facts["fix"]
+    assert caught.value.http_status == 503
+
+
+async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)  # it stands still
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    one, two = await plane.client("one"), await plane.client("two")
+    state = one.subjects().state
+    async with one.lock(await one.view()) as stale, two.lock(await two.view(), wait_s=10) as held:
+        assert held.took_over
+        await held.put("record", b"two")
+        for write in (stale.put("record", b"one"), stale.renew()):
+            with pytest.raises(StaleFence) as caught:
+                await write
+            assert caught.value.facts["fence"] == stale.fence
+        entry = await two.bus.get(state, "record")
+        assert entry is not None
+        assert entry.value == b"two"
+        assert stale.lost
+    assert await live_fence(two.bus, state) == (await two.bus.last_sequence(state), False), "given back once"
+
+
+async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 0.2)
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    one, two = await plane.client("one"), await plane.client("two")
+    async with one.lock(await one.view()) as held:
+        with pytest.raises(Locked):
+            async with two.lock(await two.view(), wait_s=2.5):
+                raise AssertionError("two hold the lock")
+        await held.put("witness", b"")
+        assert await live_fence(one.bus, one.subjects().state) == (held.fence, True)

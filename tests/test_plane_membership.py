@@ -1,0 +1,359 @@
+"""Who is in the fleet, on real servers with real processes that are killed, stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_plane.client import RlClient
+from rl_plane.errors import DeadlineExceeded
+from rl_plane.membership import Changed, Member
+from rl_plane.nats_server import NatsServer
+from rl_plane.streams import StreamReceiver
+from rl_plane.subjects import Bucket
+from rl_plane.view import MembershipView
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane, Spawned
+
+EVENT_S = 1.0
+"""Three times what an advisory, a purge and its feed take on a busy machine."""
+SWEEP_S = 6.0
+"""Three times the sweep's bound."""
+HUNG_S = 24.0
+"""Three times the bound within which a hung worker is found."""
+
+
+@asynccontextmanager
+async def changes(client: RlClient) -> AsyncIterator[asyncio.Queue[Changed]]:
+    queue: asyncio.Queue[Changed] = asyncio.Queue()
+    stop = (await client.view()).listen(queue.put_nowait)
+    yield queue
+    stop()
+
+
+async def gone(queue: asyncio.Queue[Changed], instance_id: str, bound_s: float) -> None:
+    async with asyncio.timeout(bound_s):
+        while True:
+            change = await queue.get()
+            if change.before is not None and change.before.instance_id == instance_id and change.after is None:
+                return
+
+
+async def joined(queue: asyncio.Queue[Changed], instance_id: str, bound_s: float) -> Member:
+    async with asyncio.timeout(bound_s):
+        while True:
+            change = await queue.get()
+            if change.after is not None and change.after.instance_id == instance_id:
+                return change.after
+
+
+async def agreed(plane: Plane, views: list[MembershipView], workers: int, bound_s: float = 15.0) -> int:
+    """The epoch at which all views show the same fleet of so many."""
+
+    def same() -> bool:
+        seen = [view.snapshot() for view in views]
+        return len({(one.epoch, one.fingerprint) for one in seen}) == 1 and len(seen[0]) == workers
+
+    await plane.until(same, bound_s)
+    return views[0].snapshot().epoch
+
+
+async def test_a_join_is_seen_by_every_client(plane: Plane) -> None:
+    one, two = await plane.client(), await plane.client()
+    async with changes(one) as first, changes(two) as second:
+        worker = plane.spawn()
+        member = await joined(first, worker.instance_id, EVENT_S)
+        assert await joined(second, worker.instance_id, EVENT_S) == member
+    assert member.info["pid"] == worker.process.pid
+    assert member.info["engine"] == "fake"
+    assert member.info["transports"] == ["filesystem"]
+    assert await one.list_workers() == await two.list_workers()
+
+
+async def test_a_killed_worker_leaves_every_view_and_moves_the_epoch_by_one(plane: Plane) -> None:
+    one, two = await plane.client(), await plane.client()
+    doomed, other = plane.spawn_many(2)
+    views = [await one.view(), await two.view()]
+    await plane.until(lambda: all(view.advisories for view in views))
+    before = await agreed(plane, views, 2)
+    async with changes(one) as first, changes(two) as second:
+        doomed.kill()
+        await gone(first, doomed.instance_id, EVENT_S)
+        await gone(second, doomed.instance_id, EVENT_S)
+    assert await agreed(plane, views, 1) == before + 1
+    assert (await one.list_workers()).epoch == before + 1, "two reapers moved the epoch twice"
+    assert [row.instance_id for row in (await one.call_all("state")).rows] == [other.instance_id]
+
+
+async def test_without_advisories_the_sweep_finds_a_killed_worker(plain_plane: Plane) -> None:
+    one, two = await plain_plane.client(), await plain_plane.client()
+    doomed, _ = plain_plane.spawn_many(2)
+    views = [await one.view(), await two.view()]
+    before = await agreed(plain_plane, views, 2)
+    async with changes(one) as first, changes(two) as second:
+        doomed.kill()
+        await gone(first, doomed.instance_id, SWEEP_S)
+        await gone(second, doomed.instance_id, SWEEP_S)
+    assert not any(view.advisories for view in views)
+    assert await agreed(plain_plane, views, 1) == before + 1
+
+
+async def test_a_client_that_connects_after_a_death_finds_it_too(plane: Plane) -> None:
+    doomed, other = plane.spawn_many(2)
+    doomed.kill()
+    view = await (await plane.client()).view()
+    await plane.until(lambda: _ids(view) == [other.instance_id])
+
+
+def _ids(view: MembershipView) -> list[str]:
+    return [member.instance_id for member in view.snapshot()]
+
+
+async def hang_and_return(plane: Plane, hung: Spawned, other: Spawned) -> None:
+    client = await plane.client()
+    view = await client.view()
+    before = view.member(hung.instance_id)
+    assert before is not None
+    async with changes(client) as queue:
+        hung.stop()
+        try:
+            out = await client.call_all("state", timeout_s=1)
+            rows = {row.instance_id: row for row in out.rows}
+            assert rows[other.instance_id].status == "ok"
+            assert isinstance(rows[hung.instance_id].error, DeadlineExceeded)
+            assert out.elapsed_s < 2
+            await gone(queue, hung.instance_id, HUNG_S)
+            out = await client.call_all("state")
+            assert [row.instance_id for row in out.rows] == [other.instance_id]
+        finally:
+            hung.go_on()
+        after = await joined(queue, hung.instance_id, 10)
+    assert after.incarnation == before.incarnation
+    assert after.revision > before.revision
+    assert (await client.call(hung.instance_id, "state")).status == "ok"
+    await plane.until(lambda: _is_open(client, hung.instance_id))
+
+
+async def _is_open(client: RlClient, instance_id: str) -> bool:
+    return bool((await client.call(instance_id, "state")).body["admission"]["open"])
+
+
+async def test_a_hung_worker_is_found_and_comes_back(plane: Plane) -> None:
+    hung, other = plane.spawn_many(2)
+    await hang_and_return(plane, hung, other)
+
+
+async def test_without_advisories_a_hung_worker_is_found_and_comes_back(plain_plane: Plane) -> None:
+    hung, other = plain_plane.spawn_many(2)
+    await hang_and_return(plain_plane, hung, other)
+
+
+async def test_a_worker_whose_engine_blocks_never_looks_dead(plain_plane: Plane) -> None:
+    patch = """
+import time
+from worker.engines.fake import FakeEngine
+async def blocking(self):
+    time.sleep(8)
+    return True
+FakeEngine.flush_cache = blocking
+"""
+    busy = plain_plane.spawn(patch=patch)
+    client = await plain_plane.client()
+    async with changes(client) as queue:
+        work = asyncio.create_task(client.call(busy.instance_id, "flush_cache"))
+        while not work.done():
+            assert (await client.call(busy.instance_id, "state", timeout_s=2)).status == "ok"
+            await asyncio.wait([work], timeout=0.3)
+        assert (await work).status == "ok"
+        assert queue.empty(), "a busy worker left the fleet"
+    await plain_plane.until(lambda: _is_open(client, busy.instance_id))
+
+
+async def test_a_server_that_is_killed_and_restarted_loses_nobody(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    one, two = await plane.client(), await plane.client()
+    workers = plane.spawn_many(3)
+    views = [await one.view(), await two.view()]
+    before = await agreed(plane, views, 3)
+    incarnations = {member.incarnation for member in views[0].snapshot()}
+    server.kill()
+    server.start()
+    await plane.until(lambda: all(_revision(view) > before for view in views), 15)
+    after = await agreed(plane, views, 3)
+    assert after >= before + 3
+    assert {member.incarnation for member in views[0].snapshot()} == incarnations
+    await plane.until(lambda: _all_answer(one, 3))
+    doomed = workers[0]
+    doomed.kill()
+    await plane.until(lambda: all(doomed.instance_id not in _ids(view) for view in views), SWEEP_S)
+    assert await agreed(plane, views, 2) == after + 1
+
+
+def _revision(view: MembershipView) -> int:
+    return min((member.revision for member in view.snapshot()), default=0)
+
+
+async def _all_answer(client: RlClient, count: int) -> bool:
+    rows = (await client.call_all("state", empty="ok")).rows
+    return len(rows) == count and all(row.status == "ok" for row in rows)
+
+
+async def lose_the_store(server: NatsServer, plane: Plane) -> None:
+    server.kill()
+    shutil.rmtree(plane.tmp / "store")
+    server.start()
+
+
+async def test_a_lost_store_never_lets_the_epoch_fall(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    one, two = await plane.client(), await plane.client()
+    views = [await one.view(), await two.view()]
+    for _ in range(3):  # epochs that no living worker has seen
+        gone_again = plane.spawn()
+        gone_again.kill()
+        await agreed(plane, views, 0)
+    plane.spawn_many(2)
+    late = plane.spawn()
+    late.kill()
+    before = await agreed(plane, views, 2)
+    await lose_the_store(server, plane)
+    await plane.until(lambda: all(_revision(view) > before for view in views), 20)
+    after = await agreed(plane, views, 2)
+    assert after > before
+    fresh = await plane.client()
+    assert (await fresh.list_workers()).epoch >= after
+    assert len(await fresh.list_workers()) == 2
+    await plane.until(lambda: _all_answer(one, 2))
+
+
+async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
+    own_nats: tuple[NatsServer, Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The views come back later than the workers, whose own records are older than the last epoch."""
+    server, plane = own_nats
+    client = await plane.client()
+    view = await client.view()
+    plane.spawn_many(2)
+    late = plane.spawn()
+    late.kill()
+    before = await agreed(plane, [view], 2)
+    ensure, members = client.bus.ensure_bucket, client.subjects().members
+
+    async def after_the_workers(bucket: Bucket, first_sequence: int = 1) -> None:
+        if bucket == members:
+            await plane.until(lambda: client.bus.bucket_exists(bucket))
+        await ensure(bucket, first_sequence)
+
+    monkeypatch.setattr(client.bus, "ensure_bucket", after_the_workers)
+    await lose_the_store(server, plane)
+    await plane.until(lambda: _revision(view) > before, 20)
+    assert await agreed(plane, [view], 2) > before
+    assert (await (await plane.client()).list_workers()).epoch > before
+
+
+async def test_after_a_lost_store_the_fleet_serves_what_it_had_committed(
+    own_nats: tuple[NatsServer, Plane],
+) -> None:
+    server, plane = own_nats
+    fleet = await plane.fleet()
+    workers = plane.spawn_copies(2)
+    body = {"transport": {"backend": "filesystem", "path": str(plane.model(1))}, "version": "step_1"}
+    committed = (await fleet.run("update_weights", body))["version"]
+    await lose_the_store(server, plane)
+
+    async def served() -> bool:
+        out = await fleet.client.call_all("state", empty="ok")
+        return len(out.rows) == len(workers) and all(
+            row.status == "ok" and row.body["admission"]["open"] and row.body["version"] == committed
+            for row in out.rows
+        )
+
+    await plane.until(served, 20)
+    body = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}, "version": "step_2"}
+    reply = await fleet.run("update_weights", body)
+    assert reply["version"]["sequence"] == committed["sequence"] + 1
+    assert reply["version"]["run"] == committed["run"]
+    assert reply["excluded"] == []
+
+
+async def test_a_second_process_with_the_same_id_takes_the_place_of_the_first(plane: Plane) -> None:
+    client = await plane.client()
+    first = plane.spawn()
+    second = plane.spawn(instance_id=first.instance_id)
+    assert await asyncio.to_thread(first.process.wait, 10) == 70
+    snapshot = await client.list_workers()
+    assert [member.info["pid"] for member in snapshot] == [second.process.pid]
+    assert (await client.call(second.instance_id, "state")).status == "ok"
+
+
+async def test_a_worker_that_was_cut_off_does_not_take_its_id_back(plane: Plane) -> None:
+    """It hung, a supervisor started another process in its place, and then it went on."""
+    client = await plane.client()
+    view = await client.view()
+    first = plane.spawn()
+    async with changes(client) as queue:
+        first.stop()
+        await gone(queue, first.instance_id, HUNG_S)
+    second = plane.spawn(instance_id=first.instance_id)
+    first.go_on()
+    assert await asyncio.to_thread(first.process.wait, 15) == 70
+    assert second.process.poll() is None
+    member = view.member(first.instance_id)
+    assert member is not None
+    assert member.info["pid"] == second.process.pid
+
+
+def in_session(session: int) -> list[str]:
+    """The processes that a worker has left; each worker is started in a session of its own."""
+    left = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                left.append(status.parent.name)
+    return left
+
+
+async def test_a_killed_worker_leaves_no_child_behind(plane: Plane) -> None:
+    worker = plane.spawn()
+    assert in_session(worker.process.pid) == [str(worker.process.pid)]
+    worker.kill()
+    await plane.until(lambda: in_session(worker.process.pid) == [])
+
+
+async def test_sigterm_leaves_with_exit_code_0_and_no_children(plane: Plane) -> None:
+    client = await plane.client()
+    worker = plane.spawn()
+    async with changes(client) as queue:
+        worker.signal(signal.SIGTERM)
+        await gone(queue, worker.instance_id, 5)
+    assert await asyncio.to_thread(worker.process.wait, 10) == 0
+    assert in_session(worker.process.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_lets_running_generation_end(plane: Plane, number: signal.Signals) -> None:
+    client = await plane.client()
+    worker = plane.spawn(token_delay_s=0.05)
+    receiver = StreamReceiver(client.bus)
+    await receiver.start()
+    body = {"request": {"prompt_token_ids": [5, 6], "max_tokens": 20}}
+    stream = await receiver.open(client.subjects().generate(worker.instance_id), "r1", body)
+    tokens: list[int] = []
+    async for message in stream.messages():
+        if "accepted" in message:
+            worker.signal(number)
+            continue
+        tokens += message["delta"]["token_ids"]
+    assert len(tokens) == 20
+    await receiver.stop()
+    assert await asyncio.to_thread(worker.process.wait, 10) == 0

@@ -1,0 +1,172 @@
+"""A worker is admitted only with the committed weights, and comes back to them by itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_plane.client import RlClient
+from rl_plane.errors import InvalidRequest
+from rl_plane.streams import StreamReceiver
+from rl_plane.versions import WeightVersion
+from worker.staging import model_digest
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
+    return {
+        "transport": {"backend": "filesystem", "path": str(directory)},
+        "version": version,
+        **({"policy": policy} if policy else {}),
+    }
+
+
+async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+    return (await client.call(instance_id, "state")).body
+
+
+async def checksum_of(client: RlClient, instance_id: str) -> str:
+    row = await client.call(instance_id, "check_weights", {"action": "checksum"})
+    return str(row.body["ranks"][0]["checksum"])
+
+
+async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 10.0) -> None:
+    async def at_it() -> bool:
+        state = await state_of(client, instance_id)
+        return bool(state["admission"]["open"]) and state["applied_weight_version"] == label
+
+    await plane.until(at_it, bound_s)
+
+
+async def until_behind(plane: Plane, client: RlClient, instance_id: str) -> str:
+    """Why the worker is not at the committed version, as its state tells."""
+
+    async def told() -> str:
+        admission = (await state_of(client, instance_id))["admission"]
+        assert not admission["open"]
+        return next((reason for reason in admission["reasons"] if reason.startswith("behind: ")), "")
+
+    return str(await plane.until(told))
+
+
+async def test_a_joiner_takes_the_committed_version_before_it_is_admitted(plane: Plane) -> None:
+    fleet, first = await plane.fleet(), plane.spawn()
+    new = plane.model(1)
+    await fleet.run("update_weights", update_of(new, "step_1"))
+    joiner = plane.spawn(stage_delay_s=0.5, ready=False)
+    client = fleet.client
+    seen: list[tuple[bool, str | None]] = []
+
+    async def watched() -> bool:
+        view = await client.view()
+        if view.member(joiner.instance_id) is None:
+            return False
+        state = await state_of(client, joiner.instance_id)
+        seen.append((state["admission"]["open"], state["applied_weight_version"]))
+        return bool(state["admission"]["open"])
+
+    await plane.until(watched, 20)
+    assert all(version == "step_1" for is_open, version in seen if is_open)
+    assert await checksum_of(client, joiner.instance_id) == await checksum_of(client, first.instance_id)
+
+
+async def test_a_joiner_with_another_model_is_listed_and_says_why_it_is_closed(plane: Plane) -> None:
+    plane.spawn()
+    client = await plane.client()
+    other = plane.spawn(model=plane.model(7))
+    reasons = await until_behind(plane, client, other.instance_id)
+    assert model_digest(plane.model(7)) in reasons
+    assert model_digest(plane.model(0)) in reasons
+    state = await state_of(client, other.instance_id)
+    assert not state["ready"]
+    assert state["version"] is None
+
+
+async def test_reset_tensors_at_sequence_0_heals_to_the_models_own_bytes(plane: Plane) -> None:
+    one = plane.spawn()
+    client = await plane.client()
+    before = await checksum_of(client, one.instance_id)
+    await client.call(one.instance_id, "check_weights", {"action": "reset_tensors"})
+
+    async def admitted() -> bool:
+        return bool((await state_of(client, one.instance_id))["admission"]["open"])
+
+    await plane.until(admitted)
+    assert await checksum_of(client, one.instance_id) == before, "noise was admitted"
+
+
+async def test_reset_tensors_after_an_update_heals_from_the_source(plane: Plane) -> None:
+    one = plane.spawn()
+    fleet = await plane.fleet()
+    client = fleet.client
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    before = await checksum_of(client, one.instance_id)
+    await client.call(one.instance_id, "check_weights", {"action": "reset_tensors"})
+    await until_open(plane, client, one.instance_id, "step_1")
+    assert await checksum_of(client, one.instance_id) == before
+
+
+async def test_a_joiner_whose_source_is_gone_heals_when_it_is_back(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    new = plane.model(1)
+    await fleet.run("update_weights", update_of(new, "step_1"))
+    hidden = new.with_name("hidden")
+    shutil.move(new, hidden)
+    joiner = plane.spawn()
+    assert str(new) in await until_behind(plane, fleet.client, joiner.instance_id)
+    shutil.move(hidden, new)
+    await until_open(plane, fleet.client, joiner.instance_id, "step_1")
+
+
+async def test_releasing_memory_closes_and_resuming_heals(plane: Plane) -> None:
+    one = plane.spawn()
+    fleet = await plane.fleet()
+    client = fleet.client
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    await fleet.run("release_memory")
+    state = await state_of(client, one.instance_id)
+    assert not state["admission"]["open"]
+    assert any(reason.startswith("memory") for reason in state["admission"]["reasons"])
+    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+    assert not (await state_of(client, one.instance_id))["admission"]["open"]
+    await fleet.run("resume_memory", {"tags": ["weights"]})
+    await until_open(plane, client, one.instance_id, "step_1")
+
+
+async def test_a_release_that_the_engine_refuses_closes_nothing(plane: Plane) -> None:
+    one = plane.spawn(token_delay_s=0.05)
+    client = await plane.client()
+    receiver = StreamReceiver(client.bus)
+    await receiver.start()
+    body = {"request": {"prompt_token_ids": [5], "max_tokens": 1000}}
+    stream = await receiver.open(client.subjects().generate(one.instance_id), "r1", body)
+    messages = stream.messages()
+    await anext(messages)  # accepted
+    await anext(messages)  # it is running
+    with pytest.raises(InvalidRequest):
+        await client.call(one.instance_id, "release_memory", {"tags": ["weights"]})
+    state = await state_of(client, one.instance_id)
+    await receiver.stop()
+    assert state["admission"] == {"open": True, "reasons": []}
+
+
+async def test_a_joiner_that_heals_while_the_fleet_updates_ends_at_the_newest(plane: Plane) -> None:
+    first = plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    joiner = plane.spawn(stage_delay_s=1, ready=False)
+    await fleet.client.wait_for(2, 20)
+    reply = await fleet.run("update_weights", update_of(plane.model(2), "step_2"))
+    assert reply["version"]["label"] == "step_2"
+    for one in (first, joiner):
+        await until_open(plane, fleet.client, one.instance_id, "step_2", 15)
+    versions = {
+        WeightVersion.from_wire(row.body["version"]) for row in (await fleet.client.call_all("state")).rows
+    }
+    assert len(versions) == 1
