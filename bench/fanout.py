@@ -6,13 +6,15 @@ Every round times each way once, so that noise hits all alike; the ways take tur
 from __future__ import annotations
 
 import asyncio
-import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -31,19 +33,12 @@ WARM_UP = 10
 WORKERS_PER_PROCESS = 500
 """Two processes for 1,000, of the workers as of the plain subscribers: one Python process is one core at most."""
 JOIN_TIMEOUT_S = 120.0
-RAW_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 10.0
+"""Far longer than the op's own: on a busy machine a slow answer is a measurement, a missing one is not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """What each round measures."""
-
-    raw: Callable[[], Awaitable[None]]
-    client: Callable[[], Awaitable[None]]
-    facade: Callable[[], Awaitable[None]]
-    empty_route: Callable[[], Awaitable[None]]
-    raw_request: Callable[[], Awaitable[None]]
-    call: Callable[[], Awaitable[None]]
+Ways = Mapping[str, Callable[[], Coroutine[Any, Any, int]]]
+"""Name → what is timed; it gives the number of workers that it has no answer of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +48,16 @@ class FanOutTimes:
     workers: int
     reply_bytes: int
     seconds: dict[str, list[float]]
-
-    def median(self, way: str) -> float:
-        return statistics.median(self.seconds[way])
-
-    def p99(self, way: str) -> float:
-        ordered = sorted(self.seconds[way])
-        return ordered[math.ceil(0.99 * len(ordered)) - 1]
+    missing: dict[str, int]
+    """Answers that did not come in time, of all rounds."""
 
     def ratio(self, way: str, *beside: str) -> float:
-        """The median over the rounds of `way` beside the sum of others, each taken from the same round."""
-        sums = [sum(parts) for parts in zip(*(self.seconds[name] for name in beside), strict=True)]
-        return statistics.median(ours / theirs for ours, theirs in zip(self.seconds[way], sums, strict=True))
+        """The median over the rounds of `way` beside the sum of others, all taken from the same round."""
+        ratios: list[float] = list(map(truediv, self.seconds[way], self.sums(*beside)))
+        return statistics.median(ratios)
+
+    def sums(self, *ways: str) -> list[float]:
+        return [sum(parts) for parts in zip(*(self.seconds[way] for way in ways), strict=True)]
 
 
 class RawGather:
@@ -88,15 +81,16 @@ class RawGather:
         if len(self._answers) == len(self._subjects):
             self._all.set()
 
-    async def ask_all(self) -> None:
+    async def ask_all(self) -> int:
         self._answers.clear()
         self._all.clear()
         for index, subject in enumerate(self._subjects):
             await self._connection.publish(subject, self._payload, reply=f"{self._inbox}.{index}")
             if index % YIELD_EVERY == YIELD_EVERY - 1:
                 await asyncio.sleep(0)
-        async with asyncio.timeout(RAW_TIMEOUT_S):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             await self._all.wait()
+        return len(self._subjects) - len(self._answers)
 
 
 class HttpConnection:
@@ -107,8 +101,9 @@ class HttpConnection:
         self._writer = writer
 
     @classmethod
-    async def open(cls, port: int) -> HttpConnection:
-        return cls(*await asyncio.open_connection("127.0.0.1", port, limit=1 << 24))
+    async def open(cls, url: str) -> HttpConnection:
+        where = urlsplit(url)
+        return cls(*await asyncio.open_connection(where.hostname, where.port, limit=1 << 24))
 
     async def get(self, path: str) -> bytes:
         self._writer.write(f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
@@ -152,36 +147,38 @@ async def measure_fan_out(nats_url: str, model: Path, workers: int, rounds: int)
             ]
             web = [start_peer("empty_route"), start_peer("frontend", nats_url=nats_url, namespace=namespace)]
             ready = stack.enter_context(peers([*web, *plain]))
-            ports = [peer.said["port"] for peer in ready[:2]]
+            urls = [peer.said["rl_url"] for peer in ready[:2]]
             subjects = [subject for peer in ready[2:] for subject in peer.said["subjects"]]
-            return FanOutTimes(workers, reply_bytes, await _measure(client, subjects, request, ports, rounds))
+            seconds, missing = await _measure(client, subjects, request, urls, rounds)
+            return FanOutTimes(workers, reply_bytes, seconds, missing)
 
 
 async def _measure(
-    client: RlClient, subjects: list[str], request: bytes, ports: list[int], rounds: int
-) -> dict[str, list[float]]:
+    client: RlClient, subjects: list[str], request: bytes, urls: list[str], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     connection = Client()
     await connection.connect(client.bus.url)
     raw = RawGather(connection, subjects, request)
     await raw.start()
-    empty, facade = [await HttpConnection.open(port) for port in ports]
+    empty, facade = [await HttpConnection.open(url) for url in urls]
     instance_id = (await client.list_workers()).members[0].instance_id
 
-    async def ask_client() -> None:
-        out = await client.call_all(OP)
-        assert len(out.rows) == len(subjects) and not out.failed, out.failed[:1]
+    async def ask_client() -> int:
+        out = await client.call_all(OP, timeout_s=CALL_TIMEOUT_S)
+        return len(subjects) - len(out.rows) + len(out.failed)
 
-    async def ask_facade() -> None:
-        await facade.get(PATH)
+    async def ask_facade() -> int:
+        # One for the reply itself, one for each worker's row.
+        return len(subjects) + 1 - (await facade.get(PATH)).count(b'"status":"ok"')
 
-    async def ask_empty_route() -> None:
-        await empty.get("/empty")
+    async def ask_empty_route() -> int:
+        return len(await empty.get("/"))
 
-    async def ask_raw_request() -> None:
-        await connection.request(subjects[0], request)
+    async def ask_raw_request() -> int:
+        return 0 if (await connection.request(subjects[0], request, timeout=CALL_TIMEOUT_S)).data else 1
 
-    async def ask_one() -> None:
-        await client.call(instance_id, OP)
+    async def ask_one() -> int:
+        return 0 if (await client.call(instance_id, OP, timeout_s=CALL_TIMEOUT_S)).status == "ok" else 1
 
     ways = {
         "raw": raw.ask_all,
@@ -199,14 +196,16 @@ async def _measure(
         await connection.close()
 
 
-async def time_rounds(ways: dict[str, Callable[[], Awaitable[None]]], rounds: int) -> dict[str, list[float]]:
+async def time_rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    missing = dict.fromkeys(ways, 0)
     names = list(ways)
     for number in range(-WARM_UP, rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             start = time.perf_counter()
-            await ways[name]()
+            lacking = await ways[name]()
             if number >= 0:
                 seconds[name].append(time.perf_counter() - start)
-    return seconds
+                missing[name] += lacking
+    return seconds, missing

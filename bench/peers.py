@@ -12,7 +12,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 import nats
 from nats.aio.msg import Msg
 
-from rl_plane.nats_server import die_with_parent
+from rl_plane.process import die_with_parent
 
 STOP_TIMEOUT_S = 10.0
 """A process with 1,000 workers leaves within a second; later it is killed."""
@@ -38,9 +38,6 @@ class Peer:
 
     process: subprocess.Popen[str]
     said: dict[str, Any]
-
-    def kill(self) -> None:
-        self.process.kill()
 
 
 def start_peer(role: str, **arguments: Any) -> subprocess.Popen[str]:
@@ -67,16 +64,20 @@ def peers(started: list[subprocess.Popen[str]]) -> Iterator[list[Peer]]:
     try:
         yield [await_ready(process) for process in started]
     finally:
-        for process in started:
-            process.terminate()
-        for process in started:
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        stop_peers(started)
+
+
+def stop_peers(started: list[subprocess.Popen[str]]) -> None:
+    for process in started:
+        process.terminate()
+    for process in started:
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 # ---- the roles ----
@@ -121,45 +122,49 @@ def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_
 def frontend(ready: Ready, *, nats_url: str, namespace: str) -> None:
     """The facade, alone."""
     from frontend.options import FrontendOptions
-    from frontend.process import run
+    from frontend.process import serve
 
-    options = FrontendOptions(nats_url, namespace, rl_port=0, http_port=None)
-    run(options, lambda ports: ready({"port": ports.rl}))
+    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=None), ready))
 
 
 def empty_route(ready: Ready) -> None:
     """What the web framework costs by itself: the facade's server with its settings, and nothing behind it."""
-    import uvicorn
     from fastapi import FastAPI
+    from starlette.responses import Response
+
+    from frontend.listeners import Server, bind, url_of
 
     app = FastAPI()
 
-    @app.get("/empty")
-    async def empty() -> dict[str, str]:
-        return {"status": "ok"}
+    @app.get("/")
+    async def nothing() -> Response:
+        return Response()
 
     async def serve() -> None:
-        server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False)
-        )
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        ready({"port": server.servers[0].sockets[0].getsockname()[1]})
+        listener = bind("rl_port", "127.0.0.1", 0, None, False)
+        server = Server(app)
+        serving = asyncio.create_task(server.serve([listener]))
+        await server.accepting.wait()
+        ready({"rl_url": url_of(listener)})
         await serving
 
+    _until_terminated(serve)
+
+
+def _until_terminated(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     asyncio.run(serve())
 
 
-def _until_terminated(serve: Callable[[], Awaitable[None]]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    asyncio.run(serve())  # type: ignore[arg-type]
-
-
 def main() -> None:
-    roles = {role.__name__: role for role in (workers, subscribers, frontend, empty_route)}
+    roles: dict[str, Callable[..., None]] = {
+        "workers": workers,
+        "subscribers": subscribers,
+        "frontend": frontend,
+        "empty_route": empty_route,
+    }
     arguments = json.loads(sys.argv[1])
-    roles[arguments.pop("role")](lambda said: print(json.dumps(said), flush=True), **arguments)  # type: ignore[operator]
+    roles[arguments.pop("role")](lambda said: print(json.dumps(said), flush=True), **arguments)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_EXISTS = 10058
 NO_MESSAGE = 10037
 
+OWNER = "rl_plane_component"
+"""Stream metadata: `<namespace>.<component>`."""
+
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
@@ -106,6 +109,16 @@ async def _translated(what: str) -> AsyncIterator[None]:
         ) from error
     except (nats.errors.Error, TimeoutError, OSError) as error:
         raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
+
+
+def _check_owner(bucket: Bucket, owner: str) -> None:
+    """`a_b.c` and `a.b_c` would share a bucket's name."""
+    if owner != bucket.owner:
+        raise InvalidRequest(
+            f"the bucket {bucket.name} belongs to {owner or 'something else'}, not to {bucket.owner}",
+            field="component",
+            fix="use another name without '_'",
+        )
 
 
 class Bus:
@@ -195,9 +208,14 @@ class Bus:
 
     # ---- buckets ----
 
-    async def ensure_bucket(self, bucket: Bucket, first_sequence: int = 1) -> None:
-        """Creates the bucket unless it is there. `first_sequence`: above every sequence already known, so that
-        epochs and fences don't fall when a store was lost."""
+    async def ensure_bucket(self, bucket: Bucket) -> None:
+        """Creates the bucket unless it is there.
+
+        Its sequences begin at the Unix milliseconds of its creation: whoever makes it anew after a store was
+        lost, and however little they know, epochs and fences go on rising."""
+        if (owner := await self._owner(bucket)) is not None:
+            _check_owner(bucket, owner)
+            return
         config = api.StreamConfig(
             name=bucket.stream,
             subjects=[bucket.key(">")],
@@ -210,22 +228,27 @@ class Bus:
             allow_msg_ttl=True,
             subject_delete_marker_ttl=MARKER_TTL_S,
             republish=api.RePublish(src=bucket.key(">"), dest=bucket.feed(">")),
-            first_seq=first_sequence if first_sequence > 1 else None,
+            first_seq=int(time.time() * 1000),
+            metadata={OWNER: bucket.owner},
         )
         async with _translated(f"create the bucket {bucket.name}"):
             try:
                 await self.js.add_stream(config)
             except nats.js.errors.BadRequestError as error:
                 if error.err_code != STREAM_EXISTS:
-                    raise
+                    raise  # else somebody was faster
 
     async def bucket_exists(self, bucket: Bucket) -> bool:
+        return await self._owner(bucket) is not None
+
+    async def _owner(self, bucket: Bucket) -> str | None:
+        """Whose it is; None: there is none."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
-                await self.js.stream_info(bucket.stream)
+                info = await self.js.stream_info(bucket.stream)
             except nats.js.errors.NotFoundError:
-                return False
-        return True
+                return None
+        return str((info.config.metadata or {}).get(OWNER, ""))
 
     async def put(
         self,

@@ -22,6 +22,7 @@ from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
     EngineFailed,
+    InvalidRequest,
     MembershipChanged,
     NotFound,
     NoWorkers,
@@ -31,7 +32,7 @@ from rl_plane.errors import (
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.membership import Changed, Member, Snapshot
-from rl_plane.ops import Op, not_a_member, op_named, parse_body
+from rl_plane.ops import MAX_TIMEOUT_S, Op, not_a_member, op_named, parse_body
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode, reply_from_wire
@@ -162,7 +163,6 @@ class RlClient:
 
     async def _start_view(self, subjects: Subjects) -> MembershipView:
         view = MembershipView(self.bus, subjects, self._gather)
-        await self.bus.ensure_bucket(subjects.state)
         await view.start()
         self._views[subjects.component] = view
         return view
@@ -185,6 +185,7 @@ class RlClient:
 
     async def wait_for(self, workers: int, timeout_s: float = 60.0, component: str | None = None) -> Snapshot:
         """The fleet once it has at least so many members; NoWorkers when the time-out is over."""
+        check_timeout("timeout_s", timeout_s)
         view = await self.view(component)
         if not await view.wait_until(lambda now: len(now) >= workers, timeout_s):
             raise NoWorkers(
@@ -245,6 +246,7 @@ class RlClient:
         A changing op takes the component's lock for its fence, unless the caller holds it already."""
         check_instance_id("instance_id", instance_id)
         spec = op_named(op)
+        check_timeout("timeout_s", timeout_s)
         view = await self.view(component)
         member = view.member(instance_id) or (await view.barrier() and view.member(instance_id))
         if not member:
@@ -277,6 +279,7 @@ class RlClient:
         `timeout_s` bounds each of 1 + `retries` attempts (None: the op's default). `empty`: what no worker
         at all means. A changing op takes the component's lock, as `call` does."""
         spec = op_named(op)
+        check_timeout("timeout_s", timeout_s)
         view = await self.view(component)
         pinned = epoch is not None or fingerprint is not None
         snapshot = await view.barrier() if pinned or spec.changes else view.snapshot()
@@ -310,8 +313,7 @@ class RlClient:
         lock: HeldLock | None,
         request_id: str,
     ) -> Request:
-        if body:
-            parse_body(spec.request, body)  # bad input is refused here, before anybody is asked
+        parse_body(spec.request, body or {})  # bad input is refused here, before anybody is asked
         return Request(
             op=spec.name,
             body=body or {},
@@ -417,6 +419,13 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
         reply.rank_results,
         reply.elapsed_s,
     )
+
+
+def check_timeout(field: str, timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"{field} is {timeout_s!r}", field=field, fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}"
+        )
 
 
 def check_pin(snapshot: Snapshot, epoch: int | None, fingerprint: str | None) -> None:

@@ -23,13 +23,14 @@ from rl_plane.errors import (
     StaleFence,
     Unavailable,
     UpdateAborted,
+    WorkerLost,
 )
 from rl_plane.lock import HeldLock
-from rl_plane.membership import Snapshot
+from rl_plane.membership import Member, Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
 from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_record, read_session
 from rl_plane.subjects import PAUSE, RECORD, SESSION
-from rl_plane.update import Prepared, admitted, judge_prepare, still_there
+from rl_plane.update import Prepared, closed, judge_prepare, still_there
 from rl_plane.versions import WeightVersion
 from rl_plane.view import MembershipView
 
@@ -104,12 +105,14 @@ class Coordinator:
             "cast": body.cast,
         }
         async with self._phase("prepare"):
-            rows = await self._all("prepare_update", request, ids, body.policy.prepare_timeout_s)
+            rows = await self._present("prepare_update", request, ids, body.policy.prepare_timeout_s)
+            asked = {row.instance_id for row in rows}
+            rows += [_left(member) for member in snapshot if member.instance_id not in asked]
         try:
             if pin is not None:
                 after = await self._view.barrier()
                 check_pin(after, None, pin.fingerprint)
-            return judge_prepare(rows, admitted(states.rows), body.policy, body.digest), snapshot
+            return judge_prepare(rows, set(ids) - closed(states.rows), body.policy, body.digest), snapshot
         except PlaneError as error:
             error.facts.setdefault("workers", [row.to_wire() for row in rows])
             await self.abort(self._id)
@@ -155,7 +158,7 @@ class Coordinator:
         now = {member.instance_id: member.incarnation for member in snapshot}
         async with self._phase("gate"):
             gated = await self._present("set_admission", {"open": False, "reason": "updating"}, now)
-        closed = {row.instance_id for row in gated if row.status == "ok"}
+        shut = {row.instance_id for row in gated if row.status == "ok"}
         decision = {
             "update_id": self._id,
             "version": record.version.to_wire(),
@@ -163,10 +166,10 @@ class Coordinator:
             "keep_pause": policy.keep_pause,
         }
         async with self._phase("commit"):
-            ready = [key for key in still_there(prepared.ready, now) if key in closed]
+            ready = [key for key in still_there(prepared.ready, now) if key in shut]
             committed = await self._present("commit_update", decision, ready, policy.commit_timeout_s)
         async with self._phase("open"):
-            opened = await self._present("set_admission", {"open": True, "reason": "updating"}, closed)
+            opened = await self._present("set_admission", {"open": True, "reason": "updating"}, shut)
         swapped = {row.instance_id for row in committed if row.status == "ok"}
         serving = swapped & {row.instance_id for row in opened if row.status == "ok"}
         # The row that tells most of each worker: its error, else its commit.
@@ -204,6 +207,11 @@ class Coordinator:
             return await self._all(op, body, present, timeout_s)
         except NotFound:
             return await self._present(op, body, present, timeout_s)
+
+
+def _left(member: Member) -> WorkerRow:
+    error = WorkerLost("it left before the update began", instance_id=member.instance_id)
+    return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
 
 
 async def _next_record(

@@ -143,12 +143,16 @@ def _holder(entry: Entry | None) -> Holder | None:
     return holder
 
 
-async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
-    """(the newest fence that can be known, does its holder still hold the lock?), from the leader."""
-    entry = await bus.get(bucket, LOCK)
+def fence_of(entry: Entry | None) -> tuple[int, bool]:
+    """(the newest fence that the lock's entry tells of, is it held?)."""
     if entry is None:
         return 0, False
     holder = _holder(entry)
     if holder is None:
         return entry.sequence, False
     return int(holder.get("fence", entry.sequence)), True
+
+
+async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
+    """See `fence_of`; from the leader."""
+    return fence_of(await bus.get(bucket, LOCK))

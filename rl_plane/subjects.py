@@ -71,11 +71,11 @@ class Subjects:
 
     @property
     def members(self) -> Bucket:
-        return Bucket(f"rlp_{self.namespace}_{self.component}_members")
+        return Bucket(f"rlp_{self.namespace}_{self.component}_members", f"{self.namespace}.{self.component}")
 
     @property
     def state(self) -> Bucket:
-        return Bucket(f"rlp_{self.namespace}_{self.component}_state")
+        return Bucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class Bucket:
     """A JetStream key-value bucket: its stream, its keys' subjects, and the feed that republishes its writes."""
 
     name: str
+    owner: str
+    """`<namespace>.<component>`: another component may give the same name."""
 
     @property
     def stream(self) -> str:

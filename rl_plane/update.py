@@ -28,9 +28,9 @@ class Prepared:
     refetchable: bool
 
 
-def admitted(states: Sequence[WorkerRow]) -> set[str]:
-    """Those that take generation requests now: only they can fail an update."""
-    return {row.instance_id for row in states if row.status == "ok" and row.body["admission"]["open"]}
+def closed(states: Sequence[WorkerRow]) -> set[str]:
+    """Those that say that they take no generation requests now: they can't fail an update."""
+    return {row.instance_id for row in states if row.status == "ok" and not row.body["admission"]["open"]}
 
 
 def judge_prepare(

@@ -59,7 +59,6 @@ class MembershipView:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.subscribe(self.subjects.members.feed(">"), self._feed)
         await self.bus.subscribe(ADVISORY, self._advisory)
         await self.bus.flush()
@@ -130,11 +129,12 @@ class MembershipView:
 
     async def _reconnected(self) -> None:
         self._probes.restart()
-        # The store may have been lost with the server: a new one starts above every epoch that we know.
-        await self.bus.ensure_bucket(self.subjects.members, self._core.epoch + 1)
         self._resync_wanted.set()
 
     async def _resync(self) -> None:
+        # The store may have been lost with the server.
+        await self.bus.ensure_bucket(self.subjects.members)
+        await self.bus.ensure_bucket(self.subjects.state)
         entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
 

@@ -22,6 +22,8 @@ MAX_MESSAGE_BYTES = 1_000_000
 """Below NATS's default max_payload (1 MiB) with room for headers: beyond it the server cuts the connection."""
 
 MAX_ID_CHARS = 128
+MAX_INTEGER = 1 << 53
+"""What JSON carries exactly in every language; sequences, epochs and Unix ms stay far below."""
 
 Format = Literal["msgpack", "json"]
 Status = Literal["ok", "error", "skipped"]
@@ -159,6 +161,8 @@ def request_from_wire(wire: dict[str, Any]) -> Request:
         kind, words = _TYPES[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidRequest(f"{key} must be {words}", field=key, fix=f"send {words}")
+        if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
+            raise InvalidRequest(f"{key} is {value}", field=key, fix=f"0 to {MAX_INTEGER}")
         fields[key] = value
     if "op" not in fields:
         raise InvalidRequest("op is missing", field="op", fix='such as {"op":"state"}')

@@ -32,6 +32,7 @@ from rl_plane.wire import Reply, decode, encode
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
+    from rl_plane.nats_server import NatsServer
     from tests.conftest import Plane
 
 NOBODY = "0" * 16
@@ -94,6 +95,14 @@ async def test_a_selection_is_asked_in_its_order_and_once(plane: Plane) -> None:
     assert (await client.call_all("ping", workers=[], empty="ok")).rows == []
     with pytest.raises(NotFound):
         await client.call_all("ping", workers=[ids[0], NOBODY])
+
+
+async def test_two_components_of_one_bucket_name_are_told_apart(nats: NatsServer) -> None:
+    tag = secrets.token_hex(4)
+    async with await RlClient.connect(nats.url, f"{tag}_b", "c"):
+        with pytest.raises(InvalidRequest) as caught:
+            await RlClient.connect(nats.url, tag, "b_c")
+    assert caught.value.facts["field"] == "component"
 
 
 async def test_a_pinned_fleet_that_is_another_is_told_with_both_epochs(plane: Plane) -> None:

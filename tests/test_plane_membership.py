@@ -248,10 +248,10 @@ async def test_workers_that_make_the_lost_store_anew_know_the_highest_epoch(
     before = await agreed(plane, [view], 2)
     ensure, members = client.bus.ensure_bucket, client.subjects().members
 
-    async def after_the_workers(bucket: Bucket, first_sequence: int = 1) -> None:
+    async def after_the_workers(bucket: Bucket) -> None:
         if bucket == members:
             await plane.until(lambda: client.bus.bucket_exists(bucket))
-        await ensure(bucket, first_sequence)
+        await ensure(bucket)
 
     monkeypatch.setattr(client.bus, "ensure_bucket", after_the_workers)
     await lose_the_store(server, plane)

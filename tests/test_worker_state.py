@@ -37,15 +37,16 @@ def test_a_change_without_fence_or_incarnation_is_refused_with_the_way_to_do_it(
     assert ".fleet" in caught.value.facts["fix"]
 
 
-def test_a_stale_fence_is_refused_and_the_newest_kept() -> None:
+def test_a_fence_that_is_not_live_is_refused_and_the_newest_kept() -> None:
     state = opened()
-    state.check_changing(changing(fence=9))
+    state.take_fence(9, newest=9, live=True)
     assert state.fence == 9
-    state.check_changing(changing(fence=9))
     with pytest.raises(StaleFence) as caught:
-        state.check_changing(changing(fence=8))
-    assert caught.value.facts["fence"] == 9
-    assert state.fence == 9
+        state.take_fence(8, newest=11, live=False)
+    assert caught.value.facts["fence"] == 11
+    with pytest.raises(StaleFence):
+        state.take_fence(10**9, newest=11, live=False)
+    assert state.fence == 11
 
 
 def test_another_process_is_not_changed_and_learns_no_fence() -> None:

@@ -27,6 +27,7 @@ from rl_plane.wire import (
     format_of,
     request_from_wire,
 )
+from worker.lock_watch import LockWatch
 from worker.state import WorkerState
 
 log = logging.getLogger("worker.dispatcher")
@@ -45,9 +46,12 @@ class Handler(Protocol):
 class Dispatcher:
     """`handlers`: op → handler, plain for what is answered at once, a coroutine function for the rest."""
 
-    def __init__(self, state: WorkerState, handlers: Mapping[str, Handler], revision: Callable[[], int]) -> None:
+    def __init__(
+        self, state: WorkerState, lock: LockWatch, handlers: Mapping[str, Handler], revision: Callable[[], int]
+    ) -> None:
         assert handlers.keys() | {"ping"} == OPS.keys()
         self._state = state
+        self._lock = lock
         self._handlers = handlers
         self._revision = revision
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,13 +86,11 @@ class Dispatcher:
             request.check_deadline()
             if op.changes:
                 self._state.check_changing(request)
-            elif request.fence is not None and request.fence > self._state.fence:
-                self._state.fence = request.fence
             body = parse_body(op.request, request.body)
             if op.name == "ping":
                 await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
                 return
-            outcome = self._handlers[op.name](body, request.fence or 0)
+            outcome = self._change(request, body) if op.changes else self._handlers[op.name](body, 0)
             if isinstance(outcome, BaseModel):
                 await self._answer(bus, message, self._reply(request, start, outcome.model_dump()), form)
                 return
@@ -105,6 +107,13 @@ class Dispatcher:
             log.exception("op %s", request.op)
             failure = EngineFailed(f"{type(error).__name__}: {error}")
             await self._answer(bus, message, self._failed(request, start, failure), form)
+
+    async def _change(self, request: Request, body: BaseModel) -> BaseModel:
+        assert request.fence is not None, "check_changing"
+        live = await self._lock.is_live(request.fence)
+        self._state.take_fence(request.fence, self._lock.fence, live)
+        outcome = self._handlers[request.op](body, request.fence)
+        return outcome if isinstance(outcome, BaseModel) else await outcome
 
     def _is_meant(self, request: Request, direct: bool) -> bool:
         if request.targets is None or self._state.instance_id in request.targets:

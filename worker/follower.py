@@ -146,11 +146,14 @@ class RecordFollower:
         """The committed version; the first worker of all fixes sequence 0 by its own model, and a store that
         has lost its record gets back the one that a worker remembers."""
         state = self._subjects.state
-        entry = await self._bus.get(state, RECORD)
+        try:
+            entry = await self._bus.get(state, RECORD)
+        except BusUnreachable:
+            await self._bus.ensure_bucket(state)  # the store may have been lost
+            entry = None
         if entry is None or entry.value is None:
             first = WeightVersion(secrets.token_hex(4), 0, "initial", self._model_digest)
             make = self._record or DecisionRecord(first, "", None)
-            await self._bus.ensure_bucket(state, max(self._state.fence, self._record_sequence) + 1)
             with contextlib.suppress(WrongSequence):
                 await self._bus.create(state, RECORD, make.encode())
             entry = await self._bus.get(state, RECORD)
@@ -167,7 +170,7 @@ class RecordFollower:
 
     async def _catch_up(self, record: DecisionRecord) -> None:
         """One try to swap in the record's weights; where a newer decision comes meanwhile, nothing."""
-        self._state.close("behind", "")
+        self._state.close("behind", self._state.closed.get("behind", ""))
         if self._state.released:
             raise Conflict("memory is released: the weights come back with resume_memory")
         if self._prepared_for(record) is not None:

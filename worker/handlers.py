@@ -209,7 +209,14 @@ class OpHandlers:
         async with self._follower.changing:
             self._state.close("memory", "released: " + ", ".join(body.tags))
             self._tell()
-            await self._engine.run(self._adapter.release_memory(list(body.tags)))
+            try:
+                await self._engine.run(self._adapter.release_memory(list(body.tags)))
+            except BaseException:
+                if not self._state.released:  # refused: it serves on
+                    self._state.open("memory")
+                raise
+            finally:
+                self._tell()
             self._state.released |= set(body.tags)
         return ops.MemoryReply(tags=sorted(self._state.released))
 

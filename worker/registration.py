@@ -65,15 +65,17 @@ class Registration:
                 with contextlib.suppress(WrongSequence):
                     try:
                         entry = await self._bus.get(self._members, self._key)
+                        if self.revision and entry is not None and self._is_another(entry):
+                            self._superseded()
+                            return
                         self.revision = await self._bus.put(
                             self._members, self._key, self._record(), last=entry.sequence if entry else 0
                         )
                         return
                     except BusUnreachable as error:
                         log.debug("registering: %s", error)
-                        # The store may be new: it then starts above what we know.
-                        with contextlib.suppress(BusUnreachable):
-                            await self._bus.ensure_bucket(self._members, self.revision + 1)
+                        with contextlib.suppress(BusUnreachable):  # the store may have been lost
+                            await self._bus.ensure_bucket(self._members)
                 await asyncio.sleep(wait_s)
                 wait_s = min(MAX_RETRY_S, wait_s * 2)
 
@@ -95,11 +97,16 @@ class Registration:
             log.warning("taken for dead at sequence %d: registering again", sequence)
             await self._register_soon()
             return
-        other = Member.from_entry(Entry(self._key, message.data, sequence))
-        if other.incarnation != self._incarnation:
-            log.error("another process has taken the instance id %s", self._instance_id)
-            self._leaving = True
-            self._on_superseded()
+        if self._is_another(Entry(self._key, message.data, sequence)):
+            self._superseded()
+
+    def _is_another(self, entry: Entry) -> bool:
+        return entry.value is not None and Member.from_entry(entry).incarnation != self._incarnation
+
+    def _superseded(self) -> None:
+        log.error("another process has taken the instance id %s", self._instance_id)
+        self._leaving = True
+        self._on_superseded()
 
     async def leave(self) -> None:
         """Takes the record out, unless it is not ours any more."""

@@ -50,7 +50,7 @@ class WorkerState:
     # ---- who may change it ----
 
     def check_changing(self, request: Request) -> None:
-        """A changing op needs the newest fence and names this very process."""
+        """A changing op carries a fence and names this very process."""
         if request.fence is None or request.incarnation is None:
             raise FenceRequired(
                 f"{request.op} changes a worker, so it needs a fence and an incarnation",
@@ -61,12 +61,14 @@ class WorkerState:
             raise WrongIncarnation(
                 f"{self.instance_id} is another process than the one that was meant", incarnation=self.incarnation
             )
-        if request.fence < self.fence:
+
+    def take_fence(self, fence: int, newest: int, live: bool) -> None:
+        """`newest`: the newest fence that is known; `live`: is the given one the lock holder's?"""
+        self.fence = max(self.fence, newest)
+        if not live:
             raise StaleFence(
-                f"the fence {request.fence} is older than {self.fence}: another coordinator has taken over",
-                fence=self.fence,
+                f"the fence {fence} is not the lock holder's (the newest is {self.fence})", fence=self.fence
             )
-        self.fence = request.fence
 
     # ---- admission ----
 

@@ -15,7 +15,6 @@ import nats.errors
 
 from rl_plane.bus import Bus
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.lock import live_fence
 from rl_plane.record import read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
 from worker.dispatcher import Dispatcher
@@ -24,6 +23,7 @@ from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
 from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
+from worker.lock_watch import LockWatch
 from worker.registration import Registration
 from worker.state import WorkerState
 from worker.transports.base import WeightTransport
@@ -82,7 +82,10 @@ class Worker:
             member_info,
             lambda: on_end("another process has taken this instance id"),
         )
-        self._dispatcher = Dispatcher(self.state, self._handlers.table(), lambda: self._registration.revision)
+        self._lock = LockWatch(bus, subjects.state)
+        self._dispatcher = Dispatcher(
+            self.state, self._lock, self._handlers.table(), lambda: self._registration.revision
+        )
         self._told = b""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,21 +94,22 @@ class Worker:
         await self._follower.start()
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
-        self.state.fence, _ = await live_fence(self.bus, self.subjects.state)
+        await self._lock.start()
         disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
         if disabled is not None and disabled.value:
             self.state.close("disabled")
-        await self._start_paused_like_the_fleet()
+        await self._pause_like_the_fleet()
         await self._registration.start()
+        await self._pause_like_the_fleet()  # a pause between the two asked only those that were listed
         if not await self._follower.settle():
             self._follower.settle_soon()
         self._spawn(self._follower.run())
         self._spawn(self._ticks())
         self._spawn(self._watch_engine())
 
-    async def _start_paused_like_the_fleet(self) -> None:
+    async def _pause_like_the_fleet(self) -> None:
         desired = await read_pause(self.bus, self.subjects.state)
-        if (left_s := desired.left_s(time.time())) > 0:
+        if self.state.pause_mode is None and (left_s := desired.left_s(time.time())) > 0:
             await self._engine.run(self._adapter.pause("keep", False))
             self.state.pause(desired.mode, time.monotonic(), left_s)
 
@@ -142,6 +146,8 @@ class Worker:
                 self._tell()
             except PlaneError as error:
                 log.debug("tick: %s", error)
+            except Exception:
+                log.exception("tick")  # leases and gates must go on being looked at
 
     async def _pause_ran_out(self) -> None:
         """Nobody is paused for ever because a trainer died; only a worker with sound weights goes on."""
@@ -149,8 +155,9 @@ class Worker:
             return
         log.warning("%s: the pause's lease has ended, resuming", self.state.instance_id)
         async with self._follower.changing:
-            await self._engine.run(self._adapter.resume())
-            self.state.resume()
+            if self.state.pause_ran_out(time.monotonic()):  # nobody has renewed it meanwhile
+                await self._engine.run(self._adapter.resume())
+                self.state.resume()
 
     async def _watch_engine(self) -> None:
         while True:

@@ -1,0 +1,46 @@
+"""Whose turn it is to change the fleet, as a worker knows it: it follows the lock, and asks when it is not sure."""
+
+from __future__ import annotations
+
+from nats.aio.msg import Msg
+
+from rl_plane.bus import Bus, Entry, is_marker
+from rl_plane.lock import fence_of
+from rl_plane.subjects import LOCK, Bucket
+
+
+class LockWatch:
+    """`fence` is the newest one; it never falls."""
+
+    def __init__(self, bus: Bus, state: Bucket) -> None:
+        self.fence = 0
+        self._held = False
+        self._sequence = 0
+        self._bus = bus
+        self._state = state
+
+    async def start(self) -> None:
+        await self._bus.ensure_bucket(self._state)
+        await self._bus.subscribe(self._state.feed(LOCK), self._heard)
+        await self._bus.flush()
+        await self._ask()
+
+    async def is_live(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
+        if not (self._held and fence == self.fence):
+            await self._ask()
+        return self._held and fence == self.fence
+
+    async def _ask(self) -> None:
+        self._take(await self._bus.get(self._state, LOCK))
+
+    async def _heard(self, message: Msg) -> None:
+        headers = message.headers or {}
+        value = None if is_marker(headers) else message.data
+        self._take(Entry(LOCK, value, int(headers["Nats-Sequence"])))
+
+    def _take(self, entry: Entry | None) -> None:
+        if entry is not None and entry.sequence > self._sequence:
+            self._sequence = entry.sequence
+            fence, self._held = fence_of(entry)
+            self.fence = max(self.fence, fence)
