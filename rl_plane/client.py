@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from rl_plane.errors import (
     NoWorkers,
     PlaneError,
     WorkerLost,
+    error_from_wire,
 )
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
@@ -35,7 +36,7 @@ from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.ops import MAX_TIMEOUT_S, Op, not_a_member, op_named, parse_body
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.view import MembershipView
-from rl_plane.wire import Request, decode, encode, reply_from_wire
+from rl_plane.wire import Request, decode, encode
 
 DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
@@ -57,7 +58,7 @@ class WorkerRow:
     instance_id: str
     incarnation: str
     status: Status
-    body: dict[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
     error: PlaneError | None = None
     rank_results: list[dict[str, Any]] | None = None
     elapsed_s: float = 0.0
@@ -330,13 +331,13 @@ class RlClient:
         timeout_s: float,
         retries: int = 0,
     ) -> list[WorkerRow]:
-        direct = view.subjects.rl_direct
+        direct = view.subjects.rl_direct("")
         if request.fence is None:
             payload = encode(request.to_wire())
-            targets = [(direct(member.instance_id), payload) for member in members]
+            targets = [(direct + member.instance_id, payload) for member in members]
         else:
             targets = [
-                (direct(member.instance_id), encode(replace(request, incarnation=member.incarnation).to_wire()))
+                (direct + member.instance_id, encode(replace(request, incarnation=member.incarnation).to_wire()))
                 for member in members
             ]
         rows: dict[int, WorkerRow] = {}
@@ -381,10 +382,12 @@ class RlClient:
 def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:
     """A listener that ends the wait for a target that died, and asks again one that has lost its connection
     since (it may have missed the request; ops are idempotent)."""
-    index_of = {member.instance_id: index for index, member in enumerate(members)}
+    index_of: dict[str, int] = {}
 
     def changed(change: Changed) -> None:
         before = change.before
+        if not index_of:  # most fan-outs end without a change
+            index_of.update({member.instance_id: index for index, member in enumerate(members)})
         if before is None or (index := index_of.get(before.instance_id)) is None:
             return
         if change.after is None or change.after.incarnation != members[index].incarnation:
@@ -406,19 +409,20 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
             error = WorkerLost(answer.value, instance_id=member.instance_id)
         return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
     try:
-        reply = reply_from_wire(decode(answer))
+        wire = decode(answer)
+        failure = wire.get("error")
+        return WorkerRow(
+            member.instance_id,
+            wire["incarnation"],
+            wire["status"],
+            wire.get("body") or {},
+            error_from_wire(failure) if failure else None,
+            wire.get("rank_results"),
+            wire["elapsed_s"],
+        )
     except (PlaneError, LookupError, TypeError, ValueError) as malformed:
         error = EngineFailed(f"its reply can't be read: {malformed}", instance_id=member.instance_id)
         return WorkerRow(member.instance_id, member.incarnation, "error", error=error)
-    return WorkerRow(
-        member.instance_id,
-        reply.incarnation,
-        reply.status,
-        reply.body,
-        reply.error,
-        reply.rank_results,
-        reply.elapsed_s,
-    )
 
 
 def check_timeout(field: str, timeout_s: float | None) -> None:

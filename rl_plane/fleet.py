@@ -19,7 +19,7 @@ from rl_plane.client import FanOut, RlClient, WorkerRow, check_pin, select_membe
 from rl_plane.coordinator import Outcome, abort_fleet, complete_fleet, prepare_fleet, update_fleet
 from rl_plane.errors import Conflict, InvalidRequest, MembershipChanged, NoWorkers, PlaneError, Unavailable
 from rl_plane.membership import Snapshot
-from rl_plane.record import DecisionRecord, DesiredPause, read_record
+from rl_plane.record import DecisionRecord, DesiredPause
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 from rl_plane.view import MembershipView
 
@@ -245,7 +245,7 @@ class Fleet:
 
     async def _ready(self, call: Call) -> dict[str, Any]:
         reply = await self._liveness(call)
-        record = await self._record(call)
+        record = call.view.record
         out = await self._ask(call, "state")
         serving = [row for row in out.rows if row.status == "ok" and _serves(row, record)]
         wanted = max(1, call.select.min_workers)
@@ -259,7 +259,7 @@ class Fleet:
 
     async def _state(self, call: Call) -> dict[str, Any]:
         await self._members(call)
-        record = await self._record(call)
+        record = call.view.record
         out = await self._ask(call, "state")
         bodies = [row.body for row in out.rows if row.status == "ok"]
         return _merged(
@@ -292,11 +292,8 @@ class Fleet:
                 served.setdefault(row.body["version"]["digest"], []).append(row.instance_id)
         if len(served) > 1:
             raise Conflict("the fleet serves several versions", versions=served, **_facts(call, out))
-        record = await self._record(call)
+        record = call.view.record
         return _merged(call, out, version=record.version.to_wire() if record else None)
-
-    async def _record(self, call: Call) -> DecisionRecord | None:
-        return await read_record(self.client.bus, call.view.subjects.state)
 
     # ---- changing ----
 

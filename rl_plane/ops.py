@@ -7,11 +7,12 @@ The names and meanings follow Dynamo's RL integration (PR 9131) where it has the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_plane.errors import InvalidRequest, NotFound
+from rl_plane.versions import VersionReply
 
 DEFAULT_PAUSE_LEASE_S = 600.0
 """Longer than an update of a large model takes, short enough that a dead trainer costs one coffee break."""
@@ -43,22 +44,22 @@ class Version(BaseModel):
     digest: str
 
 
-class AdmissionState(BaseModel):
+class AdmissionState(TypedDict):
     """May the worker get generation requests?"""
 
     open: bool
-    reasons: list[str] = Field(default_factory=list)
+    reasons: list[str]
     """Why not; empty when open."""
 
 
-class PauseState(BaseModel):
+class PauseState(TypedDict):
     paused: bool
-    mode: str | None = None
-    lease_left_s: float | None = None
+    mode: str | None
+    lease_left_s: float | None
     """Seconds until the worker resumes by itself."""
 
 
-class StateReply(BaseModel):
+class StateReply(TypedDict):
     ready: bool
     """The engine is alive and the worker is admitted."""
     engine: str
@@ -66,10 +67,10 @@ class StateReply(BaseModel):
     pause_state: Literal["running", "paused"]
     pause: PauseState
     admission: AdmissionState
-    version: Version | None
+    version: VersionReply | None
     applied_weight_version: str | None
     """The label of `version`."""
-    staged: Version | None
+    staged: VersionReply | None
     """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
     loras: list[str]
     running: int
@@ -79,12 +80,12 @@ class StateReply(BaseModel):
     draining: bool
 
 
-class LivenessReply(BaseModel):
-    alive: Literal[True] = True
+class LivenessReply(TypedDict):
+    alive: Literal[True]
     round_trip_s: float
 
 
-class DescribeReply(BaseModel):
+class DescribeReply(TypedDict):
     engine: str
     engine_version: str
     model: str
@@ -99,10 +100,10 @@ class DescribeReply(BaseModel):
     """Op → why this engine can't do it."""
     tensors: int
     weight_bytes: int
-    version: Version | None
+    version: VersionReply | None
 
 
-class PingReply(BaseModel):
+class PingReply(TypedDict):
     revision: int
     """The sequence at which the worker believes it is registered."""
 
@@ -119,13 +120,17 @@ class Pause(Body):
     """The worker resumes by itself after so many seconds."""
 
 
-class PauseReply(BaseModel):
+class DoneReply(TypedDict):
+    """Nothing to tell."""
+
+
+class PauseReply(TypedDict):
     pause_state: Literal["running", "paused"]
-    cache_flushed: bool = False
+    cache_flushed: bool
 
 
-class FlushReply(BaseModel):
-    flushed: Literal[True] = True
+class FlushReply(TypedDict):
+    flushed: Literal[True]
 
 
 class AbortRequests(Body):
@@ -133,7 +138,7 @@ class AbortRequests(Body):
     """None: all."""
 
 
-class AbortedReply(BaseModel):
+class AbortedReply(TypedDict):
     aborted: int
 
 
@@ -179,7 +184,7 @@ class Prepare(Body):
     cast: bool = False
 
 
-class PreparedReply(BaseModel):
+class PreparedReply(TypedDict):
     digest: str
     tensors: int
     bytes: int
@@ -195,8 +200,8 @@ class Commit(Body):
     keep_pause: bool = False
 
 
-class CommittedReply(BaseModel):
-    version: Version
+class CommittedReply(TypedDict):
+    version: VersionReply
     cache_flushed: bool
     swap_s: float
     """Seconds for which generation stood still."""
@@ -207,7 +212,7 @@ class AbortUpdate(Body):
     """None: whatever is staged."""
 
 
-class AbortUpdateReply(BaseModel):
+class AbortUpdateReply(TypedDict):
     discarded: bool
 
 
@@ -242,7 +247,7 @@ class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
 
 
-class CheckWeightsReply(BaseModel):
+class CheckWeightsReply(TypedDict):
     ranks: list[dict[str, Any]]
 
 
@@ -250,7 +255,7 @@ class MemoryTags(Body):
     tags: list[Literal["weights", "kv_cache"]] = Field(["weights", "kv_cache"], min_length=1)
 
 
-class MemoryReply(BaseModel):
+class MemoryReply(TypedDict):
     tags: list[str]
 
 
@@ -268,7 +273,7 @@ class Drain(Body):
     """How long running requests may take to end."""
 
 
-class DrainReply(BaseModel):
+class DrainReply(TypedDict):
     drained: bool
     aborted: int
 
@@ -277,7 +282,8 @@ class DrainReply(BaseModel):
 class Op:
     name: str
     request: type[Body] | type[Transport]
-    reply: type[BaseModel]
+    reply: type[Any]
+    """A TypedDict: a worker makes these by the thousand, and nobody has to check what we made ourselves."""
     changes: bool
     """Needs a live fence and the target's incarnation."""
     timeout_s: float
@@ -301,8 +307,8 @@ OPS: dict[str, Op] = {
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
-        Op("init_transport", InitTransport, Empty, True, 300.0, doc="Set up a weight transport."),
-        Op("destroy_transport", DestroyTransport, Empty, True, ENGINE_S, doc="Take it down."),
+        Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
+        Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take it down."),
         Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
         Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),
         Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),

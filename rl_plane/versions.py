@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 DIGEST_PREFIX = "blake3:"
 
@@ -13,6 +13,15 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
+
+
+class VersionReply(TypedDict):
+    """A version on the wire."""
+
+    run: str
+    sequence: int
+    label: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +33,8 @@ class WeightVersion:
     label: str
     digest: str  # "blake3:<hex>", see tensors_digest
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+    def to_wire(self) -> VersionReply:
+        return VersionReply(run=self.run, sequence=self.sequence, label=self.label, digest=self.digest)
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> WeightVersion:

@@ -19,7 +19,8 @@ from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
-from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, Subjects
+from rl_plane.record import DecisionRecord, record_of
+from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Subjects
 from rl_plane.wire import Request, encode
 
 log = logging.getLogger("rl_plane.view")
@@ -46,6 +47,9 @@ class MembershipView:
         self.subjects = subjects
         self.advisories = False
         """Whether this server was seen to tell us of closed connections."""
+        self.record: DecisionRecord | None = None
+        """What the fleet has decided, as far as this process has heard."""
+        self._record_sequence = 0
         self._gather = gather
         self._core = MembershipCore()
         self._probes = ProbeCore()
@@ -60,6 +64,7 @@ class MembershipView:
 
     async def start(self) -> None:
         await self.bus.subscribe(self.subjects.members.feed(">"), self._feed)
+        await self.bus.subscribe(self.subjects.state.feed(RECORD), self._record_feed)
         await self.bus.subscribe(ADVISORY, self._advisory)
         await self.bus.flush()
         self.bus.on_reconnect(self._reconnected)
@@ -117,6 +122,15 @@ class MembershipView:
         value = None if is_marker(headers) else message.data
         self._carry_out(self._core.feed(Entry(key, value, int(headers["Nats-Sequence"]))))
 
+    async def _record_feed(self, message: Msg) -> None:
+        headers = message.headers or {}
+        if not is_marker(headers):
+            self._take_record(Entry(RECORD, message.data, int(headers["Nats-Sequence"])))
+
+    def _take_record(self, entry: Entry | None) -> None:
+        if entry is not None and entry.sequence > self._record_sequence:
+            self.record, self._record_sequence = record_of(entry), entry.sequence
+
     async def _advisory(self, message: Msg) -> None:
         event = json.loads(message.data)
         identity = (str(event["server"]["id"]), int(event["client"]["id"]))
@@ -135,6 +149,7 @@ class MembershipView:
         # The store may have been lost with the server.
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
+        self._take_record(await self.bus.get(self.subjects.state, RECORD))
         entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
 
@@ -193,6 +208,7 @@ class MembershipView:
             else:
                 with contextlib.suppress(PlaneError, nats.errors.Error):
                     await self._sweep()
+                    self._take_record(await self.bus.get(self.subjects.state, RECORD))
             due = time.monotonic()
 
     async def _sweep(self) -> None:

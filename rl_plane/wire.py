@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,7 +72,7 @@ class Reply:
     op: str
     id: str = ""
     status: Status = "ok"
-    body: dict[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)
     error: PlaneError | None = None
     instance_id: str = ""
     incarnation: str = ""

@@ -91,7 +91,7 @@ async def next_event(lines: AsyncIterator[str]) -> Any:
 
 
 async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
-    return (await client.call(instance_id, "state")).body
+    return dict((await client.call(instance_id, "state")).body)
 
 
 async def until_running(plane: Plane, client: RlClient, instance_id: str, count: int) -> None:

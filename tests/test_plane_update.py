@@ -50,7 +50,7 @@ def update_of(directory: Path, version: str | None = None, **policy: Any) -> dic
 async def states(client: RlClient) -> dict[str, dict[str, Any]]:
     await client.list_workers()  # as new as the leader's: a process that has just joined is in it
     out = await client.call_all("state")
-    return {row.instance_id: row.body for row in out.rows if row.status == "ok"}
+    return {row.instance_id: dict(row.body) for row in out.rows if row.status == "ok"}
 
 
 async def all_serve(client: RlClient, label: str) -> bool:

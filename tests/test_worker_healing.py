@@ -27,7 +27,7 @@ def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
 
 
 async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
-    return (await client.call(instance_id, "state")).body
+    return dict((await client.call(instance_id, "state")).body)
 
 
 async def checksum_of(client: RlClient, instance_id: str) -> str:

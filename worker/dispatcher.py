@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from pydantic import BaseModel
 
 from rl_plane.bus import Bus
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, StaleFence, Unavailable
 from rl_plane.ops import OPS, Op, op_named, parse_body
 from rl_plane.subjects import Subjects
 from rl_plane.view import PING
@@ -40,7 +40,7 @@ UNREAD = Request("")
 
 
 class Handler(Protocol):
-    def __call__(self, body: Any, fence: int, /) -> BaseModel | Awaitable[BaseModel]: ...
+    def __call__(self, body: Any, fence: int, /) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]: ...
 
 
 class Dispatcher:
@@ -91,8 +91,8 @@ class Dispatcher:
                 await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
                 return
             outcome = self._change(request, body) if op.changes else self._handlers[op.name](body, 0)
-            if isinstance(outcome, BaseModel):
-                await self._answer(bus, message, self._reply(request, start, outcome.model_dump()), form)
+            if isinstance(outcome, Mapping):
+                await self._answer(bus, message, self._reply(request, start, outcome), form)
                 return
             if len(self._tasks) >= MAX_OPS:
                 if isinstance(outcome, Coroutine):
@@ -108,12 +108,13 @@ class Dispatcher:
             failure = EngineFailed(f"{type(error).__name__}: {error}")
             await self._answer(bus, message, self._failed(request, start, failure), form)
 
-    async def _change(self, request: Request, body: BaseModel) -> BaseModel:
+    async def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any]:
         assert request.fence is not None, "check_changing"
-        live = await self._lock.is_live(request.fence)
-        self._state.take_fence(request.fence, self._lock.fence, live)
+        if not await self._lock.is_live(request.fence):
+            self._state.check_fence(request.fence)
+            raise StaleFence(f"nobody holds the fence {request.fence}", fence=self._state.fence)
         outcome = self._handlers[request.op](body, request.fence)
-        return outcome if isinstance(outcome, BaseModel) else await outcome
+        return outcome if isinstance(outcome, Mapping) else await outcome
 
     def _is_meant(self, request: Request, direct: bool) -> bool:
         if request.targets is None or self._state.instance_id in request.targets:
@@ -132,14 +133,14 @@ class Dispatcher:
         message: Msg,
         request: Request,
         op: Op,
-        outcome: Awaitable[BaseModel],
+        outcome: Awaitable[Mapping[str, Any]],
         start: float,
         form: Format,
     ) -> None:
         try:
             # The worker's own bound, for a caller that gave none or is gone.
             async with asyncio.timeout(self._bound_s(request, op)):
-                reply = self._reply(request, start, (await outcome).model_dump())
+                reply = self._reply(request, start, await outcome)
         except PlaneError as error:
             reply = self._failed(request, start, error)
         except TimeoutError:
@@ -155,7 +156,7 @@ class Dispatcher:
             return op.timeout_s
         return max(0.0, request.deadline / 1000 - time.time())
 
-    def _reply(self, request: Request, start: float, body: dict[str, Any]) -> Reply:
+    def _reply(self, request: Request, start: float, body: Mapping[str, Any]) -> Reply:
         return Reply(
             request.op or "ping",
             request.id,

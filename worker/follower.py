@@ -7,7 +7,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from nats.aio.msg import Msg
 
@@ -224,11 +225,18 @@ class RecordFollower:
 
     # ---- swapping ----
 
-    async def commit(self, body: ops.Commit) -> ops.CommittedReply:
+    @asynccontextmanager
+    async def turn(self, fence: int) -> AsyncIterator[None]:
+        """A coordinator's turn to change the engine, if it still is one when the turn comes."""
+        async with self.changing:
+            self._state.check_fence(fence)
+            yield
+
+    async def commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
         """The coordinator's decision: swap what is staged."""
         version = WeightVersion(**body.version.model_dump())
-        async with self.changing:
-            if self._last_commit is not None and self._last_commit.version == body.version:
+        async with self.turn(fence):
+            if self._last_commit is not None and self._last_commit["version"] == version.to_wire():
                 return self._last_commit  # told twice, or the record was faster
             weights = self._updates.staged_for(body.update_id, version.digest)
             try:
@@ -256,16 +264,16 @@ class RecordFollower:
             target=body.target.model_dump(),
             encoding=body.encoding,
         )
-        if reply.digest != record.version.digest:
+        if reply["digest"] != record.version.digest:
             await self._updates.drop(update_id)
             raise Conflict(
                 f"the fleet has committed {record.version.label} ({record.version.digest}), these weights are "
-                f"{reply.digest}: one worker alone can't take others",
+                f"{reply['digest']}: one worker alone can't take others",
                 field="transport",
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
-        async with self.changing:
-            weights = self._updates.staged_for(update_id, reply.digest)
+        async with self.turn(fence):
+            weights = self._updates.staged_for(update_id, reply["digest"])
             done = await self._swap(
                 weights, record.version, body.policy.pause_mode, keep_pause=body.policy.keep_pause
             )
@@ -297,7 +305,7 @@ class RecordFollower:
         if keep_pause and not was_paused:
             state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
         self._last_commit = ops.CommittedReply(
-            version=ops.Version(**version.to_wire()), cache_flushed=flushed, swap_s=time.monotonic() - start
+            version=version.to_wire(), cache_flushed=flushed, swap_s=time.monotonic() - start
         )
         return self._last_commit
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_plane import ops
 from rl_plane.errors import Conflict, EngineFailed, Unsupported
+from rl_plane.versions import VersionReply
 from worker.dispatcher import Handler
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
@@ -82,14 +83,14 @@ class OpHandlers:
     # ---- reading ----
 
     async def _liveness(self, body: ops.Empty, fence: int) -> ops.LivenessReply:
-        return ops.LivenessReply(round_trip_s=await self.round_trip())
+        return ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())
 
     def _state_now(self, body: ops.Empty, fence: int) -> ops.StateReply:
         state, staged = self._state, self._updates.staged
         admission = state.admission()
         running, waiting = self._adapter.load()
         return ops.StateReply(
-            ready=self.engine_alive and admission.open,
+            ready=self.engine_alive and admission["open"],
             engine=self._info.engine,
             engine_alive=self.engine_alive,
             pause_state="paused" if state.pause_mode else "running",
@@ -97,7 +98,7 @@ class OpHandlers:
             admission=admission,
             version=state.wire_version(),
             applied_weight_version=state.version.label if state.version else None,
-            staged=ops.Version(run="", sequence=0, label=staged.label, digest=staged.digest) if staged else None,
+            staged=VersionReply(run="", sequence=0, label=staged.label, digest=staged.digest) if staged else None,
             loras=[],
             running=running,
             waiting=waiting,
@@ -127,37 +128,37 @@ class OpHandlers:
     # ---- pause, cache, requests ----
 
     async def _pause(self, body: ops.Pause, fence: int) -> ops.PauseReply:
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             flushed = await self._engine.run(self._adapter.pause(body.mode, body.clear_cache))
             self._state.pause(body.mode, time.monotonic(), body.lease_s)
         self._tell()
         return ops.PauseReply(pause_state="paused", cache_flushed=flushed)
 
     async def _resume(self, body: ops.Empty, fence: int) -> ops.PauseReply:
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             await self._engine.run(self._adapter.resume())
             self._state.resume()
         self._tell()
-        return ops.PauseReply(pause_state="running")
+        return ops.PauseReply(pause_state="running", cache_flushed=False)
 
     async def _flush_cache(self, body: ops.Empty, fence: int) -> ops.FlushReply:
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             if not await self._engine.run(self._adapter.flush_cache()):
                 raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
-        return ops.FlushReply()
+        return ops.FlushReply(flushed=True)
 
     async def _abort_requests(self, body: ops.AbortRequests, fence: int) -> ops.AbortedReply:
         return ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(body.request_ids)))
 
     # ---- weights ----
 
-    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ops.Empty:
+    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ops.DoneReply:
         await asyncio.to_thread(self._updates.transport(body.backend).init, body.model_dump())
-        return ops.Empty()
+        return ops.DoneReply()
 
-    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ops.Empty:
+    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ops.DoneReply:
         await asyncio.to_thread(self._updates.transport(body.backend).destroy)
-        return ops.Empty()
+        return ops.DoneReply()
 
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
         self._check_memory()
@@ -181,7 +182,7 @@ class OpHandlers:
             )
 
     async def _commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
-        return await self._follower.commit(body)
+        return await self._follower.commit(body, fence)
 
     async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
         return ops.AbortUpdateReply(discarded=await self._updates.drop(body.update_id))
@@ -191,7 +192,7 @@ class OpHandlers:
         return await self._follower.take_alone(body, fence)
 
     async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             if body.action == "reset_tensors":
                 self._weights_are_gone("reset_tensors overwrote the weights")
             ranks = await self._engine.run(self._adapter.check_weights(body.action))
@@ -206,7 +207,7 @@ class OpHandlers:
 
     async def _release_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
         self._refuse_incapable("release_memory")
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             self._state.close("memory", "released: " + ", ".join(body.tags))
             self._tell()
             try:
@@ -222,7 +223,7 @@ class OpHandlers:
 
     async def _resume_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
         self._refuse_incapable("resume_memory")
-        async with self._follower.changing:
+        async with self._follower.turn(fence):
             await self._engine.run(self._adapter.resume_memory(list(body.tags)))
             weights_back = "weights" in self._state.released and "weights" in body.tags
             self._state.released -= set(body.tags)

@@ -7,32 +7,33 @@ from nats.aio.msg import Msg
 from rl_plane.bus import Bus, Entry, is_marker
 from rl_plane.lock import fence_of
 from rl_plane.subjects import LOCK, Bucket
+from worker.state import WorkerState
 
 
 class LockWatch:
-    """`fence` is the newest one; it never falls."""
+    """Raises the fence in the worker's state with every news of the lock."""
 
-    def __init__(self, bus: Bus, state: Bucket) -> None:
-        self.fence = 0
+    def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
         self._sequence = 0
         self._bus = bus
+        self._bucket = bucket
         self._state = state
 
     async def start(self) -> None:
-        await self._bus.ensure_bucket(self._state)
-        await self._bus.subscribe(self._state.feed(LOCK), self._heard)
+        await self._bus.ensure_bucket(self._bucket)
+        await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
         await self._ask()
 
     async def is_live(self, fence: int) -> bool:
         """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self.fence):
+        if not (self._held and fence == self._state.fence):
             await self._ask()
-        return self._held and fence == self.fence
+        return self._held and fence == self._state.fence
 
     async def _ask(self) -> None:
-        self._take(await self._bus.get(self._state, LOCK))
+        self._take(await self._bus.get(self._bucket, LOCK))
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}
@@ -43,4 +44,4 @@ class LockWatch:
         if entry is not None and entry.sequence > self._sequence:
             self._sequence = entry.sequence
             fence, self._held = fence_of(entry)
-            self.fence = max(self.fence, fence)
+            self._state.fence = max(self._state.fence, fence)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_plane.errors import FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
-from rl_plane.ops import AdmissionState, PauseState, Version
+from rl_plane.ops import AdmissionState, PauseState
 from rl_plane.record import DecisionRecord
-from rl_plane.versions import WeightVersion
+from rl_plane.versions import VersionReply, WeightVersion
 from rl_plane.wire import Request
 
 Reason = Literal[
@@ -23,10 +23,6 @@ Reason = Literal[
     "memory",  # memory was released
     "engine",  # the engine does not answer
 ]
-
-
-def _wire_version(version: WeightVersion | None) -> Version | None:
-    return Version(**version.to_wire()) if version else None
 
 
 @dataclass(slots=True)
@@ -62,12 +58,12 @@ class WorkerState:
                 f"{self.instance_id} is another process than the one that was meant", incarnation=self.incarnation
             )
 
-    def take_fence(self, fence: int, newest: int, live: bool) -> None:
-        """`newest`: the newest fence that is known; `live`: is the given one the lock holder's?"""
-        self.fence = max(self.fence, newest)
-        if not live:
+    def check_fence(self, fence: int) -> None:
+        """Again at the moment of the change: another coordinator may have taken over while it waited."""
+        if fence < self.fence:
             raise StaleFence(
-                f"the fence {fence} is not the lock holder's (the newest is {self.fence})", fence=self.fence
+                f"the fence {fence} is older than {self.fence}: another coordinator has taken over",
+                fence=self.fence,
             )
 
     # ---- admission ----
@@ -90,7 +86,7 @@ class WorkerState:
         """May a generation request enter? `sequence`: the committed one that its frontend knows."""
         if self.closed:
             raise NotAdmitted(
-                f"worker {self.instance_id} is closed: {', '.join(self.admission().reasons)}", retry_after_s=1.0
+                f"worker {self.instance_id} is closed: {', '.join(self.admission()['reasons'])}", retry_after_s=1.0
             )
         if incarnation is not None and incarnation != self.incarnation:
             raise NotAdmitted(f"worker {self.instance_id} is a new process")
@@ -114,7 +110,7 @@ class WorkerState:
 
     def pause_state(self, now: float) -> PauseState:
         if self.pause_mode is None:
-            return PauseState(paused=False)
+            return PauseState(paused=False, mode=None, lease_left_s=None)
         return PauseState(paused=True, mode=self.pause_mode, lease_left_s=max(0.0, self.pause_until - now))
 
     # ---- version ----
@@ -130,5 +126,5 @@ class WorkerState:
         self.digest = self.version = None
         self.close("behind", why)
 
-    def wire_version(self) -> Version | None:
-        return _wire_version(self.version)
+    def wire_version(self) -> VersionReply | None:
+        return self.version.to_wire() if self.version else None

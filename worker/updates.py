@@ -35,7 +35,7 @@ class Staging:
 
     @property
     def digest(self) -> str:
-        return self.reply.digest
+        return self.reply["digest"]
 
 
 @dataclass(slots=True)

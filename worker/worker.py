@@ -82,7 +82,7 @@ class Worker:
             member_info,
             lambda: on_end("another process has taken this instance id"),
         )
-        self._lock = LockWatch(bus, subjects.state)
+        self._lock = LockWatch(bus, subjects.state, self.state)
         self._dispatcher = Dispatcher(
             self.state, self._lock, self._handlers.table(), lambda: self._registration.revision
         )
@@ -185,7 +185,7 @@ class Worker:
                 "instance_id": self.state.instance_id,
                 "incarnation": self.state.incarnation,
                 "revision": self._registration.revision,
-                "admission": self.state.admission().model_dump(),
+                "admission": self.state.admission(),
                 "version": self.state.version.to_wire() if self.state.version else None,
                 "paused": self.state.pause_mode is not None,
                 "running": running,
