@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # Several torch processes share few cores: one thread each is faster than many that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint bench docs clean
+.PHONY: setup demo test test-all lint sim bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+sim: setup
+	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)
 
 bench: setup
 	$(BIN)/python -m bench

@@ -12,6 +12,10 @@ from rl_plane.bus import Bus, Entry
 from rl_plane.subjects import PAUSE, RECORD, SESSION, Bucket
 from rl_plane.versions import WeightVersion
 
+SERVING_LEASE_S = 5.0
+"""A worker admits requests only if it has confirmed the record with the leader in the last so many seconds. So
+long after a decision nobody serves the version before, whoever could not be told."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
@@ -24,6 +28,9 @@ class DecisionRecord:
     """The request's transport object; None for sequence 0, which is each worker's own model."""
     cast: bool = False
     refetchable: bool = True
+    open: bool = True
+    """May it be served already? False from the decision until every member is gated, has left, or has lost its
+    serving lease."""
     decided_at: float = field(default_factory=time.time)
     """Unix seconds, for people; nothing is decided by it."""
 

@@ -16,7 +16,7 @@ from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Conflict, PlaneError
 from rl_plane.lock import live_fence
-from rl_plane.record import DecisionRecord, read_record, read_session
+from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_record, read_session
 from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import WeightVersion
 from worker.engine_loop import EngineLoop
@@ -29,6 +29,10 @@ log = logging.getLogger("worker.follower")
 HEAL_RETRY_S = 1.0
 MAX_HEAL_RETRY_S = 30.0
 """A source that is gone for a minute is found again within half of one."""
+CONFIRM_S = SERVING_LEASE_S / 3
+"""Two confirmations may be lost before the lease is."""
+LEASE_MARGIN_S = 1.0
+"""Two clocks that run at slightly different speeds, and a round trip."""
 COMMIT_GRACE_S = 2.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 
@@ -63,6 +67,8 @@ class RecordFollower:
         self._tell = tell
         self._record: DecisionRecord | None = None
         self._record_sequence = 0
+        self._learnt_at = 0.0
+        """When this worker first heard of the record's version."""
         self._swapped = asyncio.Event()
         self._wanted = asyncio.Event()
         self._last_commit: ops.CommittedReply | None = None
@@ -84,11 +90,24 @@ class RecordFollower:
         was heard; the stream's sequence tells."""
         if sequence <= self._record_sequence:
             return
+        if self._record is None or self._record.version != record.version:
+            self._learnt_at = time.monotonic()
         self._record, self._record_sequence = record, sequence
+        if record.open:
+            self._state.open("updating")
+        else:
+            self._state.close("updating")
         if not self._state.holds(record):
             self._state.close("behind", self._state.closed.get("behind", ""))
         self.settle_soon()
         self._tell()
+
+    async def keep_lease(self) -> None:
+        """Confirms the serving lease, for ever."""
+        while True:
+            await asyncio.sleep(CONFIRM_S)
+            with contextlib.suppress(PlaneError):
+                await self._read_or_make_record()
 
     # ---- settling ----
 
@@ -122,6 +141,7 @@ class RecordFollower:
                     self._relabel(record)
                 if self._record is record and self._state.version == record.version:
                     break  # else another decision came meanwhile
+            await self._drop_leftover(record)
             self._state.open("behind")
             self._state.open("starting")
             return True
@@ -147,6 +167,7 @@ class RecordFollower:
         """The committed version; the first worker of all fixes sequence 0 by its own model, and a store that
         has lost its record gets back the one that a worker remembers."""
         state = self._subjects.state
+        asked_at, connection = time.monotonic(), self._bus.identity
         try:
             entry = await self._bus.get(state, RECORD)
         except BusUnreachable:
@@ -162,6 +183,7 @@ class RecordFollower:
                 raise BusUnreachable("the record could not be written")
         self._learn(DecisionRecord.decode(entry.value), entry.sequence)
         assert self._record is not None
+        self._state.confirm_lease(asked_at, connection)
         return self._record
 
     def _relabel(self, record: DecisionRecord) -> None:
@@ -179,13 +201,13 @@ class RecordFollower:
         elif not self._state.holds(record):
             await self._fetch(record)
         async with self.changing:
-            if self._record is not record or self._state.holds(record):
-                return
-            weights = self._prepared_for(record)
-            if weights is None:
-                raise Conflict("what was fetched was dropped: another update began")
-            await self._swap(weights, record.version, "keep")
-        log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
+            if self._record is record and not self._state.holds(record):
+                weights = self._prepared_for(record)
+                if weights is None:
+                    raise Conflict("what was fetched was dropped: another update began")
+                await self._swap(weights, record.version, "keep")
+        if self._state.version == record.version:
+            log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
 
     def _prepared_for(self, record: DecisionRecord) -> Staged | None:
         """What is staged under the record's update, or was fetched to heal."""
@@ -200,6 +222,12 @@ class RecordFollower:
             async with asyncio.timeout(COMMIT_GRACE_S):
                 await self._swapped.wait()
 
+    async def _drop_leftover(self, record: DecisionRecord) -> None:
+        """Nobody will swap this in any more: the weights are here, by another way."""
+        staged = self._updates.staged
+        if staged is not None and (staged.fence is None or staged.update_id == record.update_id):
+            await self._updates.drop(staged.update_id)
+
     async def _fetch(self, record: DecisionRecord) -> None:
         transport = record.transport
         if transport is None:  # sequence 0: each worker's own model
@@ -212,7 +240,7 @@ class RecordFollower:
             transport = self._model
         if not record.refetchable:
             raise Conflict("source_gone: the committed weights can't be fetched again; an update brings new")
-        if (busy := self._updates.busy_with) is not None:
+        if (busy := self._updates.coordinated) is not None:
             raise Conflict(f"waiting for the update {busy}, which is being prepared")
         await self._updates.prepare(
             f"heal-{record.version.sequence}",
@@ -238,6 +266,8 @@ class RecordFollower:
         async with self.turn(fence):
             if self._last_commit is not None and self._last_commit["version"] == version.to_wire():
                 return self._last_commit  # told twice, or the record was faster
+            if self._state.version == version:  # the same bytes as before: only the label has moved
+                return ops.CommittedReply(version=version.to_wire(), cache_flushed=False, swap_s=0.0)
             weights = self._updates.staged_for(body.update_id, version.digest)
             try:
                 done = await self._swap(weights, version, body.pause_mode, keep_pause=body.keep_pause)
@@ -328,7 +358,9 @@ class RecordFollower:
             if not decided and not waiting and staged is self._updates.staged:
                 log.warning("%s: the update %s was given up: dropped", self._state.instance_id, staged.update_id)
                 await self._updates.drop(staged.update_id)
-        if gated and not (held and fence <= self.gate_fence):
+        # Without its coordinator's word, the others may serve the version before for as long as their leases.
+        waited = time.monotonic() - self._learnt_at > SERVING_LEASE_S + LEASE_MARGIN_S
+        if gated and waited and not (held and fence <= self.gate_fence):
             log.warning("%s: the coordinator of the gate is gone: asking the record", self._state.instance_id)
             self._state.close("behind", "")
             self._state.open("updating")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import msgpack
@@ -99,6 +100,7 @@ class GenerationService:
             log.info("request %s: %s", stream_id, gone)
 
     def _admit(self, stream_id: str, body: dict[str, Any]) -> GenerateRequest:
+        self._state.check_lease(time.monotonic(), self._bus.identity)
         self._state.check_admitted(body.get("sequence"), body.get("incarnation"))
         if len(self._tasks) > MAX_STREAMS:
             raise Unavailable(f"this worker runs {MAX_STREAMS} requests already", retry_after_s=1.0)

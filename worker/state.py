@@ -10,7 +10,7 @@ from typing import Literal
 
 from rl_plane.errors import FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
 from rl_plane.ops import AdmissionState, PauseState
-from rl_plane.record import DecisionRecord
+from rl_plane.record import SERVING_LEASE_S, DecisionRecord
 from rl_plane.versions import VersionReply, WeightVersion
 from rl_plane.wire import Request
 
@@ -40,6 +40,10 @@ class WorkerState:
     """None: running."""
     pause_until: float = 0.0
     """Monotonic seconds at which the lease ends."""
+    lease_until: float = 0.0
+    """Monotonic seconds up to which requests are admitted: see SERVING_LEASE_S."""
+    lease_connection: tuple[str, int] | None = None
+    """The connection on which the lease was confirmed: while it was down, anything may have been decided."""
     released: set[str] = field(default_factory=set)
     """Memory tags that are released."""
 
@@ -81,6 +85,16 @@ class WorkerState:
     def admission(self) -> AdmissionState:
         reasons = [f"{reason}: {detail}" if detail else reason for reason, detail in self.closed.items()]
         return AdmissionState(open=not reasons, reasons=reasons)
+
+    def confirm_lease(self, asked_at: float, connection: tuple[str, int]) -> None:
+        """The leader was asked at `asked_at`, and its record is the newest that is known here."""
+        self.lease_until, self.lease_connection = asked_at + SERVING_LEASE_S, connection
+
+    def check_lease(self, now: float, connection: tuple[str, int]) -> None:
+        if now >= self.lease_until or connection != self.lease_connection:
+            raise NotAdmitted(
+                f"worker {self.instance_id} has not confirmed the committed version lately", retry_after_s=1.0
+            )
 
     def check_admitted(self, sequence: int | None, incarnation: str | None) -> None:
         """May a generation request enter? `sequence`: the committed one that its frontend knows."""

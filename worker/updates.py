@@ -41,6 +41,7 @@ class Staging:
 @dataclass(slots=True)
 class _Receiving:
     update_id: str
+    fence: int | None
     task: asyncio.Task[Staging]
     cancelled: threading.Event
 
@@ -68,6 +69,12 @@ class WeightUpdates:
         if self._receiving is not None:
             return self._receiving.update_id
         return self.staged.update_id if self.staged else None
+
+    @property
+    def coordinated(self) -> str | None:
+        """The same, where a coordinator asked for it; what the worker fetches by itself may be dropped at will."""
+        one = self._receiving or self.staged
+        return one.update_id if one is not None and one.fence is not None else None
 
     def transport(self, backend: str) -> WeightTransport:
         transport = self._transports.get(backend)
@@ -100,7 +107,7 @@ class WeightUpdates:
             await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
             cancelled = threading.Event()
             work = self._receive(update_id, transport, request, label, digest, cast, fence, cancelled)
-            self._receiving = _Receiving(update_id, asyncio.create_task(work), cancelled)
+            self._receiving = _Receiving(update_id, fence, asyncio.create_task(work), cancelled)
         receiving = self._receiving
         try:
             # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.

@@ -104,6 +104,7 @@ class Worker:
         if not await self._follower.settle():
             self._follower.settle_soon()
         self._spawn(self._follower.run())
+        self._spawn(self._follower.keep_lease())
         self._spawn(self._ticks())
         self._spawn(self._watch_engine())
 
