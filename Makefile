@@ -7,14 +7,15 @@ BIN := $(VENV)/bin
 # Several torch processes share few cores: one thread each is faster than many that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint sim bench docs clean
+.PHONY: setup demo test lint sim bench docs clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl_plane needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --config-settings editable_mode=compat -e '.[demo,dev]'
 	touch $@
 
 demo: setup
@@ -22,9 +23,6 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest
-
-test-all: lint
-	$(BIN)/python -m pytest -o addopts=
 
 lint: setup
 	$(BIN)/ruff check .

@@ -84,6 +84,10 @@ async def measure_deaths(model: Path, kills: int, *, advisories: bool) -> tuple[
     return starts, deaths
 
 
+async def _nothing() -> None:
+    """These workers have no fleet to do as."""
+
+
 async def measure_joins(joins: int) -> list[float]:
     """Seconds from the moment that a worker, ready in all else, begins to register until it is listed."""
     seconds = []
@@ -92,7 +96,15 @@ async def measure_joins(joins: int) -> list[float]:
             instance_id = secrets.token_hex(8)
             bus = await Bus.connect(client.bus.url, instance_id)
             members = client.subjects().members
-            place = Registration(bus, members, instance_id, secrets.token_hex(8), {}, lambda: None)
+            place = Registration(
+                bus,
+                members,
+                instance_id,
+                secrets.token_hex(8),
+                {},
+                on_registered=_nothing,
+                on_superseded=lambda: None,
+            )
             start = time.perf_counter()
             registering = asyncio.create_task(place.start())
             seconds.append((await watcher.next_listed())[1] - start)

@@ -12,14 +12,17 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from frontend.calls import FleetCalls
+from frontend.events import FleetEvents
 from frontend.http import json_response, make_app, read_json
 from frontend.openapi import add_body, add_model, base_schema, fits_query, parameter
+from frontend.streaming import EventStream
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet import FLEET_OPS, FleetOp, FleetReply
 from rl_plane.wire import MAX_ID_CHARS
 
 PREFIX = "/v1/rl/"
 HEALTH = PREFIX + "health"
+EVENTS = PREFIX + "events"
 
 
 class ErrorFacts(BaseModel):
@@ -50,6 +53,18 @@ _ERRORS = {
     503: "No worker, or locked by another update; see Retry-After.",
     504: "A bound ran out before the work began.",
 }
+
+
+EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
+
+- `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
+- `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
+  excluded?}`; `committed` once it is decided, `finished` once each worker's outcome is known
+- `admission`: `{instance_id, incarnation, open, reasons, paused, version}`, when one of them has changed
+- `end`: `{reason: slow | stopping}`, the last one: connect again
+
+Nothing is told again: read `state` once the first bytes have come, then follow. A comment comes every 15 s.
+"""
 
 
 def list_fields(model: type[BaseModel]) -> frozenset[str]:
@@ -114,7 +129,7 @@ async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str]) -> FastAPI:
+def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str], events: FleetEvents) -> FastAPI:
     app = make_app("rl_plane: the fleet", key, frozenset({HEALTH}))
     app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
     for op in FLEET_OPS.values():
@@ -131,6 +146,26 @@ def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str
                 **{status: {"model": ErrorReply, "description": text} for status, text in _ERRORS.items()},
             },
         )
+
+    async def follow(request: Request) -> Response:
+        for name in request.query_params:
+            raise InvalidRequest(f"unknown field {name!r}", field=name, fix="leave it out")
+        return EventStream(events.listen(), framed=True)
+
+    app.add_api_route(
+        EVENTS,
+        follow,
+        methods=["GET"],
+        name="events",
+        summary="What happens to the fleet, as it happens.",
+        description=EVENTS_DOC,
+        operation_id="events",
+        response_model=None,
+        responses={
+            200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+            **{status: {"model": ErrorReply, "description": _ERRORS[status]} for status in (401, 503)},
+        },
+    )
 
     async def show_metrics(request: Request) -> Response:
         return Response(metrics(), media_type="text/plain; version=0.0.4")

@@ -110,10 +110,10 @@ class EngineClient:
                             tokens += len(event.token_ids)
                         yield event
                 return
-            except (WorkerLost, WrongIncarnation) as error:
+            except (WorkerLost, WrongIncarnation, EngineFailed) as error:
                 lost.append(member)
                 if tokens or pinned is not None or len(lost) >= MAX_LOST:
-                    raise _as_lost(error, member) from error
+                    raise error if isinstance(error, EngineFailed) else _as_lost(error, member) from error
                 give_up = loop.time() + self._admission_wait_s
             except Unavailable as error:
                 # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.

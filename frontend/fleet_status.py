@@ -38,6 +38,9 @@ class WorkerStatus:
     """Requests running and waiting in it, from all frontends."""
     heard_at: float
     """Monotonic seconds."""
+    version: Mapping[str, Any] | None = None
+    """The committed version that it holds."""
+    paused: bool = False
 
     @property
     def open(self) -> bool:
@@ -51,6 +54,8 @@ class WorkerStatus:
             () if wire["admission"]["open"] else tuple(wire["admission"]["reasons"]) or ("closed",),
             int(wire["running"]) + int(wire["waiting"]),
             heard_at,
+            wire.get("version"),
+            bool(wire.get("paused")) or wire.get("pause_state") == "paused",
         )
 
 
@@ -66,6 +71,8 @@ class FleetStatus:
         self._ask_now = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
         self._stop_listening: Callable[[], None] | None = None
+        self.on_status: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
+        """Called with what a member told, whether it is new or not."""
 
     async def start(self) -> None:
         await self._client.bus.subscribe(self._view.subjects.status, self._message)
@@ -143,6 +150,7 @@ class FleetStatus:
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
         self._known[instance_id] = status
         self._refused_until.pop(instance_id, None)
+        self.on_status(instance_id, status)
         self._tell()
 
     def _member_changed(self, change: Changed) -> None:

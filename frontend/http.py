@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -187,8 +188,20 @@ class Guard:
         """Without a key only this machine reaches us, and on it a browser: another site's page may not steer."""
         headers = dict(scope["headers"])
         origin = headers.get(b"origin")
-        if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+        host = headers.get(b"host", b"")
+        if origin is not None and (origin.partition(b"://")[2] != host or not _is_loopback(host)):
             raise Unauthorized("a web page of another origin needs a key", field="Origin", fix="set a key")
+
+
+def _is_loopback(host: bytes) -> bool:
+    """A name that an attacker's DNS points here is none."""
+    name = host.decode("latin-1").rsplit(":", 1)[0].strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _raise_http_error(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from frontend.admin import make_admin_app
 from frontend.calls import FleetCalls
 from frontend.committed import Committed
 from frontend.engine_client import EngineClient
+from frontend.events import FleetEvents
 from frontend.fleet_service import FleetService
 from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation, make_generation_app
@@ -47,6 +48,7 @@ class Frontend:
         self.client = client
         self.view = view
         self.status = FleetStatus(client, view)
+        self.events = FleetEvents(view, self.status)
         self.committed = Committed(client.bus, view.subjects.state)
         self.receiver = StreamReceiver(client.bus)
         self.engines = EngineClient(self.receiver, view, self.status, self.committed, options.admission_wait_s)
@@ -70,6 +72,8 @@ class Frontend:
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
             await frontend.committed.start()
+            await frontend.events.start()
+            stack.callback(frontend.events.stop)
             await frontend.status.start()
             stack.push_async_callback(frontend.status.stop)
             frontend.engines.start()
@@ -102,11 +106,13 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
         async with Frontend.running(options) as frontend:
             apps: list[tuple[FastAPI, socket.socket]] = []
             if rl is not None:
-                apps.append((make_admin_app(frontend.calls, options.admin_key or None, frontend.metrics), rl))
+                key = options.admin_key or None
+                apps.append((make_admin_app(frontend.calls, key, frontend.metrics, frontend.events), rl))
             if http is not None:
                 apps.append((make_generation_app(frontend.generation, options.api_key or None), http))
             urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
-            await _serve(apps, lambda: on_ready(urls) if on_ready else None)
+            # Streams of events never end by themselves: they would hold the stop for its whole grace.
+            await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend.events.stop)
 
 
 def _listener(
@@ -117,7 +123,9 @@ def _listener(
     return stack.enter_context(bind(field, options.host, port, key or None, options.insecure))
 
 
-async def _serve(apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None]) -> None:
+async def _serve(
+    apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None], on_stop: Callable[[], None]
+) -> None:
     servers = [Server(app) for app, _ in apps]
     runs = [
         asyncio.create_task(server.serve([listener]), name="listener")
@@ -134,6 +142,7 @@ async def _serve(apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[
             log.info("stopping")
     finally:
         waiting.cancel()
+        on_stop()
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*runs)

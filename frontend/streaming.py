@@ -13,6 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+SEND_TIMEOUT_S = 30.0
+"""A reader that takes nothing for so long is gone, as far as we care: its socket's buffers are full."""
+
 _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies of the nginx kind would hold tokens back
@@ -46,8 +49,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, framed: bool = False) -> None:
+        """`framed`: the events come as they are sent, with their own fields, not as the data alone; who reads
+        them too slowly is cut off, as nobody's work is lost by it."""
         super().__init__(None, 200, _HEADERS)
+        self._framed = framed
         del self.headers["content-length"]
         self._events = events
 
@@ -61,5 +67,13 @@ class EventStream(Response):
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     started = True
-                await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+                if not self._framed:
+                    body = b"data: " + data + b"\n\n"
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    continue
+                try:
+                    async with asyncio.timeout(SEND_TIMEOUT_S):
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                except TimeoutError as error:
+                    raise ClientDisconnect from error
         await send({"type": "http.response.body", "body": b"", "more_body": False})

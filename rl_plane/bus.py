@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -82,6 +83,10 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _without_password(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//…@", url)
+
+
 def _check_url(url: str) -> None:
     """nats-py calls some of these unreachable, after a while."""
     try:
@@ -90,7 +95,9 @@ def _check_url(url: str) -> None:
     except ValueError:  # a port that is no number, brackets that don't close
         good = False
     if not good:
-        raise InvalidRequest(f"{url!r} is no NATS address", field="nats_url", fix="such as nats://127.0.0.1:4222")
+        raise InvalidRequest(
+            f"{_without_password(url)!r} is no NATS address", field="nats_url", fix="such as nats://127.0.0.1:4222"
+        )
 
 
 @asynccontextmanager
@@ -155,7 +162,7 @@ class Bus:
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnreachable(
-                f"no NATS server answers at {url}: {_words(error)}",
+                f"no NATS server answers at {_without_password(url)}: {_words(error)}",
                 fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
             ) from error
         bus._give_up_at = math.inf
@@ -319,18 +326,30 @@ class Bus:
                 return None
             raise nats.js.errors.APIError.from_error(error)
 
+    async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
+        """Of the keys that match, the `count` that were written last stay; the others go without a marker."""
+        ask = json.dumps({"filter": bucket.key(keys), "keep": count}).encode()
+        async with _translated(f"shorten {bucket.name}/{keys}"):
+            answer = await self.nc.request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask, timeout=REQUEST_TIMEOUT_S)
+            if (error := json.loads(answer.data).get("error")) is not None:
+                raise nats.js.errors.APIError.from_error(error)
+
     async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
         """All keys' newest messages in order, and the sequence that they are complete up to."""
+        return await self.read_keys(bucket, ">")
+
+    async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
+        """The same of the keys that match."""
         while True:
-            entries = await self._batch_get(bucket)
+            entries = await self._batch_get(bucket, keys)
             top = entries[-1].sequence if entries else 0
             last = await self.last_sequence(bucket)
             # A lagging replica may have answered, and expired markers leave holes at the tail: complete only
             # if the leader has nothing after what we read.
-            if top >= last or not await self._has_message_from(bucket, top + 1):
+            if top >= last or not await self._has_message_from(bucket, top + 1, keys):
                 return entries, max(top, last)
 
-    async def _batch_get(self, bucket: Bucket) -> list[Entry]:
+    async def _batch_get(self, bucket: Bucket, keys: str) -> list[Entry]:
         entries: list[Entry] = []
         loop = asyncio.get_running_loop()
         end: asyncio.Future[tuple[str, int]] = loop.create_future()
@@ -351,7 +370,7 @@ class Bus:
             try:
                 while True:
                     start = entries[-1].sequence + 1 if entries else 1
-                    ask = {"seq": start, "batch": READ_BATCH, "next_by_subj": bucket.key(">")}
+                    ask = {"seq": start, "batch": READ_BATCH, "next_by_subj": bucket.key(keys)}
                     await self.nc.publish(
                         f"$JS.API.DIRECT.GET.{bucket.stream}", json.dumps(ask).encode(), reply=inbox
                     )
@@ -365,8 +384,8 @@ class Bus:
             finally:
                 await subscription.unsubscribe()
 
-    async def _has_message_from(self, bucket: Bucket, sequence: int) -> bool:
-        ask = {"seq": sequence, "next_by_subj": bucket.key(">")}
+    async def _has_message_from(self, bucket: Bucket, sequence: int, keys: str) -> bool:
+        ask = {"seq": sequence, "next_by_subj": bucket.key(keys)}
         return await self._ask(bucket, "STREAM.MSG.GET", ask) is not None
 
 

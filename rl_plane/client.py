@@ -225,11 +225,25 @@ class RlClient:
     # ---- single ops ----
 
     def lock(
-        self, view: MembershipView, wait_s: float = DEFAULT_LOCK_WAIT_S
+        self,
+        view: MembershipView,
+        wait_s: float = DEFAULT_LOCK_WAIT_S,
+        *,
+        update_id: str = "",
+        same_wait_s: float = 0.0,
     ) -> AbstractAsyncContextManager[HeldLock]:
-        """The component's lock, for a sequence of changing calls. Locked when it can't be had in time."""
-        bucket = view.subjects.state
-        return hold_lock(self.bus, bucket, self.owner, wait_s=wait_s, died=view.connection_died)
+        """The component's lock, for a sequence of changing calls. Locked when it can't be had in time.
+
+        `update_id`: what it is held for; `same_wait_s`: how long to wait while another holds it for the same."""
+        return hold_lock(
+            self.bus,
+            view.subjects.state,
+            self.owner,
+            wait_s=wait_s,
+            died=view.connection_died,
+            update_id=update_id,
+            same_wait_s=same_wait_s,
+        )
 
     async def call(
         self,
@@ -295,7 +309,7 @@ class RlClient:
             )
         start = time.monotonic()
         async with self._fenced(spec, view, held) as lock:
-            request = self._request(spec, body, timeout_s, lock, request_id)
+            request = self._request(spec, body, (timeout_s or spec.timeout_s) * (1 + retries), lock, request_id)
             rows = await self._send(view, members, request, timeout_s or spec.timeout_s, retries)
         if pinned:
             check_pin(await view.barrier(), epoch, fingerprint)

@@ -8,27 +8,37 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient, WorkerRow, check_pin
 from rl_plane.errors import (
     BusUnreachable,
+    Conflict,
     Locked,
     MembershipChanged,
     NotFound,
     NoWorkers,
+    OutcomeUnknown,
     PlaneError,
     StaleFence,
     Unavailable,
     UpdateAborted,
     WorkerLost,
 )
+from rl_plane.history import Journal
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member, Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
-from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession, read_record, read_session
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdatePolicy, UpdateWeights
+from rl_plane.record import (
+    SERVING_LEASE_S,
+    DecisionRecord,
+    DesiredPause,
+    UpdateSession,
+    read_record,
+    read_session,
+)
 from rl_plane.subjects import PAUSE, RECORD, SESSION
 from rl_plane.update import Prepared, closed, judge_prepare, still_there
 from rl_plane.versions import WeightVersion
@@ -40,6 +50,8 @@ SESSION_IDLE_S = 120.0
 """A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
 GATE_TIMEOUT_S = 2.0
 """Closing and opening admission is answered by the worker's NATS loop at once."""
+LEASE_MARGIN_S = 1.0
+"""Two clocks that run at slightly different speeds, and a round trip."""
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
@@ -71,8 +83,10 @@ class Coordinator:
     @asynccontextmanager
     async def _phase(self, name: str) -> AsyncIterator[None]:
         start = time.monotonic()
-        yield
-        self._phases[f"{name}_s"] = time.monotonic() - start
+        try:
+            yield
+        finally:
+            self._phases[f"{name}_s"] = time.monotonic() - start
 
     async def _all(
         self, op: str, body: dict[str, Any], workers: Sequence[str] | None, timeout_s: float | None = None
@@ -115,6 +129,7 @@ class Coordinator:
             return judge_prepare(rows, set(ids) - closed(states.rows), body.policy, body.digest), snapshot
         except PlaneError as error:
             error.facts.setdefault("workers", [row.to_wire() for row in rows])
+            error.facts.setdefault("phases", dict(self._phases))
             await self.abort(self._id)
             raise
 
@@ -130,7 +145,16 @@ class Coordinator:
         try:
             await self._held.put(RECORD, record.encode())
         except BusUnreachable:
-            if not await self._was_decided(record):
+            try:
+                decided = await self._was_decided(record)
+            except PlaneError as error:
+                raise OutcomeUnknown(
+                    f"whether {record.version.label} was committed is not known: {error.message}",
+                    update_id=record.update_id,
+                    retry_after_s=1.0,
+                    fix="repeat the call with the same Idempotency-Key, or read the state",
+                ) from error
+            if not decided:
                 raise
 
     async def _was_decided(self, record: DecisionRecord) -> bool:
@@ -139,14 +163,28 @@ class Coordinator:
         now = await read_record(self._client.bus, self._state)
         return now is not None and now.update_id == record.update_id
 
+    def _enough(self, outcome: Outcome, policy: UpdatePolicy) -> Outcome:
+        """A version that is committed and hardly served is no success."""
+        serving = sum(row.status == "ok" for row in outcome.rows)
+        if serving < policy.min_ready:
+            raise Conflict(
+                f"{outcome.version.label} is committed, but {serving} workers serve it: the others follow by "
+                "themselves",
+                version=outcome.version.to_wire(),
+                workers=[row.to_wire() for row in outcome.rows],
+                excluded=outcome.excluded,
+                fix="read the state until they are ready; don't send it again",
+            )
+        return outcome
+
     async def commit(self, body: UpdateWeights, record: DecisionRecord, prepared: Prepared) -> Outcome:
         """Gate, commit and open. The version stands already: if NATS or the lock is lost on the way, the workers
         go on by the record, and this only watches them."""
         try:
-            return await self._commit(body, record, prepared)
+            return self._enough(await self._commit(body, record, prepared), body.policy)
         except (BusUnreachable, StaleFence) as error:
             log.warning("the update %s is decided; watching the workers finish it: %s", self._id, error)
-            return await self._watch(record, body.policy.commit_timeout_s)
+            return self._enough(await self._watch(record, body.policy.commit_timeout_s), body.policy)
 
     async def _commit(self, body: UpdateWeights, record: DecisionRecord, prepared: Prepared) -> Outcome:
         """Strict: nobody opens before every member is gated, and swapped or excluded."""
@@ -156,6 +194,7 @@ class Coordinator:
             await self._held.put(PAUSE, desired.encode())
         snapshot = await self._view.barrier()
         now = {member.instance_id: member.incarnation for member in snapshot}
+        gated_at = time.monotonic()
         async with self._phase("gate"):
             gated = await self._present("set_admission", {"open": False, "reason": "updating"}, now)
         shut = {row.instance_id for row in gated if row.status == "ok"}
@@ -169,6 +208,8 @@ class Coordinator:
             ready = [key for key in still_there(prepared.ready, now) if key in shut]
             committed = await self._present("commit_update", decision, ready, policy.commit_timeout_s)
         async with self._phase("open"):
+            await self._nobody_serves_the_old(gated, now, gated_at)
+            await self._held.put(RECORD, replace(record, open=True).encode())
             opened = await self._present("set_admission", {"open": True, "reason": "updating"}, shut)
         swapped = {row.instance_id for row in committed if row.status == "ok"}
         serving = swapped & {row.instance_id for row in opened if row.status == "ok"}
@@ -177,6 +218,18 @@ class Coordinator:
         rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
         excluded = sorted({*prepared.ready, *prepared.excluded, *now} - serving)
         return Outcome(record.version, snapshot, [rows[key] for key in sorted(rows)], excluded, self._phases)
+
+    async def _nobody_serves_the_old(
+        self, gated: Sequence[WorkerRow], now: Mapping[str, str], gated_at: float
+    ) -> None:
+        """A member that has not acknowledged the gate may serve until it leaves or its lease has run out."""
+        silent = {row.instance_id: now[row.instance_id] for row in gated if row.status != "ok" and not row.lost}
+        left_s = gated_at + SERVING_LEASE_S + LEASE_MARGIN_S - time.monotonic()
+        if silent and left_s > 0:
+            await self._view.wait_until(
+                lambda fleet: not still_there(silent, {each.instance_id: each.incarnation for each in fleet}),
+                left_s,
+            )
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Outcome:
         """The outcome as the workers' states tell it, once each one serves the version or the time is over."""
@@ -221,7 +274,17 @@ async def _next_record(
     if record is None:
         raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
     version = WeightVersion(record.version.run, record.version.sequence + 1, label, prepared.digest)
-    return DecisionRecord(version, update_id, body["transport"], bool(body.get("cast")), prepared.refetchable)
+    policy = body["policy"]
+    return DecisionRecord(
+        version,
+        update_id,
+        body["transport"],
+        bool(body.get("cast")),
+        prepared.refetchable,
+        policy["pause_mode"],
+        policy["keep_pause"],
+        open=False,
+    )
 
 
 async def _check_no_session(client: RlClient, view: MembershipView, held: HeldLock, update_id: str) -> None:
@@ -256,18 +319,24 @@ async def update_fleet(
     body: UpdateWeights,
     update_id: str,
     pin: Snapshot | None = None,
+    journal: Journal | None = None,
 ) -> Outcome:
-    """A whole update in one call. `pin`: abort if the fleet is another one after preparing."""
+    """A whole update in one call. `pin`: abort if the fleet is another one after preparing; `journal` is told when
+    work begins."""
     await _check_no_session(client, view, held, update_id)
     record = await read_record(client.bus, view.subjects.state)
     if record is not None and record.update_id == update_id:
         return Outcome(record.version, await view.barrier(), [], [])  # asked again: the first answer stands
     coordinator = Coordinator(client, view, held, update_id)
     label = body.version or str(record.version.sequence + 1 if record else 1)
+    if journal is not None:
+        await journal.begin(record)
     prepared, _ = await coordinator.prepare(body, label, pin)
     try:
         record = await _next_record(client, view, body.model_dump(), update_id, prepared, label)
         await coordinator.decide(record)
+    except OutcomeUnknown:
+        raise
     except PlaneError:
         await coordinator.abort(update_id)
         raise
@@ -275,12 +344,19 @@ async def update_fleet(
 
 
 async def prepare_fleet(
-    client: RlClient, view: MembershipView, held: HeldLock, body: UpdateWeights, update_id: str
+    client: RlClient,
+    view: MembershipView,
+    held: HeldLock,
+    body: UpdateWeights,
+    update_id: str,
+    journal: Journal | None = None,
 ) -> tuple[UpdateSession, Prepared, Snapshot]:
     """The first half, which any frontend can complete later. Prepared twice under one id: the first stands."""
     await _check_no_session(client, view, held, update_id)
     record = await read_record(client.bus, view.subjects.state)
     label = body.version or str(record.version.sequence + 1 if record else 1)
+    if journal is not None:
+        await journal.begin(record)
     prepared, snapshot = await Coordinator(client, view, held, update_id).prepare(body, label, None)
     session = UpdateSession(
         update_id,
@@ -310,6 +386,8 @@ async def complete_fleet(client: RlClient, view: MembershipView, held: HeldLock,
             raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
         record = await _next_record(client, view, session.body, session.update_id, prepared, session.label)
         await coordinator.decide(record)
+    except OutcomeUnknown:
+        raise
     except PlaneError:
         await coordinator.abort(session.update_id)
         await _end_session(client, view)

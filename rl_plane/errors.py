@@ -20,6 +20,7 @@
     │   ├── Locked                   another update is under way
     │   ├── NotAdmitted              the worker takes no generation now
     │   ├── WorkerLost               the worker died or left before it answered
+    │   ├── OutcomeUnknown           the decision's answer was lost, and the record can't be read
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
@@ -153,6 +154,12 @@ class NotAdmitted(Unavailable):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class OutcomeUnknown(Unavailable):
+    """The update may stand or not. Repeating it under the same id is safe."""
+
+    code = "outcome_unknown"
 
 
 class Unlabelled(Unavailable):

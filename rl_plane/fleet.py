@@ -6,6 +6,8 @@ everything that is not a complete success; the error's facts then name every wor
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,15 +19,37 @@ from pydantic import BaseModel, Field, create_model, field_validator
 from rl_plane import ops
 from rl_plane.client import FanOut, RlClient, WorkerRow, check_pin, select_members
 from rl_plane.coordinator import Outcome, abort_fleet, complete_fleet, prepare_fleet, update_fleet
-from rl_plane.errors import Conflict, InvalidRequest, MembershipChanged, NoWorkers, PlaneError, Unavailable
+from rl_plane.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    Locked,
+    MembershipChanged,
+    NoWorkers,
+    PlaneError,
+    Unavailable,
+    UpdateAborted,
+)
+from rl_plane.history import (
+    Journal,
+    UpdateEntry,
+    first_answer,
+    read_entry,
+    read_history,
+    request_hash,
+    rollback_target,
+    source_of,
+)
+from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import DecisionRecord, DesiredPause
+from rl_plane.record import DecisionRecord, DesiredPause, read_pause, read_record, read_session
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 from rl_plane.view import MembershipView
 
 DEFAULT_WAIT_S = 5.0
 """How long a call waits for a fleet that is still coming up."""
 MAX_WAIT_S = 3600.0
+READY_POLL_S = 0.2
 LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
 
@@ -35,14 +59,16 @@ class Select(ops.Body):
 
     component: list[str] | None = None
     """Names; a plain string is one. Default: the configured component."""
-    workers: list[str] | None = None
+    workers: list[str] | None = Field(None, min_length=1)
     """Instance ids. Default: all."""
     epoch: int | None = Field(None, ge=0)
+    """Of an earlier reply; as `fingerprint`."""
     fingerprint: str | None = Field(None, max_length=64)
     """The call fails with membership_changed unless the fleet is this one."""
     min_workers: int = Field(1, ge=0)
     """Wait until so many are there; 0: an empty fleet is a fleet."""
     wait_s: float = Field(DEFAULT_WAIT_S, ge=0, le=MAX_WAIT_S)
+    """Seconds to wait for `min_workers`; `ready` waits for readiness only when this is given."""
 
     @field_validator("component", "workers", mode="before")
     @classmethod
@@ -121,7 +147,8 @@ FLEET_OPS: dict[str, FleetOp] = {
         _fleet_op("abort_requests", ops.AbortRequests, "End requests now, with their tokens so far."),
         _fleet_op("init_transport", ops.InitTransport, "Set up a weight transport."),
         _fleet_op("destroy_transport", ops.DestroyTransport, "Take it down."),
-        _fleet_op("update_weights", ops.UpdateWeights, "New weights on the whole fleet, or on none."),
+        _fleet_op("updates", ops.ListUpdates, "The updates that there were, newest first.", "GET"),
+        _fleet_op("update_weights", ops.UpdateCall, "New weights on the whole fleet, or on none."),
         _fleet_op("prepare_weights_update", ops.UpdateWeights, "Stage and verify; generation goes on."),
         _fleet_op("complete_weights_update", UpdateId, "Commit what was prepared."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
@@ -135,6 +162,18 @@ FLEET_OPS: dict[str, FleetOp] = {
     )
 }
 
+ONE_COMPONENT = frozenset(
+    {
+        "update_weights",
+        "prepare_weights_update",
+        "complete_weights_update",
+        "abort_weights_update",
+        "load_lora_adapter",
+        "unload_lora_adapter",
+    }
+)
+"""Ops that are all or nothing, which only one fleet can be."""
+
 Handler = Callable[["Call"], Awaitable[dict[str, Any]]]
 
 
@@ -147,6 +186,9 @@ class Call:
     body: dict[str, Any]
     view: MembershipView
     request_id: str
+    """The caller's, or one that nobody else knows."""
+    may_repeat: bool
+    """The caller gave a request id: it may have asked before."""
     start: float
 
 
@@ -163,6 +205,7 @@ class Fleet:
             "workers": self._workers,
             "weight_version": self._weight_version,
             "describe": self._read,
+            "updates": self._updates,
             "pause": self._pause,
             "resume": self._resume,
             "update_weights": self._update,
@@ -188,8 +231,14 @@ class Fleet:
         for name in names:  # every name is checked before anybody is asked
             check_name("component", name)
             view = await self.client.view(name)
-            calls.append(Call(spec, parsed, own, view, request_id or uuid.uuid4().hex, time.monotonic()))
+            update_id = request_id or uuid.uuid4().hex
+            calls.append(Call(spec, parsed, own, view, update_id, bool(request_id), time.monotonic()))
         handler = self._handlers.get(op, self._change)
+        if len(calls) > 1 and op in ONE_COMPONENT:
+            raise InvalidRequest("an update is of one component", field="component", fix="name one, call by call")
+        if len(calls) > 1 and spec.method == "POST":
+            for call in calls:
+                await self._members(call)
         replies = [await handler(call) for call in calls]
         return replies[0] if len(replies) == 1 else _join(names, replies)
 
@@ -244,6 +293,17 @@ class Fleet:
         return _merged(call, out, alive=True)
 
     async def _ready(self, call: Call) -> dict[str, Any]:
+        """A probe answers at once; a caller that gives `wait_s` waits so long for it to hold."""
+        wait_s = call.select.wait_s if "wait_s" in call.select.model_fields_set else 0.0
+        while True:
+            try:
+                return await self._ready_now(call)
+            except Unavailable:
+                if time.monotonic() >= call.start + wait_s:
+                    raise
+            await asyncio.sleep(READY_POLL_S)
+
+    async def _ready_now(self, call: Call) -> dict[str, Any]:
         reply = await self._liveness(call)
         record = call.view.record
         out = await self._ask(call, "state")
@@ -295,6 +355,20 @@ class Fleet:
         record = call.view.record
         return _merged(call, out, version=record.version.to_wire() if record else None)
 
+    async def _updates(self, call: Call) -> dict[str, Any]:
+        """Past updates: nobody is asked, so an empty fleet tells them too. `workers` picks of each its rows."""
+        snapshot = call.view.snapshot()
+        check_pin(snapshot, call.select.epoch, call.select.fingerprint)
+        entries = await read_history(
+            self.client.bus, call.view.subjects.state, ops.ListUpdates.model_validate(call.body).limit
+        )
+        told = [entry.to_wire() for entry in entries]
+        if call.select.workers is not None:
+            for one in told:
+                rows = one["workers"]
+                one["workers"] = {key: rows[key] for key in call.select.workers if key in rows}
+        return {**_head(call, snapshot), "updates": told, "workers": []}
+
     # ---- changing ----
 
     async def _change(self, call: Call) -> dict[str, Any]:
@@ -302,77 +376,172 @@ class Fleet:
         return await self._on_all(call, call.op.name, call.body)
 
     async def _on_all(
-        self, call: Call, op: str, body: dict[str, Any], before: Callable[[Any], Awaitable[None]] | None = None
+        self,
+        call: Call,
+        op: str,
+        body: dict[str, Any],
+        *,
+        desired: DesiredPause | None = None,
+        admission: bytes | None = None,
     ) -> dict[str, Any]:
-        await self._members(call)
+        """`desired` and `admission` are written before anybody is asked, so that a worker which joins meanwhile
+        does as the fleet does; a call that fails takes the desired pause back."""
+        snapshot = await self._members(call)
         async with self.client.lock(call.view) as held:
-            if before is not None:
-                await before(held)
-            for _ in range(LOST_RETRIES):
-                out = await self._ask(call, op, body, held=held, request_id=call.request_id)
-                if not any(row.lost for row in out.rows):
-                    break
-                # A member died under the call. An unpinned call means the fleet, whoever is in it: again on
-                # the rest, which costs them nothing.
-                if call.select.workers is not None:
-                    break
-                if not (await self._members(call)).members:
-                    break
-        failed = out.failed
-        if not failed:
-            return _merged(call, out)
-        raise _change_error(call, op, out, failed)
+            for instance_id in (call.select.workers or []) if admission is not None else []:
+                await held.put(ADMISSION_PREFIX + instance_id, admission or b"")
+            if desired is None or call.select.workers is not None:
+                return await self._on_each(call, op, body, held, snapshot)
+            earlier = await read_pause(self.client.bus, call.view.subjects.state)
+            await held.put(PAUSE, desired.encode())
+            try:
+                return await self._on_each(call, op, body, held, snapshot)
+            except PlaneError:
+                with contextlib.suppress(PlaneError):
+                    await held.put(PAUSE, earlier.encode())
+                raise
+
+    async def _on_each(
+        self, call: Call, op: str, body: dict[str, Any], held: HeldLock, snapshot: Snapshot
+    ) -> dict[str, Any]:
+        component, workers = call.view.subjects.component, call.select.workers
+        pinned = call.select.epoch is not None or call.select.fingerprint is not None
+        for _ in range(LOST_RETRIES):
+            out = await self.client.call_all(
+                op, body, workers=workers, component=component, empty="ok", held=held, request_id=call.request_id
+            )
+            # A member that died under an unpinned call: the call means the fleet, whoever is in it. Again on the
+            # rest, which costs them nothing.
+            if workers is not None or pinned or not any(row.lost for row in out.rows):
+                break
+        after = await call.view.barrier() if pinned else snapshot
+        if after.fingerprint != snapshot.fingerprint:
+            raise MembershipChanged(
+                **{**_facts(call, out), "epoch": after.epoch, "fingerprint": after.fingerprint},
+                before_epoch=snapshot.epoch,
+                after_epoch=after.epoch,
+                fix=f"{op} was done where a row says ok; read the members again, then repeat it or take it back",
+            )
+        if out.failed:
+            raise _change_error(call, op, out)
+        return _merged(call, out)
 
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
         desired = DesiredPause(True, pause.mode, time.time() + pause.lease_s)
-        return await self._on_all(call, "pause", call.body, self._desire(call, desired))
+        return await self._on_all(call, "pause", call.body, desired=desired)
 
     async def _resume(self, call: Call) -> dict[str, Any]:
-        return await self._on_all(call, "resume", call.body, self._desire(call, DesiredPause(False)))
-
-    def _desire(self, call: Call, desired: DesiredPause) -> Callable[[Any], Awaitable[None]] | None:
-        """Written before the fan-out, so that a worker which joins meanwhile does as the fleet does."""
-        if call.select.workers is not None:
-            return None
-
-        async def write(held: Any) -> None:
-            await held.put(PAUSE, desired.encode())
-
-        return write
+        return await self._on_all(call, "resume", call.body, desired=DesiredPause(False))
 
     async def _admission(self, call: Call) -> dict[str, Any]:
         if not call.select.workers:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
-
-        async def remember(held: Any) -> None:
-            for instance_id in call.select.workers or []:
-                await held.put(ADMISSION_PREFIX + instance_id, b"" if is_open else b"disabled")
-
-        return await self._on_all(call, "set_admission", {"open": is_open, "reason": "disabled"}, remember)
+        body = {"open": is_open, "reason": "disabled"}
+        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
 
     # ---- updates ----
 
     async def _update(self, call: Call) -> dict[str, Any]:
+        asked = ops.UpdateCall.model_validate(call.body)
+        request = request_hash(asked.model_dump())
+        if (first := await self._first_answer(call, request)) is not None:
+            return first
         snapshot = await self._whole_fleet(call)
-        body = ops.UpdateWeights.model_validate(call.body)
+        body = await self._with_source(call, asked, snapshot)
         pinned = call.select.epoch is not None or call.select.fingerprint is not None
-        async with self.client.lock(call.view) as held:
-            outcome = await update_fleet(
-                self.client, call.view, held, body, call.request_id, snapshot if pinned else None
-            )
-        return _updated(call, outcome)
+        policy = body.policy
+        # Asked twice at once, by way of two frontends: the second waits for the first.
+        same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
+        try:
+            async with self.client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
+                journal = self._journal(call, held, body, request, asked.rollback)
+                if call.may_repeat and (entry := await journal.first_answer()) is not None:
+                    return _answered(call, entry)
+                try:
+                    outcome = await update_fleet(
+                        self.client,
+                        call.view,
+                        held,
+                        body,
+                        call.request_id,
+                        snapshot if pinned else None,
+                        journal,
+                    )
+                except PlaneError as error:
+                    await journal.failed(error)
+                    raise
+                return await self._committed(call, journal, outcome)
+        except Locked:
+            # The first may have ended, and a third one begun, between two looks at the lock.
+            if (first := await self._first_answer(call, request)) is not None:
+                return first
+            raise
+
+    async def _first_answer(self, call: Call, request: str) -> dict[str, Any] | None:
+        if not call.may_repeat:
+            return None
+        entry = await first_answer(self.client.bus, call.view.subjects.state, call.request_id, request)
+        return _answered(call, entry) if entry is not None else None
+
+    async def _with_source(self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot) -> ops.UpdateWeights:
+        """The update itself: a roll-back is one with the source and the digest that the history has."""
+        given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
+        if asked.rollback is None:
+            return ops.UpdateWeights.model_validate(given)
+        state = call.view.subjects.state
+        entries = await read_history(self.client.bus, state)
+        record = await read_record(self.client.bus, state)
+        run = record.version.run if record is not None else ""
+        target = rollback_target(entries, run, asked.rollback.label, asked.rollback.sequence)
+        found = {"transport": source_of(target, snapshot), "digest": target.digest, "cast": target.cast}
+        return ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+
+    def _journal(
+        self,
+        call: Call,
+        held: HeldLock,
+        body: ops.UpdateWeights,
+        request: str,
+        rollback: ops.Rollback | None = None,
+    ) -> Journal:
+        return Journal(
+            self.client.bus,
+            call.view.subjects.state,
+            held,
+            self.client.owner,
+            call.request_id,
+            body.model_dump(),
+            request,
+            rollback.model_dump(exclude_none=True) if rollback is not None else None,
+        )
+
+    async def _committed(self, call: Call, journal: Journal, outcome: Outcome) -> dict[str, Any]:
+        reply = _updated(call, outcome)
+        await journal.committed(outcome.version, reply["workers"], outcome.excluded, outcome.phases)
+        return reply
 
     async def _prepare(self, call: Call) -> dict[str, Any]:
         await self._whole_fleet(call)
         body = ops.UpdateWeights.model_validate(call.body)
-        async with self.client.lock(call.view) as held:
-            session, prepared, snapshot = await prepare_fleet(self.client, call.view, held, body, call.request_id)
-        rows = [
-            {"instance_id": key, "incarnation": incarnation, "status": "ok"}
-            for key, incarnation in sorted(prepared.ready.items())
-        ]
+        async with self.client.lock(call.view, update_id=call.request_id) as held:
+            journal = self._journal(call, held, body, request_hash(body.model_dump()))
+            if call.may_repeat and (entry := await journal.first_answer()) is not None:
+                raise _ended(entry)
+            start = time.monotonic()
+            try:
+                session, prepared, snapshot = await prepare_fleet(
+                    self.client, call.view, held, body, call.request_id, journal
+                )
+            except PlaneError as error:
+                await journal.failed(error)
+                raise
+            rows = [
+                {"instance_id": key, "incarnation": incarnation, "status": "ok"}
+                for key, incarnation in sorted(prepared.ready.items())
+            ]
+            await journal.prepared(rows, prepared.digest, time.monotonic() - start)
         return {
             **_head(call, snapshot),
             "update_id": session.update_id,
@@ -382,15 +551,42 @@ class Fleet:
         }
 
     async def _complete(self, call: Call) -> dict[str, Any]:
+        update_id = call.body.get("update_id")
+        state = call.view.subjects.state
+        if update_id is not None:
+            entry = await read_entry(self.client.bus, state, update_id)
+            if entry is not None and entry.outcome == "committed":
+                return _answered(call, entry)
         await self._whole_fleet(call)
         async with self.client.lock(call.view) as held:
-            outcome = await complete_fleet(self.client, call.view, held, call.body.get("update_id"))
-        return _updated(call, outcome)
+            journal = await self._prepared_journal(call, held, update_id)
+            try:
+                outcome = await complete_fleet(self.client, call.view, held, update_id)
+            except PlaneError as error:
+                if journal is not None:
+                    await journal.failed(error)
+                raise
+            return _updated(call, outcome) if journal is None else await self._committed(call, journal, outcome)
+
+    async def _prepared_journal(self, call: Call, held: HeldLock, update_id: str | None) -> Journal | None:
+        """Of the update that waits for complete or abort."""
+        session = await read_session(self.client.bus, call.view.subjects.state)
+        if session is None or update_id not in (None, session.update_id):
+            return None
+        call.request_id = session.update_id
+        body = ops.UpdateWeights.model_validate(session.body)
+        journal = self._journal(call, held, body, request_hash(body.model_dump()))
+        await journal.take_up()
+        return journal
 
     async def _abort(self, call: Call) -> dict[str, Any]:
         snapshot = await self._whole_fleet(call)
+        update_id = call.body.get("update_id")
         async with self.client.lock(call.view) as held:
-            session = await abort_fleet(self.client, call.view, held, call.body.get("update_id"))
+            journal = await self._prepared_journal(call, held, update_id)
+            session = await abort_fleet(self.client, call.view, held, update_id)
+            if journal is not None:
+                await journal.failed(UpdateAborted("its caller aborted it"))
         return {**_head(call, snapshot), "update_id": session.update_id, "workers": []}
 
     async def _whole_fleet(self, call: Call) -> Snapshot:
@@ -451,6 +647,30 @@ def _updated(call: Call, outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
+    """What an update was answered with, again: nobody is asked for it."""
+    if entry.version is None:
+        raise entry.first_error()
+    return {
+        **_head(call, call.view.snapshot()),
+        "version": entry.version.to_wire(),
+        "workers": entry.rows(),
+        "excluded": list(entry.excluded),
+        "phases": dict(entry.phases),
+    }
+
+
+def _ended(entry: UpdateEntry) -> PlaneError:
+    """The answer to a repeated prepare of an update that has ended."""
+    if entry.version is None:
+        return entry.first_error()
+    return Conflict(
+        f"the update {entry.update_id!r} is committed as {entry.label}",
+        fix="prepare the next one under a new id",
+        version=entry.version.to_wire(),
+    )
+
+
 def _facts(call: Call, out: FanOut) -> dict[str, Any]:
     head = _merged(call, out)
     del head["status"]
@@ -463,19 +683,16 @@ def _in_order(snapshot: Snapshot, out: FanOut) -> list[Any]:
     return [by_id.get(row.instance_id) for row in out.rows]
 
 
-def _change_error(call: Call, op: str, out: FanOut, failed: Sequence[WorkerRow]) -> PlaneError:
+def _change_error(call: Call, op: str, out: FanOut) -> PlaneError:
     """One kind of error from every worker is the call's error; anything else is a conflict that names each."""
     facts = _facts(call, out)
-    errors = [row.error for row in failed if row.error is not None]
+    errors = [row.error for row in out.failed if row.error is not None]
     first = errors[0]
-    if all(type(error) is type(first) for error in errors) and (
-        len(failed) == len(out.rows) or isinstance(first, InvalidRequest)
-    ):
+    unanimous = len(errors) == len(out.rows) and all(type(error) is type(first) for error in errors)
+    if unanimous and not isinstance(first, DeadlineExceeded):  # which may have been done, or half done
         return type(first)(first.message, **{**first.facts, **facts})
-    if any(row.lost for row in failed) and (call.select.epoch is not None or call.select.fingerprint is not None):
-        return MembershipChanged(before_epoch=call.select.epoch, **facts, after_epoch=call.view.snapshot().epoch)
     return Conflict(
-        f"{op} was not done on {len(failed)} of {len(out.rows)} workers: {failed[0].instance_id}: {first.message}",
+        f"{op} was not done on {len(errors)} of {len(out.rows)} workers: {out.failed[0].instance_id}: {first.message}",
         fix="see each worker's row; repeating the call is safe",
         **facts,
     )

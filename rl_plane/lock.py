@@ -31,7 +31,8 @@ DEFAULT_LOCK_WAIT_S = 2.0
 
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
-"""owner, server_id, client_id; fence, once it is known (from the first renewal on)."""
+"""owner, server_id, client_id; update_id, if it is held for an update; fence, once it is known (from the first
+renewal on)."""
 
 
 class HeldLock:
@@ -55,6 +56,11 @@ class HeldLock:
                     self._bucket, LOCK, self._value, last=self._revision, ttl_s=LOCK_TTL_S
                 )
             except WrongSequence as error:
+                # Our own renewal, whose answer was lost, counts; anybody else's doesn't.
+                entry = await self._bus.get(self._bucket, LOCK)
+                if entry is not None and entry.value == self._value:
+                    self._revision = entry.sequence
+                    return
                 self.lost = True
                 raise self._stale() from error
 
@@ -93,12 +99,23 @@ async def _renewals(held: HeldLock) -> None:
 
 @asynccontextmanager
 async def hold_lock(
-    bus: Bus, bucket: Bucket, owner: str, *, wait_s: float = DEFAULT_LOCK_WAIT_S, died: DiedCheck
+    bus: Bus,
+    bucket: Bucket,
+    owner: str,
+    *,
+    wait_s: float = DEFAULT_LOCK_WAIT_S,
+    died: DiedCheck,
+    update_id: str = "",
+    same_wait_s: float = 0.0,
 ) -> AsyncIterator[HeldLock]:
-    """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back."""
+    """Acquires the lock within `wait_s`, else Locked; renews it until the block ends, then gives it back.
+
+    `same_wait_s`: how long to wait while it is held for this very update."""
     server_id, client_id = bus.identity
     holder: dict[str, str | int] = {"owner": owner, "server_id": server_id, "client_id": client_id}
-    held = await _acquire(bus, bucket, holder, wait_s, died)
+    if update_id:
+        holder["update_id"] = update_id
+    held = await _acquire(bus, bucket, holder, wait_s, died, same_wait_s)
     renewals = asyncio.create_task(_renewals(held))
     try:
         yield held
@@ -109,8 +126,10 @@ async def hold_lock(
         await held.release()
 
 
-async def _acquire(bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck) -> HeldLock:
-    give_up = time.monotonic() + wait_s
+async def _acquire(
+    bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
+) -> HeldLock:
+    start = time.monotonic()
     took_over = False
     while True:
         entry = await bus.get(bucket, LOCK)
@@ -126,7 +145,8 @@ async def _acquire(bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: 
                 return HeldLock(bus, bucket, mine, fence, took_over or bool(entry and entry.expired))
             except WrongSequence:
                 continue  # somebody was faster: look again
-        if time.monotonic() >= give_up:
+        same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
+        if time.monotonic() >= start + (max(wait_s, same_wait_s) if same else wait_s):
             raise Locked(
                 f"{holder['owner']} is changing the fleet",
                 holder=holder["owner"],
@@ -141,6 +161,11 @@ def _holder(entry: Entry | None) -> Holder | None:
         return None
     holder: Holder = json.loads(entry.value)
     return holder
+
+
+async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:
+    """Who holds it, from the leader."""
+    return _holder(await bus.get(bucket, LOCK))
 
 
 def fence_of(entry: Entry | None) -> tuple[int, bool]:

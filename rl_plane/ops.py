@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.versions import VersionReply
@@ -22,6 +22,7 @@ MAX_TIMEOUT_S = 86_400.0
 """A day: beyond it a bound is a typing error."""
 
 LABEL_CHARS = 200
+PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 
 
 class Body(BaseModel):
@@ -229,18 +230,68 @@ class UpdatePolicy(Body):
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
 
 
-class UpdateWeights(Body):
-    """One body for every update (seed of the shape: Dynamo PR 9131)."""
-
+class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
-    transport: Transport
     encoding: Literal["full", "delta"] = "full"
-    version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS)
+    version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The trainer's word for it, such as `step_17`; None: the sequence number."""
     digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
     cast: bool = False
     """Allow float tensors of another float dtype than the engine's."""
     policy: UpdatePolicy = UpdatePolicy()
+
+
+class UpdateWeights(_Update):
+    """One body for every update (seed of the shape: Dynamo PR 9131)."""
+
+    transport: Transport
+
+
+class Rollback(Body):
+    """A committed version of the history: exactly one of the two."""
+
+    label: str | None = Field(None, min_length=1, max_length=LABEL_CHARS)
+    """The newest version that is called so."""
+    sequence: int | None = Field(None, ge=0)
+
+
+class UpdateCall(_Update):
+    """An update of the fleet: by a transport, or back to an earlier version."""
+
+    transport: Transport | None = None
+    """Where the weights are; this or `rollback`."""
+    rollback: Rollback | None = None
+    """Back to a committed version of the history (GET /v1/rl/updates), by its transport, digest and label; beside
+    it only `version` and `policy`."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> UpdateCall:
+        if self.rollback is None:
+            if self.transport is None:
+                raise InvalidRequest(
+                    "transport: Field required",
+                    field="transport",
+                    fix="say where the weights are (transport), or which earlier version is meant (rollback)",
+                )
+            return self
+        given = {"transport", "target", "encoding", "digest", "cast"} & self.model_fields_set
+        if given:
+            name = sorted(given)[0]
+            raise InvalidRequest(
+                f"{name} and rollback are both given: the history says {name} of the version",
+                field=name,
+                fix="leave one of the two out",
+            )
+        if (self.rollback.label is None) == (self.rollback.sequence is None):
+            raise InvalidRequest(
+                "rollback names one version", field="rollback", fix='{"label": "step_3"} or {"sequence": 3}'
+            )
+        return self
+
+
+class ListUpdates(Body):
+    limit: int = Field(50, ge=1, le=256)
+    """The newest so many."""
 
 
 class CheckWeights(Body):
@@ -341,12 +392,15 @@ def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
         raise invalid_from_pydantic(error) from error
 
 
+FIXES = {"extra_forbidden": "leave it out", "missing": "add it"}
+
+
 def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
     more = error.error_count() - 1
     message = f"{field}: {first['msg']}" + (f" (and {more} more)" if more else "")
-    fix = "leave it out" if first["type"] == "extra_forbidden" else str(first["msg"])
+    fix = FIXES.get(first["type"], str(first["msg"]))
     return InvalidRequest(message, field=field, fix=fix)
 
 

@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rl_plane.bus import Bus, Entry
 from rl_plane.subjects import PAUSE, RECORD, SESSION, Bucket
 from rl_plane.versions import WeightVersion
+
+PauseMode = Literal["keep", "wait", "abort"]
 
 SERVING_LEASE_S = 5.0
 """A worker admits requests only if it has confirmed the record with the leader in the last so many seconds. So
@@ -28,6 +30,9 @@ class DecisionRecord:
     """The request's transport object; None for sequence 0, which is each worker's own model."""
     cast: bool = False
     refetchable: bool = True
+    pause_mode: PauseMode = "keep"
+    keep_pause: bool = False
+    """How a worker that has to swap by itself treats its running requests, as the update's policy says."""
     open: bool = True
     """May it be served already? False from the decision until every member is gated, has left, or has lost its
     serving lease."""

@@ -197,6 +197,14 @@ SETTINGS: dict[str, Setting] = {
             "what the trainer published: blake3:<64 hex digits>",
             parse.matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
         ),
+        Setting("limit", "the newest so many", parse.whole(1, 256), 20, env="UPDATES_LIMIT", metavar="N"),
+        Setting(
+            "sequence",
+            "the version's number, instead of its label",
+            parse.whole(0, 2**53),
+            env="ROLLBACK_SEQUENCE",
+            metavar="N",
+        ),
         Setting(
             "action",
             "checksum, snapshot, compare or reset_tensors",

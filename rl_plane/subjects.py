@@ -112,5 +112,8 @@ PAUSE = "pause"
 SESSION = "session"
 """State bucket: the lock, the decision record, the desired pause, an update that spans several calls."""
 
+HISTORY_PREFIX = "history."
+"""State bucket: `history.<hash of the request id>`, an update and its outcome."""
+
 ADMISSION_PREFIX = "admission."
 """State bucket: `admission.<instance_id>`, what an operator disabled."""

@@ -188,8 +188,9 @@ class MembershipView:
             self._resync_wanted.clear()
             try:
                 await self._resync()
-            except PlaneError as error:
-                log.debug("resync: %s", error)
+            except Exception as error:
+                if not isinstance(error, PlaneError):
+                    log.exception("resync")  # it must go on all the same
                 self._resync_wanted.set()
                 await asyncio.sleep(RESYNC_RETRY_S)
 
@@ -206,9 +207,13 @@ class MembershipView:
                 self._probes.restart()
                 await asyncio.sleep(RECONNECT_GRACE_S)
             else:
-                with contextlib.suppress(PlaneError, nats.errors.Error):
+                try:
                     await self._sweep()
                     self._take_record(await self.bus.get(self.subjects.state, RECORD))
+                except (PlaneError, nats.errors.Error) as error:
+                    log.debug("sweep: %s", error)
+                except Exception:
+                    log.exception("sweep")  # it must go on all the same
             due = time.monotonic()
 
     async def _sweep(self) -> None:

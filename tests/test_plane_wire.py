@@ -288,7 +288,7 @@ def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
         prepare_weights_update complete_weights_update abort_weights_update release_memory resume_memory
         check_weights load_lora_adapter unload_lora_adapter workers/{id}/enable workers/{id}/disable"""
-    gets = "ready liveness state workers weight_version"
+    gets = "ready liveness state workers weight_version updates"
     paths = {op.path: op.method for op in FLEET_OPS.values()}
     assert set(posts.split()) == {path for path, method in paths.items() if method == "POST"}
     assert set(gets.split()) <= {path for path, method in paths.items() if method == "GET"}

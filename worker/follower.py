@@ -33,7 +33,7 @@ CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
 LEASE_MARGIN_S = 1.0
 """Two clocks that run at slightly different speeds, and a round trip."""
-COMMIT_GRACE_S = 2.0
+COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 
 
@@ -205,7 +205,7 @@ class RecordFollower:
                 weights = self._prepared_for(record)
                 if weights is None:
                     raise Conflict("what was fetched was dropped: another update began")
-                await self._swap(weights, record.version, "keep")
+                await self._swap(weights, record.version, record.pause_mode, keep_pause=record.keep_pause)
         if self._state.version == record.version:
             log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
 
@@ -240,8 +240,6 @@ class RecordFollower:
             transport = self._model
         if not record.refetchable:
             raise Conflict("source_gone: the committed weights can't be fetched again; an update brings new")
-        if (busy := self._updates.coordinated) is not None:
-            raise Conflict(f"waiting for the update {busy}, which is being prepared")
         await self._updates.prepare(
             f"heal-{record.version.sequence}",
             transport,
@@ -269,13 +267,7 @@ class RecordFollower:
             if self._state.version == version:  # the same bytes as before: only the label has moved
                 return ops.CommittedReply(version=version.to_wire(), cache_flushed=False, swap_s=0.0)
             weights = self._updates.staged_for(body.update_id, version.digest)
-            try:
-                done = await self._swap(weights, version, body.pause_mode, keep_pause=body.keep_pause)
-            except BaseException:
-                # Decided, but not here: heal from the record.
-                self._state.close("behind", "the swap failed")
-                self.settle_soon()
-                raise
+            done = await self._swap(weights, version, body.pause_mode, keep_pause=body.keep_pause)
         self._tell()
         return done
 
@@ -317,20 +309,25 @@ class RecordFollower:
         state = self._state
         start = time.monotonic()
         was_paused = state.pause_mode is not None
-        if not was_paused:
-            await self._engine.run(self._adapter.pause(mode, False))
+        swapped = False
         try:
+            if not was_paused:
+                await self._engine.run(self._adapter.pause(mode, False))
             state.lose_weights("swapping")  # until the new ones are in
             try:
                 flushed = await self._engine.run(self._adapter.swap(weights, version))
             finally:
                 self._updates.forget(weights)
+            swapped = True
             state.hold(version)
             self._swapped.set()
             if self._record is not None and state.holds(self._record):
                 state.open("behind")
         finally:
-            if not was_paused and not keep_pause:
+            if not swapped:
+                state.close("behind", "the swap did not end")
+                self.settle_soon()  # the record says what should be here
+            if not was_paused and not (keep_pause and swapped):
                 await self._engine.run(self._adapter.resume())
         if keep_pause and not was_paused:
             state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
@@ -340,6 +337,13 @@ class RecordFollower:
         return self._last_commit
 
     # ---- coordinators that fall silent ----
+
+    async def check_undecided(self, update_id: str | None) -> None:
+        """What the record names is decided, whatever its coordinator has heard of it."""
+        record = await self._read_or_make_record()
+        staged = self._updates.busy_with
+        if staged is not None and staged == record.update_id and update_id in (None, staged):
+            raise Conflict(f"the update {staged} is committed: it can't be aborted any more")
 
     async def ask_after_coordinator(self) -> None:
         """A gate or a staging belongs to a coordinator; when that is gone, the record decides."""

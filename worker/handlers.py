@@ -185,6 +185,7 @@ class OpHandlers:
         return await self._follower.commit(body, fence)
 
     async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
+        await self._follower.check_undecided(body.update_id)
         return ops.AbortUpdateReply(discarded=await self._updates.drop(body.update_id))
 
     async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:

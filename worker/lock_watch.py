@@ -24,7 +24,11 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
+        self._bus.on_reconnect(self._reconnected)
         await self._ask()
+
+    async def _reconnected(self) -> None:
+        self._held = False  # whatever was said meanwhile was missed: the next op asks
 
     async def is_live(self, fence: int) -> bool:
         """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
@@ -41,7 +45,7 @@ class LockWatch:
         self._take(Entry(LOCK, value, int(headers["Nats-Sequence"])))
 
     def _take(self, entry: Entry | None) -> None:
-        if entry is not None and entry.sequence > self._sequence:
+        if entry is not None and entry.sequence >= self._sequence:
             self._sequence = entry.sequence
             fence, self._held = fence_of(entry)
             self._state.fence = max(self._state.fence, fence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -25,7 +25,8 @@ MAX_RETRY_S = 1.0
 class Registration:
     """`register` writes the record and keeps it: after a reconnect, and when somebody took us for dead.
 
-    `on_superseded` is called when another process has taken our instance id: there can be only one."""
+    `on_registered` is awaited each time it was written anew; `on_superseded` is called when another process has
+    taken our instance id: there can be only one."""
 
     def __init__(
         self,
@@ -34,6 +35,8 @@ class Registration:
         instance_id: str,
         incarnation: str,
         info: dict[str, Any],
+        *,
+        on_registered: Callable[[], Awaitable[None]],
         on_superseded: Callable[[], None],
     ) -> None:
         self.revision = 0
@@ -44,6 +47,7 @@ class Registration:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._info = info
+        self._on_registered = on_registered
         self._on_superseded = on_superseded
         self._registering = asyncio.Lock()
         self._leaving = False
@@ -61,7 +65,7 @@ class Registration:
         """Writes the record for the connection as it is now; keeps trying until NATS takes it."""
         async with self._registering:
             wait_s = RETRY_S
-            while not self._leaving:
+            while not self._leaving:  # its answer may be lost, so each step may be done twice
                 with contextlib.suppress(WrongSequence):
                     try:
                         entry = await self._bus.get(self._members, self._key)
@@ -71,6 +75,8 @@ class Registration:
                         self.revision = await self._bus.put(
                             self._members, self._key, self._record(), last=entry.sequence if entry else 0
                         )
+                        # Only after the record is there: what was called meanwhile asked those that were listed.
+                        await self._on_registered()
                         return
                     except BusUnreachable as error:
                         log.debug("registering: %s", error)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import InvalidRequest, NotPrepared, PlaneError, Unsupported, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, NotPrepared, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, Staged
@@ -17,6 +17,9 @@ from worker.staging import receive
 from worker.transports.base import WeightTransport
 
 log = logging.getLogger("worker.updates")
+
+KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
+"""Names that other workers may know: not an error of the caller's."""
 
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
@@ -61,6 +64,7 @@ class WeightUpdates:
         self._engine = engine
         self._transports = transports
         self._receiving: _Receiving | None = None
+        self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
 
     @property
@@ -78,6 +82,10 @@ class WeightUpdates:
 
     def transport(self, backend: str) -> WeightTransport:
         transport = self._transports.get(backend)
+        if transport is None and backend in KNOWN_TRANSPORTS:
+            raise Unsupported(
+                f"this worker has no {backend} transport", field="transport.backend", fix="use filesystem"
+            )
         if transport is None:
             raise InvalidRequest(
                 f"unknown transport {backend!r}",
@@ -99,16 +107,19 @@ class WeightUpdates:
         encoding: str = "full",
     ) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer."""
-        if self.staged is not None and self.staged.update_id == update_id:
-            return self.staged.reply
-        if self._receiving is None or self._receiving.update_id != update_id:
-            self._check_supported(target or {"kind": "base"}, encoding)
-            transport = self.transport(request["backend"])
-            await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
-            cancelled = threading.Event()
-            work = self._receive(update_id, transport, request, label, digest, cast, fence, cancelled)
-            self._receiving = _Receiving(update_id, fence, asyncio.create_task(work), cancelled)
-        receiving = self._receiving
+        async with self._beginning:
+            if self.staged is not None and self.staged.update_id == update_id:
+                return self.staged.reply
+            if self._receiving is None or self._receiving.update_id != update_id:
+                self._check_supported(target or {"kind": "base"}, encoding)
+                transport = self.transport(request["backend"])
+                if fence is None and self.coordinated is not None:
+                    raise Conflict(f"waiting for the update {self.coordinated}, which is being prepared")
+                await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
+                cancelled = threading.Event()
+                work = self._receive(update_id, transport, request, label, digest, cast, fence, cancelled)
+                self._receiving = _Receiving(update_id, fence, asyncio.create_task(work), cancelled)
+            receiving = self._receiving
         try:
             # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
             staging = await asyncio.shield(receiving.task)

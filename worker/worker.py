@@ -80,7 +80,8 @@ class Worker:
             self.state.instance_id,
             self.state.incarnation,
             member_info,
-            lambda: on_end("another process has taken this instance id"),
+            on_registered=self._follow_pause,
+            on_superseded=lambda: on_end("another process has taken this instance id"),
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
         self._dispatcher = Dispatcher(
@@ -98,9 +99,7 @@ class Worker:
         disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
         if disabled is not None and disabled.value:
             self.state.close("disabled")
-        await self._pause_like_the_fleet()
         await self._registration.start()
-        await self._pause_like_the_fleet()  # a pause between the two asked only those that were listed
         if not await self._follower.settle():
             self._follower.settle_soon()
         self._spawn(self._follower.run())
@@ -108,17 +107,25 @@ class Worker:
         self._spawn(self._ticks())
         self._spawn(self._watch_engine())
 
-    async def _pause_like_the_fleet(self) -> None:
-        desired = await read_pause(self.bus, self.subjects.state)
-        if self.state.pause_mode is None and (left_s := desired.left_s(time.time())) > 0:
-            await self._engine.run(self._adapter.pause("keep", False))
-            self.state.pause(desired.mode, time.monotonic(), left_s)
+    async def _follow_pause(self) -> None:
+        """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
+        async with self._follower.changing:
+            desired = await read_pause(self.bus, self.subjects.state)
+            left_s = desired.left_s(time.time())
+            if left_s > 0 and self.state.pause_mode is None:
+                await self._engine.run(self._adapter.pause("keep", False))
+                self.state.pause(desired.mode, time.monotonic(), left_s)
+            elif left_s <= 0 and self.state.pause_mode is not None:
+                await self._engine.run(self._adapter.resume())
+                self.state.resume()
+        self._tell()
 
     async def drain(self, timeout_s: float) -> bool:
         """Closes admission and lets requests end; whether they all did."""
         self.state.close("draining")
         self._tell()
-        return await self._generation.wait_idle(timeout_s)
+        # Frozen requests can't end: waiting for them would only delay the end.
+        return await self._generation.wait_idle(0.0 if self.state.pause_mode == "keep" else timeout_s)
 
     async def stop(self) -> None:
         """Leaves the membership and ends what runs; the engine is the caller's to close."""
@@ -175,6 +182,10 @@ class Worker:
                 self.state.close("engine", error.message)
                 self._on_end(f"the engine is dead: {error.message}")
                 return
+            except Exception as error:
+                log.exception("liveness")
+                self._handlers.engine_alive = False
+                self.state.close("engine", f"{type(error).__name__}: {error}")
             finally:
                 self._tell()
 

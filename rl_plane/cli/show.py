@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
@@ -28,6 +29,16 @@ WORKER_COLUMNS = {
     "ADMISSION": "admission",
     "VERSION": "version",
 }
+UPDATE_COLUMNS = {
+    "BEGAN": "began",
+    "OUTCOME": "outcome",
+    "VERSION": "version",
+    "WORKERS": "workers",
+    "SECONDS": "seconds",
+    "WHO": "who",
+    "WHY": "why",
+}
+WHY_CHARS = 60
 DIGEST_CHARS = len("blake3:") + 12
 
 DONE = {
@@ -43,7 +54,9 @@ def show(op: str, reply: Reply, body: Reply) -> str:
         return "\n".join([*_heads(reply), *_rows(reply, STATE_COLUMNS)])
     if op == "workers":
         return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
-    if op == "update_weights":
+    if op == "updates":
+        return "\n".join(_updates(reply))
+    if op in ("update_weights", "rollback"):
         return "\n".join(_updated(reply))
     if op == "check_weights":
         return "\n".join(_checked(reply, body))
@@ -121,6 +134,35 @@ def _updated(reply: Reply) -> list[str]:
         if head.get("excluded"):
             lines.append(one_line(f"  excluded, until healed: {', '.join(head['excluded'])}"))
     return lines
+
+
+def _updates(reply: Reply) -> list[str]:
+    components: Mapping[str, Reply] = reply.get("components") or {"": reply}
+    rows = [{"component": name, **_update(one)} for name, head in components.items() for one in head["updates"]]
+    if not rows:
+        return ["no updates"]
+    columns = {"COMPONENT": "component", **UPDATE_COLUMNS} if "components" in reply else UPDATE_COLUMNS
+    return [table(rows, columns)]
+
+
+def _update(one: Reply) -> dict[str, Any]:
+    began, ended = one.get("began_at"), one.get("ended_at")
+    outcomes = [row.get("status") for row in (one.get("workers") or {}).values()]
+    well, all_of_them = outcomes.count("ok"), len(outcomes)
+    left_out = one.get("workers_left_out") or 0
+    error = one.get("error") or {}
+    why = f"{error.get('code')}: {error.get('message')}" if error else ""
+    if not why and one.get("excluded"):
+        why = f"excluded: {', '.join(one['excluded'])}"
+    return {
+        "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
+        "outcome": one.get("outcome"),
+        "version": _version(one["version"]) if one.get("version") else one.get("label"),
+        "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
+        "seconds": f"{ended - began:.3f}" if began and ended else None,
+        "who": one.get("who"),
+        "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
+    }
 
 
 def _checked(reply: Reply, body: Reply) -> list[str]:

@@ -33,16 +33,8 @@ TICK_S = 0.5
 
 SELECT = ("components", "select_workers")
 REACH = ("url", "admin_key", "nats_url", "namespace", "timeout_s", "json")
-UPDATE = (
-    "version",
-    "cast",
-    "keep_pause",
-    "pause_mode",
-    "flush",
-    "on_prepare_failure",
-    "min_ready",
-    "digest",
-)
+POLICY = ("version", "keep_pause", "pause_mode", "flush", "on_prepare_failure", "min_ready")
+UPDATE = (*POLICY, "cast", "digest")
 
 Call = Callable[[], dict[str, Any]]
 
@@ -70,6 +62,21 @@ def add_to(commands: Subparsers) -> None:
         (*UPDATE, *common),
     )
     update.add_argument("path", metavar="PATH", help="a checkpoint, beneath the workers' weight roots")
+    rollback = add_command(
+        commands,
+        "rollback",
+        "Back to an earlier version of the history, as an update like any other.",
+        steer("rollback"),
+        ("sequence", *POLICY, *common),
+    )
+    rollback.add_argument("label", metavar="LABEL", nargs="?", help="the version's label; or give --sequence")
+    add_command(
+        commands,
+        "updates",
+        "The updates that there were, newest first.",
+        steer("updates"),
+        ("limit", "components", *REACH),
+    )
     add_command(commands, "check", "Checksum or compare the weights.", steer("check_weights"), ("action", *common))
     for op, doc in (("enable", "Admit workers again."), ("disable", "Take workers out of routing.")):
         parser = add_command(commands, op, doc, steer(op), ("components", *REACH))
@@ -81,7 +88,7 @@ def add_to(commands: Subparsers) -> None:
 def steer(op: str) -> Callable[[Command], int]:
     def handler(command: Command) -> int:
         body, bound_s = body_of(op, command)
-        reply = _run(op, body, bound_s, command)
+        reply = _run("update_weights" if op == "rollback" else op, body, bound_s, command)
         if command.values["json"]:
             say_json(reply)
         else:
@@ -99,7 +106,9 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
         body["component"] = list(values["components"])
     if values.get("select_workers"):
         body["workers"] = list(values["select_workers"])
-    if op in ("state", "workers"):
+    if op == "updates":
+        body["limit"] = values["limit"]
+    if op in ("state", "workers", "updates"):
         return body, timeout_s or READ_S
     if op == "pause":
         body |= {"mode": values["pause_mode"], "clear_cache": values["clear_cache"], "lease_s": values["lease_s"]}
@@ -107,7 +116,7 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
         body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
-    elif op == "update_weights":
+    elif op in ("update_weights", "rollback"):
         policy = UpdatePolicy(
             pause_mode=values["pause_mode"],
             on_prepare_failure=values["on_prepare_failure"],
@@ -116,12 +125,24 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
             flush_cache=values["flush"],
             prepare_timeout_s=timeout_s or UpdatePolicy().prepare_timeout_s,
         )
-        path = os.path.abspath(os.path.expanduser(command.flags["path"]))
-        body |= {"transport": {"backend": "filesystem", "path": path}, "policy": policy.model_dump()}
-        body |= {key: values[key] for key in ("version", "digest") if values[key] is not None}
-        body["cast"] = values["cast"]
+        body["policy"] = policy.model_dump()
+        body |= {key: values[key] for key in ("version", "digest") if values.get(key) is not None}
+        if op == "rollback":
+            body["rollback"] = _earlier(command.flags.get("label"), values["sequence"])
+        else:
+            path = os.path.abspath(os.path.expanduser(command.flags["path"]))
+            body["transport"] = {"backend": "filesystem", "path": path}
+            body["cast"] = values["cast"]
         return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     return body, timeout_s or CHANGE_S
+
+
+def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:
+    if (label is None) == (sequence is None):
+        raise BadSetting(
+            "name one version", field="LABEL", fix="a LABEL or --sequence N, as `rl-plane updates` lists them"
+        )
+    return {"sequence": sequence} if label is None else {"label": label}
 
 
 def _instance_id(text: str) -> str:

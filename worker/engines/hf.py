@@ -319,6 +319,7 @@ class HfEngine:
         weights = self._held_weights()
 
         def between_two_steps(loop: GenerationLoop) -> bool:
+            loop.version = None  # half-way there are no known weights
             weights.load(staged)
             loop.version = version
             return loop.flush()
@@ -343,7 +344,12 @@ class HfEngine:
         if action == "snapshot":
             await asyncio.to_thread(weights.snapshot)
         else:
-            await self._call(lambda _: weights.reset())
+
+            def between_two_steps(loop: GenerationLoop) -> None:
+                loop.version = None  # what running requests go on with is no version
+                weights.reset()
+
+            await self._call(between_two_steps)
         return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:

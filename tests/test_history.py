@@ -1,0 +1,520 @@
+"""The history of updates, roll-backs by it, and request ids that are asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_plane import history, ops
+from rl_plane.client import RlClient
+from rl_plane.errors import (
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    Locked,
+    NotFound,
+    StaleFence,
+    Unsupported,
+    UpdateAborted,
+)
+from rl_plane.history import (
+    UpdateEntry,
+    history_key,
+    judge,
+    read_history,
+    request_hash,
+    rollback_target,
+    source_of,
+)
+from rl_plane.lock import HeldLock
+from rl_plane.membership import Member
+from rl_plane.record import DecisionRecord, UpdateSession
+from rl_plane.subjects import HISTORY_PREFIX
+from rl_plane.versions import WeightVersion
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+DIGEST = "blake3:" + "ab" * 32
+OTHER_DIGEST = "blake3:" + "cd" * 32
+
+
+# ---- the pure half ----
+
+
+def version(sequence: int, label: str = "", digest: str = DIGEST, run: str = "r") -> WeightVersion:
+    return WeightVersion(run, sequence, label or f"step_{sequence}", digest)
+
+
+def committed(sequence: int, label: str = "", digest: str = DIGEST, run: str = "r", **more: Any) -> UpdateEntry:
+    made = version(sequence, label, digest, run)
+    transport = {"backend": "filesystem", "path": f"/ckpt/{sequence}"}
+    given: dict[str, Any] = {"transport": transport, "digest": digest, "version": made, **more}
+    return UpdateEntry(f"u{sequence}", made.label, "committed", **given)
+
+
+def member(instance_id: str, model_path: str) -> Member:
+    return Member(instance_id, "i", "s", 1, 1, {"model_path": model_path})
+
+
+def test_an_entry_survives_its_encoding() -> None:
+    entry = committed(
+        3,
+        who="frontend@host:1",
+        began_at=1.5,
+        ended_at=2.5,
+        phases={"prepare_s": 0.5},
+        workers={"a" * 16: {"incarnation": "i", "status": "ok"}},
+        excluded=["b" * 16],
+        target={"kind": "base"},
+        request="abc",
+    )
+    assert UpdateEntry.decode(entry.encode()) == entry
+    wire = entry.to_wire()
+    assert wire["version"]["sequence"] == 3
+    assert "request" not in wire
+    assert "error" not in wire
+    running = UpdateEntry("u", "l", "running")
+    assert UpdateEntry.decode(running.encode()) == replace(running, excluded=[])
+    assert running.to_wire()["version"] is None
+
+
+@pytest.mark.parametrize("failed", [0, 7, 20_000])
+def test_an_entry_of_any_fleet_fits_into_a_message(failed: int) -> None:
+    error = {"code": "worker_lost", "message": "m" * 500}
+    rows: dict[str, dict[str, Any]] = {}
+    for number in range(20_000):
+        row = {"incarnation": "0" * 32, "status": "ok"}
+        rows[f"{number:016x}"] = {**row, "status": "error", "error": error} if number < failed else dict(row)
+    entry = committed(1, workers=rows, excluded=list(rows)[:failed])
+    data = entry.encode()
+    assert len(data) <= history.MAX_ENTRY_BYTES
+    kept = UpdateEntry.decode(data)
+    assert kept.workers_left_out + len(kept.workers) == 20_000
+    if failed == 7:
+        assert len(kept.workers) == 7
+        assert len(kept.excluded) == 7
+
+
+def test_a_request_is_the_same_whatever_its_policy() -> None:
+    body = {"transport": {"backend": "filesystem", "path": "/x"}, "version": None, "policy": {"min_ready": 1}}
+    same = {"policy": {"min_ready": 9}, "transport": {"path": "/x", "backend": "filesystem"}}
+    assert request_hash(body) == request_hash(same)
+    assert request_hash(body) != request_hash({**same, "version": "v"})
+
+
+def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() -> None:
+    entry = UpdateEntry("u", "step_3", "running", "me", began_at=1.0)
+    record = DecisionRecord(version(3), "u", {"backend": "filesystem", "path": "/x"}, decided_at=9.0)
+    before = replace(record, update_id="before")
+    session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, expires_at=100.0)
+    done = judge(entry, record, None, "u", 50.0)
+    assert (done.outcome, done.version, done.digest, done.ended_at) == ("committed", record.version, DIGEST, 9.0)
+    assert (done.who, done.began_at) == ("me", 1.0)
+    assert judge(entry, before, None, "u", 50.0).outcome == "running"
+    assert judge(entry, before, session, None, 50.0).outcome == "prepared"
+    for left in (
+        judge(entry, before, session, None, 100.0),
+        judge(replace(entry, outcome="prepared"), before, None, "another", 50.0),
+        judge(entry, None, None, None, 50.0),
+    ):
+        assert left.outcome == "aborted"
+        assert left.version is None
+        assert isinstance(left.first_error(), UpdateAborted)
+    final = committed(2)
+    assert judge(final, before, None, None, 50.0) is final
+
+
+def test_a_rollback_means_one_committed_version_of_this_run() -> None:
+    entries = [
+        UpdateEntry("x", "step_9", "aborted"),
+        committed(5, "step_1"),
+        committed(4, "other", OTHER_DIGEST),
+        committed(3, "twice", OTHER_DIGEST),
+        committed(2, "twice"),
+        committed(1, "step_1"),
+        committed(7, "old", run="before"),
+    ]
+    assert rollback_target(entries, "r", "step_1", None) is entries[1]
+    assert rollback_target(entries, "r", None, 2) is entries[4]
+    for label, sequence in [("step_9", None), ("old", None), (None, 7), ("twice", None)]:
+        with pytest.raises(NotFound) as caught:
+            rollback_target(entries, "r", label, sequence)
+        assert caught.value.facts["field"].startswith("rollback")
+        assert "4 (other)" in caught.value.facts["fix"]
+        assert [one["sequence"] for one in caught.value.facts["versions"]] == [5, 4, 3, 2, 1]
+    with pytest.raises(NotFound, match="no committed version"):
+        rollback_target([], "r", "step_1", None)
+
+
+def test_where_a_rollback_takes_its_weights_from() -> None:
+    entry = committed(1)
+    assert source_of(entry, []) == {"backend": "filesystem", "path": "/ckpt/1"}
+    initial = replace(entry, transport=None)
+    assert source_of(initial, [member("a", "/m"), member("b", "/m")])["path"] == "/m"
+    with pytest.raises(Conflict) as caught:
+        source_of(initial, [member("a", "/m"), member("b", "/n")])
+    assert caught.value.facts["paths"] == ["/m", "/n"]
+    with pytest.raises(Conflict):
+        source_of(replace(entry, refetchable=False), [])
+    with pytest.raises(Unsupported):
+        source_of(replace(entry, target={"kind": "lora", "op": "load", "name": "a"}), [])
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "transport"),
+        ({"transport": {"backend": "x"}, "rollback": {"label": "a"}}, "transport"),
+        ({"rollback": {"label": "a"}, "digest": DIGEST}, "digest"),
+        ({"rollback": {"label": "a"}, "cast": True}, "cast"),
+        ({"rollback": {}}, "rollback"),
+        ({"rollback": {"label": "a", "sequence": 1}}, "rollback"),
+        ({"rollback": {"sequence": -1}}, "rollback.sequence"),
+        ({"rollback": "step_1"}, "rollback"),
+    ],
+)
+def test_an_update_has_one_source(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ops.parse_body(ops.UpdateCall, body)
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+# ---- real fleets ----
+
+
+def update_of(directory: Path, label: str | None = None, **more: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(directory)}, **more}
+    return body if label is None else {**body, "version": label}
+
+
+async def told(client: RlClient, **more: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await client.run("updates", more))["updates"]
+    return found
+
+
+async def served(client: RlClient) -> set[tuple[str, bool]]:
+    await client.list_workers()
+    rows = (await client.call_all("state")).rows
+    return {(row.body["version"]["digest"], row.body["admission"]["open"]) for row in rows}
+
+
+async def test_committed_and_aborted_updates_are_told_newest_first(plane: Plane) -> None:
+    client = await plane.client("trainer")
+    ids = plane.spawn_copies(2)
+    first = await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
+    with pytest.raises(InvalidRequest):
+        await client.run("update_weights", update_of(Path("/etc"), "bad"), "id-2")
+    await client.run("update_weights", update_of(plane.model(2)))
+    newest, aborted, oldest, initial = await told(client)
+    assert newest["version"]["sequence"] == 2
+    assert newest["label"] == "2"
+    assert (aborted["update_id"], aborted["label"], aborted["outcome"]) == ("id-2", "bad", "aborted")
+    assert aborted["version"] is None
+    assert aborted["error"]["field"] == "transport.path"
+    assert set(aborted["workers"]) == set(ids)
+    assert {row["error"]["code"] for row in aborted["workers"].values()} == {"invalid_request"}
+    assert aborted["phases"].keys() == {"prepare_s"}
+    assert (oldest["update_id"], oldest["outcome"]) == ("id-1", "committed")
+    assert oldest["version"] == first["version"]
+    assert oldest["digest"] == first["version"]["digest"]
+    assert oldest["transport"]["path"] == str(plane.model(1))
+    assert oldest["who"] == client.owner
+    assert oldest["ended_at"] >= oldest["began_at"] > 1e9
+    assert oldest["phases"] == first["phases"]
+    assert {key: row["status"] for key, row in oldest["workers"].items()} == dict.fromkeys(ids, "ok")
+    assert (initial["label"], initial["transport"]) == ("initial", None)
+    assert [one["update_id"] for one in await told(client, limit=2)] == [newest["update_id"], "id-2"]
+    only = await told(client, workers=ids[:1])
+    assert set(only[0]["workers"]) == {ids[0]}
+
+
+async def test_the_history_is_read_without_workers_and_has_an_end(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEEP", 3)
+    client = await plane.client()
+    assert await told(client) == []
+    worker = plane.spawn()
+    for step in range(1, 6):
+        await client.run("update_weights", update_of(plane.model(step % 2), f"step_{step}"))
+    worker.kill()
+    assert [one["label"] for one in await told(client)] == ["step_5", "step_4", "step_3"]
+    stored, _ = await client.bus.read_keys(client.subjects().state, HISTORY_PREFIX + ">")
+    assert len(stored) == 3
+
+
+@pytest.mark.parametrize("body", [{"limit": 0}, {"limit": 257}, {"limit": "x"}, {"since": 1}])
+async def test_a_wrong_question_for_updates_is_refused(plane: Plane, body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await (await plane.client()).run("updates", body)
+    assert caught.value.facts["field"] in body
+
+
+async def test_asked_again_after_others_the_first_answer_comes_and_nothing_moves(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    ids = plane.spawn_copies(2)
+    body = update_of(plane.model(1), "step_1")
+    first = await one.run("update_weights", body, "id-1")
+    await one.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
+    before = await served(one)
+    again = await two.run("update_weights", {**body, "policy": {"commit_timeout_s": 5}}, "id-1")
+    assert again["version"] == first["version"]
+    assert [(row["instance_id"], row["status"]) for row in again["workers"]] == [(key, "ok") for key in ids]
+    assert (again["excluded"], again["phases"]) == ([], first["phases"])
+    assert await served(two) == before
+    assert len(await told(two)) == 3
+    plane.kill_all()
+    assert (await two.run("update_weights", body, "id-1"))["version"] == first["version"]
+    with pytest.raises(InvalidRequest) as caught:
+        await two.run("update_weights", update_of(plane.model(2), "step_1"), "id-1")
+    assert caught.value.facts["field"] == "Idempotency-Key"
+
+
+async def test_asked_again_an_aborted_update_gives_its_error_again(plane: Plane) -> None:
+    client = await plane.client()
+    worker = plane.spawn(fail_stage="true")
+    body = update_of(plane.model(1), "step_1")
+    with pytest.raises(UpdateAborted) as first:
+        await client.run("update_weights", body, "id-1")
+    worker.kill()
+    plane.spawn()
+    with pytest.raises(UpdateAborted) as again:
+        await client.run("update_weights", body, "id-1")
+    assert again.value.message == first.value.message
+    assert [row["instance_id"] for row in again.value.facts["workers"]] == [worker.instance_id]
+    assert again.value.facts["repeated"] is True
+    assert (await client.run("update_weights", body, "id-2"))["version"]["sequence"] == 1
+
+
+async def test_what_did_not_begin_leaves_no_entry_and_may_be_asked_again(plane: Plane) -> None:
+    one, two = await plane.client(), await plane.client()
+    plane.spawn()
+    body = update_of(plane.model(1), "step_1")
+    async with one.lock(await one.view()):
+        with pytest.raises(Locked):
+            await two.run("update_weights", body, "id-1")
+    assert [entry["label"] for entry in await told(two)] == ["initial"]
+    assert (await two.run("update_weights", body, "id-1"))["version"]["label"] == "step_1"
+
+
+async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    plane.spawn(stage_delay_s=3)
+    body = update_of(plane.model(1), "step_1")
+    first = asyncio.create_task(one.run("update_weights", body, "id-1"))
+
+    async def running() -> bool:
+        return [entry["outcome"] for entry in await told(two)] == ["running", "committed"]
+
+    # The record, which nobody has overwritten yet, is the entry of sequence 0.
+    await plane.until(running)
+    again = await two.run("update_weights", body, "id-1")  # the lock is waited for longer than its 2 s
+    assert again["version"] == (await first)["version"]
+    assert [entry["label"] for entry in await told(two)] == ["step_1", "initial"]
+    assert {entry["who"] for entry in await told(two)} == {one.owner, ""}
+
+
+class _Dies(BaseException):
+    """As a SIGKILL: nothing that the coordinator would do at its end is done."""
+
+
+def _die(*args: object, **kwargs: object) -> None:
+    raise _Dies
+
+
+async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    plane.spawn_copies(2)
+    body = update_of(plane.model(1), "step_1")
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_plane.coordinator.Coordinator.commit", _die)
+        with pytest.raises(_Dies):
+            await one.run("update_weights", body, "id-1")
+    entry = (await told(two))[0]
+    assert (entry["update_id"], entry["outcome"], entry["label"]) == ("id-1", "committed", "step_1")
+    assert (entry["version"]["sequence"], entry["who"]) == (1, one.owner)
+    again = await two.run("update_weights", body, "id-1")
+    assert again["version"] == entry["version"]
+    # Another decision overwrites the record; the entry stays.
+    await two.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
+    labels = [(entry["label"], entry["outcome"]) for entry in await told(two)]
+    assert labels == [("step_2", "committed"), ("step_1", "committed"), ("initial", "committed")]
+    assert (await one.run("update_weights", body, "id-1"))["version"] == entry["version"]
+
+
+async def test_an_update_whose_coordinator_died_before_the_decision_is_aborted_and_may_be_repeated(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    plane.spawn()
+    body = update_of(plane.model(1), "step_1")
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_plane.coordinator.Coordinator.decide", _die)
+        with pytest.raises(_Dies):
+            await one.run("update_weights", body, "id-1")
+    newest = (await told(two))[0]
+    assert (newest["update_id"], newest["outcome"], newest["error"]["code"]) == (
+        "id-1",
+        "aborted",
+        "update_aborted",
+    )
+    assert (await two.run("update_weights", body, "id-1"))["version"]["sequence"] == 1
+    assert [(entry["update_id"], entry["outcome"]) for entry in await told(two)] == [
+        ("id-1", "committed"),
+        ("", "committed"),
+    ]
+
+
+async def test_an_error_after_the_decision_is_a_commit_all_the_same(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await plane.client()
+    plane.spawn()
+
+    async def unsure(*args: object) -> None:
+        raise EngineFailed("who knows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_plane.coordinator.Coordinator.commit", unsure)
+        with pytest.raises(EngineFailed):
+            await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
+    entry = (await told(client))[0]
+    assert (entry["outcome"], entry["version"]["label"], entry["error"]["code"]) == (
+        "committed",
+        "step_1",
+        "engine_failed",
+    )
+    again = await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
+    assert again["version"] == entry["version"]
+
+
+async def test_without_the_lock_nothing_is_written(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = await plane.client()
+    plane.spawn()
+    real = HeldLock.put
+
+    async def lost(self: HeldLock, key: str, value: bytes) -> int:
+        if key.startswith(HISTORY_PREFIX) and json.loads(value)["outcome"] != "running":
+            raise StaleFence("taken over")
+        return await real(self, key, value)
+
+    state = client.subjects().state
+    # The entry of sequence 0 is made final by the first update, which is let through.
+    await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldLock, "put", lost)
+        reply = await client.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
+    assert reply["version"]["label"] == "step_2"
+    stored = await client.bus.get(state, history_key("id-2"))
+    assert stored is not None
+    assert stored.value is not None
+    assert json.loads(stored.value)["outcome"] == "running"
+    newest = (await read_history(client.bus, state))[0]
+    assert (newest.update_id, newest.outcome, newest.version and newest.version.label) == (
+        "id-2",
+        "committed",
+        "step_2",
+    )
+
+
+async def test_an_update_of_two_calls_has_one_entry(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    ids = plane.spawn_copies(2)
+    prepared = await one.run("prepare_weights_update", update_of(plane.model(1), "step_1"), "id-1")
+    newest = (await told(two))[0]
+    assert (newest["outcome"], newest["digest"], set(newest["workers"])) == (
+        "prepared",
+        prepared["digest"],
+        set(ids),
+    )
+    done = await two.run("complete_weights_update", {"update_id": "id-1"})
+    newest, initial = await told(one)
+    assert (newest["outcome"], newest["version"], newest["who"]) == ("committed", done["version"], one.owner)
+    assert newest["phases"].keys() == {"prepare_s", "gate_s", "commit_s", "open_s"}
+    assert initial["label"] == "initial"
+    again = await one.run("complete_weights_update", {"update_id": "id-1"})
+    assert again["version"] == done["version"]
+    with pytest.raises(Conflict):
+        await one.run("prepare_weights_update", update_of(plane.model(1), "step_1"), "id-1")
+    await one.run("prepare_weights_update", update_of(plane.model(2), "step_2"), "id-2")
+    await two.run("abort_weights_update")
+    assert [(entry["update_id"], entry["outcome"]) for entry in await told(two)] == [
+        ("id-2", "aborted"),
+        ("id-1", "committed"),
+        ("", "committed"),
+    ]
+
+
+# ---- roll-backs ----
+
+
+async def test_back_by_label_by_sequence_and_to_the_first_version(plane: Plane) -> None:
+    client = await plane.client()
+    plane.spawn_copies(2)
+    digests = [(await client.run("weight_version"))["version"]["digest"]]
+    for step in (1, 2):
+        reply = await client.run("update_weights", update_of(plane.model(step), f"step_{step}"))
+        digests.append(reply["version"]["digest"])
+    back = await client.run("update_weights", {"rollback": {"label": "step_1"}})
+    assert back["version"] == {**back["version"], "sequence": 3, "label": "step_1", "digest": digests[1]}
+    assert await served(client) == {(digests[1], True)}
+    back = await client.run("update_weights", {"rollback": {"sequence": 2}, "version": "again_2"})
+    assert (back["version"]["sequence"], back["version"]["label"]) == (4, "again_2")
+    assert await served(client) == {(digests[2], True)}
+    back = await client.run("update_weights", {"rollback": {"sequence": 0}}, "to-zero")
+    assert (back["version"]["sequence"], back["version"]["label"]) == (5, "initial")
+    assert await served(client) == {(digests[0], True)}
+    newest = (await told(client))[0]
+    assert (newest["rollback"], newest["outcome"], newest["digest"]) == ({"sequence": 0}, "committed", digests[0])
+    again = await client.run("update_weights", {"rollback": {"sequence": 0}}, "to-zero")
+    assert again["version"] == back["version"]
+
+
+async def test_a_changed_source_fails_the_rollback_and_changes_nothing(plane: Plane) -> None:
+    client = await plane.client()
+    plane.spawn()
+    directory = plane.model(1)
+    await client.run("update_weights", update_of(directory, "step_1"))
+    await client.run("update_weights", update_of(plane.model(2), "step_2"))
+    before = await served(client)
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InvalidWeights):
+        await client.run("update_weights", {"rollback": {"label": "step_1"}})
+    file.unlink()
+    with pytest.raises(InvalidRequest):
+        await client.run("update_weights", {"rollback": {"label": "step_1"}})
+    assert await served(client) == before
+    assert [entry["outcome"] for entry in await told(client)] == ["aborted", "aborted"] + ["committed"] * 3
+
+
+async def test_no_version_is_guessed(plane: Plane) -> None:
+    client = await plane.client()
+    one, two = plane.model(0), plane.tmp / "weights" / "copy"
+    plane.spawn(model=one)
+    await client.wait_for(1)
+    await client.run("update_weights", update_of(plane.model(1), "step_1"))
+    for rollback in ({"label": "step_9"}, {"sequence": 9}):
+        with pytest.raises(NotFound) as caught:
+            await client.run("update_weights", {"rollback": rollback})
+        assert [version["label"] for version in caught.value.facts["versions"]] == ["step_1", "initial"]
+    two.mkdir()
+    (two / "model.safetensors").write_bytes((one / "model.safetensors").read_bytes())
+    plane.spawn(model=two)
+    await client.wait_for(2)
+    with pytest.raises(Conflict) as refused:
+        await client.run("update_weights", {"rollback": {"label": "initial"}})
+    assert refused.value.facts["paths"] == sorted([str(one), str(two)])
+    assert len(await told(client)) == 2, "what was refused before work began is in the history"
