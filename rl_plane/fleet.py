@@ -95,6 +95,8 @@ class FleetReply(BaseModel):
     version: ops.Version | None = None
     excluded: list[str] | None = None
     """After an update: members that do not serve the new version; they heal by themselves."""
+    updates: list[dict[str, Any]] | None = None
+    """Of `updates`: newest first, each with the fields of `rl_plane.history.UpdateEntry`."""
     elapsed_s: float
 
 
@@ -649,7 +651,7 @@ def _updated(call: Call, outcome: Outcome) -> dict[str, Any]:
 
 def _answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
     """What an update was answered with, again: nobody is asked for it."""
-    if entry.version is None:
+    if entry.version is None or (entry.error is not None and not entry.try_again):
         raise entry.first_error()
     return {
         **_head(call, call.view.snapshot()),

@@ -21,8 +21,10 @@ from rl_plane.errors import (
     Conflict,
     InvalidRequest,
     NotFound,
+    OutcomeUnknown,
     PlaneError,
     StaleFence,
+    Unavailable,
     Unsupported,
     UpdateAborted,
     error_from_wire,
@@ -118,8 +120,13 @@ class UpdateEntry:
         """The workers as an update's reply has them."""
         return [{"instance_id": key, **row} for key, row in sorted(self.workers.items())]
 
+    @property
+    def try_again(self) -> bool:
+        """Its error was of the moment (503): asked again, it may go well."""
+        return self.error is not None and isinstance(error_from_wire(dict(self.error)), Unavailable)
+
     def first_error(self) -> PlaneError:
-        """What an aborted update ended with, again."""
+        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves."""
         error = error_from_wire(dict(self.error or UpdateAborted("it was aborted").to_wire()))
         if self.workers:
             error.facts["workers"] = self.rows()
@@ -165,11 +172,13 @@ def judge(
     holder: str | None,
     now: float,
 ) -> UpdateEntry:
-    """How an entry that isn't final stands: `holder` is the update that the lock is held for."""
-    if entry.final:
+    """How an entry stands that isn't committed: `holder` is the update that the lock is held for."""
+    if entry.outcome == "committed":
         return entry
     if record is not None and record.update_id == entry.update_id:
         return from_record(record, entry)
+    if entry.outcome == "aborted":
+        return entry
     if holder is not None and holder == entry.update_id:
         return entry
     if session is not None and session.update_id == entry.update_id and session.live(now):
@@ -371,8 +380,8 @@ class Journal:
 
     async def failed(self, error: PlaneError) -> None:
         """The end by an error; after the decision the version stands all the same."""
-        if not self._begun:
-            return
+        if not self._begun or isinstance(error, OutcomeUnknown):
+            return  # nothing to tell; or the record tells it, once it can be read
         workers = _outcomes(error.facts.get("workers", ()))
         entry = replace(self._entry, error=_kept(error), workers=workers or self._entry.workers)
         try:
@@ -404,7 +413,8 @@ class Journal:
 
 
 async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) -> UpdateEntry | None:
-    """The final entry of this request id. InvalidRequest: the id was used for something else."""
+    """The final entry of this request id; None: there is none, or it failed by an error of the moment.
+    InvalidRequest: the id was used for something else."""
     entry = await read_entry(bus, state, update_id)
     if entry is None:
         return None
@@ -414,6 +424,8 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
             field="Idempotency-Key",
             fix="use a new id for each different request",
         )
+    if entry.outcome == "aborted" and entry.try_again:
+        return None
     return entry if entry.final else None
 
 

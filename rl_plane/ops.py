@@ -250,7 +250,7 @@ class UpdateWeights(_Update):
 class Rollback(Body):
     """A committed version of the history: exactly one of the two."""
 
-    label: str | None = Field(None, min_length=1, max_length=LABEL_CHARS)
+    label: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The newest version that is called so."""
     sequence: int | None = Field(None, ge=0)
 

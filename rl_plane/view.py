@@ -251,10 +251,13 @@ class MembershipView:
             log.info("this NATS server sends us no disconnect advisories: members are probed instead")
         finally:
             # Cancelled half-way, nats-py would leave the socket open.
-            await asyncio.gather(trip, return_exceptions=True)
+            await asyncio.wait([trip], timeout=CANARY_TIMEOUT_S)
+            trip.cancel()
 
     async def _send_canary(self) -> None:
         canary = Client()
-        await canary.connect(self.bus.url, name="canary", allow_reconnect=False)
+        await canary.connect(
+            self.bus.url, name="canary", allow_reconnect=False, max_reconnect_attempts=1, reconnect_time_wait=0.1
+        )
         self._canary = str(canary._server_info["server_id"]), int(canary.client_id or 0)
         await canary.close()
