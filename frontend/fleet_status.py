@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from rl_plane.membership import Changed
+from rl_plane.tasks import end_tasks
 from rl_plane.view import MembershipView
 
 log = logging.getLogger("frontend.status")
@@ -87,8 +88,7 @@ class FleetStatus:
         if self._stop_listening is not None:
             self._stop_listening()
         if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+            await end_tasks([self._asking])
 
     def admitted(self) -> dict[str, int]:
         """instance id → reported load, of the members that are open."""

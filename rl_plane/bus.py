@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -58,6 +59,7 @@ NO_MESSAGE = 10037
 OWNER = "rl_plane_component"
 """Stream metadata: `<namespace>.<component>`."""
 
+_TTL = "Nats-TTL"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
@@ -138,6 +140,9 @@ class Bus:
         self.nc: Client = Client()
         self.js: JetStreamContext
         self._on_reconnect: list[AsyncCallback] = []
+        self._inbox = self.nc.new_inbox()
+        self._requests: dict[str, asyncio.Future[Msg]] = {}
+        self._numbers = itertools.count()
         self._give_up_at = math.inf
 
     @classmethod
@@ -166,6 +171,7 @@ class Bus:
                 fix="start one (`rl-plane nats`), or set --nats-url / RL_PLANE_NATS_URL",
             ) from error
         bus._give_up_at = math.inf
+        await bus.subscribe(f"{bus._inbox}.*", bus._replied)
         bus.js = bus.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
         return bus
 
@@ -206,6 +212,31 @@ class Bus:
         return await self.nc.subscribe(
             subject, queue=queue, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
         )
+
+    async def _request(
+        self, subject: str, payload: bytes, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """JetStream's answer, or its error. Not by nats-py's own request: on Python 3.11 its `wait_for` can lose a
+        cancellation, and then a task that is told to end goes on for ever."""
+        key = format(next(self._numbers), "x")
+        answer = self._requests[key] = asyncio.get_running_loop().create_future()
+        try:
+            await self.nc.publish(subject, payload, reply=f"{self._inbox}.{key}", headers=headers)
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                message = await answer
+        finally:
+            del self._requests[key]
+        if not message.data:
+            raise nats.errors.NoRespondersError
+        reply: dict[str, Any] = json.loads(message.data)
+        if (error := reply.get("error")) is not None:
+            raise nats.js.errors.APIError.from_error(error)
+        return reply
+
+    async def _replied(self, message: Msg) -> None:
+        answer = self._requests.get(message.subject.rsplit(".", 1)[1])
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
     async def flush(self) -> None:
         """Returns when the server has everything that was sent before, subscriptions included."""
@@ -253,10 +284,10 @@ class Bus:
         """Whose it is; None: there is none."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
-                info = await self.js.stream_info(bucket.stream)
+                info = await self._request(f"$JS.API.STREAM.INFO.{bucket.stream}", b"")
             except nats.js.errors.NotFoundError:
                 return None
-        return str((info.config.metadata or {}).get(OWNER, ""))
+        return str((info["config"].get("metadata") or {}).get(OWNER, ""))
 
     async def put(
         self,
@@ -276,9 +307,11 @@ class Bus:
         if while_key is not None:
             headers[_EXPECTED] = str(while_key[1])
             headers[_EXPECTED_SUBJECT] = bucket.key(while_key[0])
+        if ttl_s is not None:
+            headers[_TTL] = str(ttl_s)
         async with _translated(f"write {bucket.name}/{key}"):
-            ack = await self.js.publish(bucket.key(key), value, headers=headers or None, msg_ttl=ttl_s)
-        return int(ack.seq)
+            ack = await self._request(bucket.key(key), value, headers or None)
+        return int(ack["seq"])
 
     async def create(self, bucket: Bucket, key: str, value: bytes, ttl_s: int | None = None) -> int:
         """Writes the key if it is absent; a purge or expiry marker counts as absent."""
@@ -292,10 +325,10 @@ class Bus:
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
         """Compare-and-set delete: leaves a marker that expires without a sequence of its own."""
-        headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last)}
+        headers = {"KV-Operation": "PURGE", "Nats-Rollup": "sub", _EXPECTED: str(last), _TTL: str(MARKER_TTL_S)}
         async with _translated(f"purge {bucket.name}/{key}"):
-            ack = await self.js.publish(bucket.key(key), b"", headers=headers, msg_ttl=MARKER_TTL_S)
-        return int(ack.seq)
+            ack = await self._request(bucket.key(key), b"", headers)
+        return int(ack["seq"])
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None:
         """The key's newest message, from the leader. None: never written (or its marker is gone)."""
@@ -314,25 +347,21 @@ class Bus:
         return int(info["state"]["last_seq"])
 
     async def _ask(self, bucket: Bucket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """A question to the stream's leader; None: no such message. Not by nats-py's own calls: building their
-        typed replies takes longer than the round trip, and every fan-out that changes something asks."""
+        """A question to the stream's leader; None: no such message."""
         ask = json.dumps(body).encode() if body else b""
         async with _translated(f"read the bucket {bucket.name}"):
-            answer = await self.nc.request(f"$JS.API.{call}.{bucket.stream}", ask, timeout=REQUEST_TIMEOUT_S)
-            reply: dict[str, Any] = json.loads(answer.data)
-            if (error := reply.get("error")) is None:
-                return reply
-            if error.get("err_code") == NO_MESSAGE:
-                return None
-            raise nats.js.errors.APIError.from_error(error)
+            try:
+                return await self._request(f"$JS.API.{call}.{bucket.stream}", ask)
+            except nats.js.errors.NotFoundError as error:
+                if error.err_code == NO_MESSAGE:
+                    return None
+                raise
 
     async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
         """Of the keys that match, the `count` that were written last stay; the others go without a marker."""
         ask = json.dumps({"filter": bucket.key(keys), "keep": count}).encode()
         async with _translated(f"shorten {bucket.name}/{keys}"):
-            answer = await self.nc.request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask, timeout=REQUEST_TIMEOUT_S)
-            if (error := json.loads(answer.data).get("error")) is not None:
-                raise nats.js.errors.APIError.from_error(error)
+            await self._request(f"$JS.API.STREAM.PURGE.{bucket.stream}", ask)
 
     async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
         """All keys' newest messages in order, and the sequence that they are complete up to."""

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from rl_plane.bus import Bus, Entry, WrongSequence
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
 from rl_plane.subjects import LOCK, Bucket
+from rl_plane.tasks import end_tasks
 
 log = logging.getLogger("rl_plane.lock")
 
@@ -120,9 +121,7 @@ async def hold_lock(
     try:
         yield held
     finally:
-        renewals.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await renewals
+        await end_tasks([renewals])
         await held.release()
 
 

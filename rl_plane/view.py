@@ -21,6 +21,7 @@ from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Pu
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.record import DecisionRecord, record_of
 from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Subjects
+from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
 
 log = logging.getLogger("rl_plane.view")
@@ -74,9 +75,7 @@ class MembershipView:
         self._spawn(self._learn_advisories())
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def snapshot(self) -> Snapshot:
         return self._core.snapshot()

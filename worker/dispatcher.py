@@ -16,6 +16,7 @@ from rl_plane.bus import Bus
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, StaleFence, Unavailable
 from rl_plane.ops import OPS, Op, op_named, parse_body
 from rl_plane.subjects import Subjects
+from rl_plane.tasks import end_tasks
 from rl_plane.view import PING
 from rl_plane.wire import (
     MAX_MESSAGE_BYTES,
@@ -67,9 +68,7 @@ class Dispatcher:
         await bus.subscribe(subjects.rl_direct(self._state.instance_id), me)
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
         start = time.monotonic()

@@ -15,6 +15,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unavailabl
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import parse_body
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
+from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter
 from worker.state import WorkerState
@@ -44,11 +45,7 @@ class GenerationService:
         self._reaper = asyncio.create_task(self._reap())
 
     async def stop(self) -> None:
-        if self._reaper is not None:
-            self._reaper.cancel()
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks([*self._tasks.values(), *([self._reaper] if self._reaper else [])])
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether every stream ended within the time-out."""

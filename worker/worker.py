@@ -17,6 +17,7 @@ from rl_plane.bus import Bus
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.record import read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
+from rl_plane.tasks import end_tasks
 from worker.dispatcher import Dispatcher
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
@@ -132,9 +133,7 @@ class Worker:
         await self._registration.leave()
         await self._dispatcher.stop()
         await self._generation.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         with contextlib.suppress(PlaneError):
             await self._updates.drop(None)
         await self.bus.close()
