@@ -28,15 +28,20 @@ async def _unguarded_put(self: Any, key: str, value: bytes) -> int:
     return int(await self._bus.put(self._bucket, key, value))
 
 
+# digest: a worker is admitted only with the committed one. decision: a version is committed only by its record.
+# fence: the record is written only under the lock, by its newest holder. gate: closed workers and those without a
+# serving lease take no requests, and tokens of other versions than the committed ones are not delivered.
 GUARDS: dict[str, dict[str, Any]] = {
-    "a worker is admitted only with the committed digest": {"worker.state.WorkerState.holds": _yes},
-    "a version is committed only by its record": {"rl_plane.coordinator.Coordinator.decide": _nothing},
-    "the record is written only under the lock, by its newest holder": {
+    "digest": {"worker.state.WorkerState.holds": _yes},
+    "decision": {"rl_plane.coordinator.Coordinator.decide": _nothing},
+    "fence": {
         "rl_plane.lock.HeldLock.put": _unguarded_put,
         "rl_plane.lock._acquire": None,  # see `without`
     },
-    "closed workers take no requests, and tokens of other versions are not delivered": {
+    "gate": {
         "worker.state.WorkerState.check_admitted": _accepts,
+        "worker.state.WorkerState.check_lease": _accepts,
+        "frontend.fleet_status.WorkerStatus.open": True,
         "frontend.committed.History.check": _accepts,
     },
 }
@@ -56,7 +61,7 @@ def without(guard: str) -> Iterator[None]:
     with ExitStack() as stack:
         for target, stand_in in GUARDS[guard].items():
             stack.enter_context(mock.patch(target, stand_in or _acquire_at_once))
-        if "lock" in guard:
+        if guard == "fence":
             stack.enter_context(mock.patch("worker.lock_watch.LockWatch.is_live", _live))
             stack.enter_context(mock.patch("rl_plane.lock.HeldLock.renew", _nothing))
             stack.enter_context(mock.patch("rl_plane.lock.HeldLock.release", _nothing))
