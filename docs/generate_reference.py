@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from rl_plane.errors import PlaneError
-from rl_plane.fleet import FLEET_OPS, Select
+from rl_plane.fleet_ops import FLEET_OPS, Select
 from rl_plane.ops import OPS
 
 TARGET = Path(__file__).with_name("reference.md")
 
 HEAD = """# Reference
 
-<!-- Made by docs/generate_reference.py from rl_plane/fleet.py, rl_plane/ops.py and rl_plane/errors.py. -->
+<!-- Made by docs/generate_reference.py from rl_plane/fleet_ops.py, rl_plane/ops.py and rl_plane/errors.py. -->
 
 ## The fleet's ops
 

@@ -17,7 +17,7 @@ from frontend.http import json_response, make_app, read_json
 from frontend.openapi import add_body, add_model, base_schema, fits_query, parameter
 from frontend.streaming import EventStream
 from rl_plane.errors import InvalidRequest
-from rl_plane.fleet import FLEET_OPS, FleetOp, FleetReply
+from rl_plane.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 from rl_plane.wire import MAX_ID_CHARS
 
 PREFIX = "/v1/rl/"

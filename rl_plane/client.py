@@ -41,8 +41,6 @@ from rl_plane.wire import Request, decode, encode
 DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
 
-DEFAULT_WAIT_S = 5.0
-"""How long a call waits for a fleet that is still coming up."""
 WATCH_QUEUE = 10_000
 """Changes that a slow watcher may be behind; then its watch ends with an error, rather than growing."""
 
@@ -200,7 +198,7 @@ class RlClient:
     # ---- the fleet's ops: bodies and merged replies as over HTTP ----
 
     async def run(self, op: str, body: dict[str, Any] | None = None, request_id: str = "") -> dict[str, Any]:
-        """Any op of `rl_plane.fleet.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
+        """Any op of `rl_plane.fleet_ops.FLEET_OPS`: a complete success, or a PlaneError whose facts name every worker.
 
         The body may select by component, workers, epoch, fingerprint, min_workers (1), wait_s (5).
         `request_id` makes an update idempotent: asked again, the first answer comes back."""

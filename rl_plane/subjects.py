@@ -13,8 +13,6 @@ _INSTANCE = re.compile(r"[0-9a-f]{16}")
 ADVISORY = "rlsys.disconnect"
 """Where the server's disconnect advisories are imported into our account (see rl_plane/nats.conf)."""
 
-CONTROL_INBOX = "_INBOX"
-
 
 def check_name(field: str, value: str) -> str:
     """A namespace or component: it becomes a subject token and a part of a bucket's name."""

@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeVar
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient, WorkerRow
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
-from rl_plane.fleet import DEFAULT_WAIT_S, FLEET_OPS, LOST_RETRIES
+from rl_plane.fleet import LOST_RETRIES
+from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS, UpdatePolicy, op_named
@@ -117,7 +118,7 @@ class SyncRlClient:
     def run(
         self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
     ) -> dict[str, Any]:
-        """Any op of `rl_plane.fleet.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
+        """Any op of `rl_plane.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
         bound = _bound(op, body or {}) if timeout_s is None else timeout_s
         return self._wait(self._client.run(op, body, request_id), bound, op)
 

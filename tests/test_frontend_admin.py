@@ -14,7 +14,7 @@ import pytest_asyncio
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.errors import InvalidRequest
-from rl_plane.fleet import FLEET_OPS
+from rl_plane.fleet_ops import FLEET_OPS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane

@@ -30,7 +30,7 @@ from rl_plane.errors import (
     Unlabelled,
     Unsupported,
 )
-from rl_plane.fleet import FLEET_OPS
+from rl_plane.fleet_ops import FLEET_OPS
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.strict_json import parse_json_object
 from rl_plane.versions import WeightVersion

@@ -15,7 +15,7 @@ from blake3 import blake3
 import rl_plane
 from rl_plane import errors, ops
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, MembershipChanged, PlaneError, error_from_wire
-from rl_plane.fleet import FLEET_OPS
+from rl_plane.fleet_ops import FLEET_OPS
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.versions import TensorSpec, WeightVersion, tensors_digest
 from rl_plane.wire import (

@@ -36,10 +36,6 @@ class GenerationService:
         self._senders: dict[str, StreamSender] = {}
         self._reaper: asyncio.Task[None] | None = None
 
-    @property
-    def open_streams(self) -> int:
-        return len(self._tasks)
-
     async def start(self, subject: str) -> None:
         await self._bus.subscribe(subject, self._message)
         self._reaper = asyncio.create_task(self._reap())

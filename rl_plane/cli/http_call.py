@@ -20,7 +20,7 @@ from rl_plane.errors import (
     Unavailable,
     error_from_wire,
 )
-from rl_plane.fleet import FLEET_OPS
+from rl_plane.fleet_ops import FLEET_OPS
 
 MAX_REPLY_BYTES = 64 << 20
 """A state of 10,000 workers has 10 MB."""

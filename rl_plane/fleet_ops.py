@@ -1,0 +1,139 @@
+"""The table of the fleet's ops: name, route and typed request of each. `fleet.py` answers them; the HTTP facade, the
+fleet subject, the command line and docs/reference.md derive from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, create_model, field_validator
+
+from rl_plane import ops
+
+DEFAULT_WAIT_S = 5.0
+"""How long a call waits for a fleet that is still coming up."""
+MAX_WAIT_S = 3600.0
+
+
+class Select(ops.Body):
+    """Which workers a call means, beside the op's own fields. An HTTP query may carry these too."""
+
+    component: list[str] | None = None
+    """Names; a plain string is one. Default: the configured component."""
+    workers: list[str] | None = Field(None, min_length=1)
+    """Instance ids. Default: all."""
+    epoch: int | None = Field(None, ge=0)
+    """Of an earlier reply; as `fingerprint`."""
+    fingerprint: str | None = Field(None, max_length=64)
+    """The call fails with membership_changed unless the fleet is this one."""
+    min_workers: int = Field(1, ge=0)
+    """Wait until so many are there; 0: an empty fleet is a fleet."""
+    wait_s: float = Field(DEFAULT_WAIT_S, ge=0, le=MAX_WAIT_S)
+    """Seconds to wait for `min_workers`; `ready` waits for readiness only when this is given."""
+
+    @field_validator("component", "workers", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+class WorkerReply(BaseModel):
+    """One worker's part of a reply; the op's own reply fields stand beside these."""
+
+    instance_id: str
+    incarnation: str
+    status: Literal["ok", "error", "skipped"]
+    error: dict[str, Any] | None = None
+
+
+class FleetReply(BaseModel):
+    """Every reply names every worker. Ops add their own fields."""
+
+    status: Literal["ok"]
+    epoch: int
+    fingerprint: str
+    workers: list[WorkerReply]
+    version: ops.Version | None = None
+    excluded: list[str] | None = None
+    """After an update: members that do not serve the new version; they heal by themselves."""
+    updates: list[dict[str, Any]] | None = None
+    """Of `updates`: newest first, each with the fields of `rl_plane.history.UpdateEntry`."""
+    elapsed_s: float
+
+
+class LoadLora(ops.Body):
+    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS)
+    lora_path: str = Field(min_length=1)
+
+
+class UnloadLora(ops.Body):
+    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS)
+
+
+class UpdateId(ops.Body):
+    update_id: str | None = Field(None, min_length=1, max_length=128)
+    """As `prepare_weights_update` gave it; None: the one that is prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOp:
+    name: str
+    method: Literal["GET", "POST"]
+    path: str
+    """Beneath /v1/rl/."""
+    request: type[Select]
+    doc: str
+    own: type[BaseModel]
+    """The op's own fields, without the selection."""
+
+
+def _fleet_op(
+    name: str, own: type[BaseModel], doc: str, method: Literal["GET", "POST"] = "POST", path: str = ""
+) -> FleetOp:
+    title = f"{name.title().replace('_', '')}Call"
+    make: Any = create_model  # its own types allow only bases of one type
+    return FleetOp(name, method, path or name, make(title, __base__=(Select, own)), doc, own)
+
+
+FLEET_OPS: dict[str, FleetOp] = {
+    op.name: op
+    for op in (
+        _fleet_op("liveness", ops.Empty, "Each engine answers a real round trip, or 503.", "GET"),
+        _fleet_op("ready", ops.Empty, "Alive, and enough admitted workers at the committed version.", "GET"),
+        _fleet_op("state", ops.Empty, "The fleet and each worker, now.", "GET"),
+        _fleet_op("workers", ops.Empty, "Who is in the fleet.", "GET"),
+        _fleet_op("weight_version", ops.Empty, "The one version that is served; 409 if there are two.", "GET"),
+        _fleet_op("describe", ops.Empty, "What each engine is and can do.", "GET"),
+        _fleet_op("pause", ops.Pause, "Stop generation, with a lease."),
+        _fleet_op("resume", ops.Empty, "Go on."),
+        _fleet_op("flush_cache", ops.Empty, "Drop the prefix caches."),
+        _fleet_op("abort_requests", ops.AbortRequests, "End requests now, with their tokens so far."),
+        _fleet_op("init_transport", ops.InitTransport, "Set up a weight transport."),
+        _fleet_op("destroy_transport", ops.DestroyTransport, "Take it down."),
+        _fleet_op("updates", ops.ListUpdates, "The updates that there were, newest first.", "GET"),
+        _fleet_op("update_weights", ops.UpdateCall, "New weights on the whole fleet, or on none."),
+        _fleet_op("prepare_weights_update", ops.UpdateWeights, "Stage and verify; generation goes on."),
+        _fleet_op("complete_weights_update", UpdateId, "Commit what was prepared."),
+        _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
+        _fleet_op("release_memory", ops.MemoryTags, "Give memory back (sleep)."),
+        _fleet_op("resume_memory", ops.MemoryTags, "Take it again (wake)."),
+        _fleet_op("check_weights", ops.CheckWeights, "Checksum, snapshot or compare the weights."),
+        _fleet_op("load_lora_adapter", LoadLora, "Load or replace a LoRA adapter."),
+        _fleet_op("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter."),
+        _fleet_op("enable", ops.Empty, "Admit a worker again.", path="workers/{id}/enable"),
+        _fleet_op("disable", ops.Empty, "Take a worker out of routing.", path="workers/{id}/disable"),
+    )
+}
+
+ONE_COMPONENT = frozenset(
+    {
+        "update_weights",
+        "prepare_weights_update",
+        "complete_weights_update",
+        "abort_weights_update",
+        "load_lora_adapter",
+        "unload_lora_adapter",
+    }
+)
+"""Ops that are all or nothing, which only one fleet can be."""
