@@ -170,3 +170,21 @@ async def test_a_joiner_that_heals_while_the_fleet_updates_ends_at_the_newest(pl
         WeightVersion.from_wire(row.body["version"]) for row in (await fleet.client.call_all("state")).rows
     }
     assert len(versions) == 1
+
+
+async def test_a_joiner_after_keep_pause_runs_when_the_fleet_was_resumed(plane: Plane) -> None:
+    """The committed version was decided with keep_pause; the pause itself is over."""
+    plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.client.wait_for(1)
+    body = {
+        "transport": {"backend": "filesystem", "path": str(plane.model(1))},
+        "policy": {"keep_pause": True},
+    }
+    await fleet.run("update_weights", body)
+    assert (await fleet.run("state"))["pause_state"] == "paused"
+    await fleet.run("resume")
+    plane.spawn()
+    await fleet.client.wait_for(2)
+    reply = await fleet.run("ready", {"min_workers": 2, "wait_s": 20})
+    assert [row["pause_state"] for row in reply["workers"]] == ["running", "running"]

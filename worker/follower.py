@@ -16,7 +16,7 @@ from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Conflict, PlaneError
 from rl_plane.lock import live_fence
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_record, read_session
+from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_record, read_session
 from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import WeightVersion
 from worker.engine_loop import EngineLoop
@@ -106,8 +106,12 @@ class RecordFollower:
         """Confirms the serving lease, for ever."""
         while True:
             await asyncio.sleep(CONFIRM_S)
-            with contextlib.suppress(PlaneError):
+            try:
                 await self._read_or_make_record()
+            except PlaneError as error:
+                log.debug("%s could not confirm its lease: %s", self._state.instance_id, error)
+            except Exception:
+                log.exception("%s could not confirm its lease", self._state.instance_id)
 
     # ---- settling ----
 
@@ -200,12 +204,15 @@ class RecordFollower:
             await self._wait_for_commit()  # its coordinator is about to say so
         elif not self._state.holds(record):
             await self._fetch(record)
+        desired = await read_pause(self._bus, self._subjects.state)
         async with self.changing:
             if self._record is record and not self._state.holds(record):
                 weights = self._prepared_for(record)
                 if weights is None:
                     raise Conflict("what was fetched was dropped: another update began")
-                await self._swap(weights, record.version, record.pause_mode, keep_pause=record.keep_pause)
+                # The update may have been long ago, and the fleet resumed since.
+                keep_pause = record.keep_pause and desired.left_s(time.time()) > 0
+                await self._swap(weights, record.version, record.pause_mode, keep_pause=keep_pause)
         if self._state.version == record.version:
             log.info("%s holds the committed version %s", self._state.instance_id, record.version.label)
 
