@@ -352,6 +352,9 @@ async def prepare_fleet(
     journal: Journal | None = None,
 ) -> tuple[UpdateSession, Prepared, Snapshot]:
     """The first half, which any frontend can complete later. Prepared twice under one id: the first stands."""
+    session = await read_session(client.bus, view.subjects.state)
+    if session is not None and session.update_id == update_id and session.live(time.time()):
+        return session, Prepared(session.digest, dict(session.prepared), [], session.refetchable), view.snapshot()
     await _check_no_session(client, view, held, update_id)
     record = await read_record(client.bus, view.subjects.state)
     label = body.version or str(record.version.sequence + 1 if record else 1)

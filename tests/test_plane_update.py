@@ -316,6 +316,21 @@ async def test_one_client_prepares_and_another_completes(plane: Plane) -> None:
         await two.run("complete_weights_update")
 
 
+async def test_prepared_twice_under_one_id_the_first_stands(plane: Plane) -> None:
+    one, two = await plane.fleet(), await plane.fleet()
+    plane.spawn_copies(2)
+    body = update_of(plane.model(1), "one")
+    first = await one.run("prepare_weights_update", body, "the-id")
+    again = await two.run("prepare_weights_update", body, "the-id")
+    assert (
+        (again["update_id"], again["digest"])
+        == (first["update_id"], first["digest"])
+        == ("the-id", first["digest"])
+    )
+    await two.run("complete_weights_update", {"update_id": "the-id"})
+    assert await all_serve(two.client, "one")
+
+
 async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
     one, two = await plane.fleet(), await plane.fleet()
     plane.spawn_copies(2)

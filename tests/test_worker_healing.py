@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,3 +190,13 @@ async def test_a_joiner_after_keep_pause_runs_when_the_fleet_was_resumed(plane: 
     await fleet.client.wait_for(2)
     reply = await fleet.run("ready", {"min_workers": 2, "wait_s": 20})
     assert [row["pause_state"] for row in reply["workers"]] == ["running", "running"]
+
+
+async def test_a_worker_that_heals_as_it_starts_obeys_sigterm(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    slow = plane.spawn(stage_delay_s=60, ready=False)
+    await fleet.client.wait_for(2, 20)
+    slow.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(slow.process.wait, 30) == 0

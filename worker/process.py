@@ -22,6 +22,7 @@ from rl_plane.bus import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import InvalidRequest
 from rl_plane.process import exit_within
 from rl_plane.subjects import Subjects, check_instance_id
+from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.options import WorkerOptions
@@ -151,7 +152,15 @@ class WorkerProcess:
                 if self._end_wanted.is_set():
                     return
                 workers.append(await self._worker(adapter, info, digest))
-                await workers[-1].start()
+                starting = asyncio.create_task(workers[-1].start())
+                ending = asyncio.create_task(end.wait())
+                # A worker that heals may take long to start; told to end, it ends.
+                await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+                await end_tasks([ending])
+                if not starting.done():
+                    await end_tasks([starting])
+                    return
+                await starting
             self._on_ready([worker.state.instance_id for worker in workers])
             if not self._end_wanted.is_set():
                 await end.wait()
