@@ -64,7 +64,9 @@ class Spawned:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
+        """Returns when it stands still: the signal alone leaves it time for one more answer."""
         self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
