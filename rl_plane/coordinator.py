@@ -32,6 +32,7 @@ from rl_plane.lock import HeldLock
 from rl_plane.membership import Member, Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdatePolicy, UpdateWeights
 from rl_plane.record import (
+    LEASE_MARGIN_S,
     SERVING_LEASE_S,
     DecisionRecord,
     DesiredPause,
@@ -50,8 +51,6 @@ SESSION_IDLE_S = 120.0
 """A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
 GATE_TIMEOUT_S = 2.0
 """Closing and opening admission is answered by the worker's NATS loop at once."""
-LEASE_MARGIN_S = 1.0
-"""Two clocks that run at slightly different speeds, and a round trip."""
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""

@@ -17,6 +17,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 SERVING_LEASE_S = 5.0
 """A worker admits requests only if it has confirmed the record with the leader in the last so many seconds. So
 long after a decision nobody serves the version before, whoever could not be told."""
+LEASE_MARGIN_S = 1.0
+"""Two clocks that run at slightly different speeds, and a round trip."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,9 @@ async def test_another_sites_page_may_not_steer_where_no_key_guards(plane: Plane
             headers = {"Origin": origin} if origin else {}
             response = await http.get("/v1/rl/state?min_workers=0", headers=headers)
             assert (origin, response.status_code) == (origin, status)
+        # A name that an attacker's DNS points at this machine: Origin and Host agree, and neither is loopback.
+        rebound = {"Origin": "http://evil.example:8002", "Host": "evil.example:8002"}
+        assert (await http.get("/v1/rl/state?min_workers=0", headers=rebound)).status_code == 401
 
 
 async def test_a_key_for_idempotency_is_bounded(rl: httpx.AsyncClient) -> None:

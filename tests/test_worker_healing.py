@@ -200,3 +200,23 @@ async def test_a_worker_that_heals_as_it_starts_obeys_sigterm(plane: Plane) -> N
     await fleet.client.wait_for(2, 20)
     slow.signal(signal.SIGTERM)
     assert await asyncio.to_thread(slow.process.wait, 30) == 0
+
+
+async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(plane: Plane) -> None:
+    """A pause that it missed holds for it too, and a resume that it missed ends its own."""
+    _, two = plane.spawn_many(2)
+    fleet = await plane.fleet()
+    await fleet.client.wait_for(2)
+    view = await fleet.client.view()
+    for op, pause_state in (("pause", "paused"), ("resume", "running")):
+        two.stop()
+        assert await view.wait_until(lambda now: len(now) == 1, 24)
+        await fleet.run(op)
+        two.go_on()
+        await fleet.client.wait_for(2, 20)
+
+        async def all_do(wanted: str = pause_state) -> bool:
+            rows = (await fleet.client.call_all("state")).rows
+            return [row.body.get("pause_state") for row in rows] == [wanted, wanted]
+
+        await plane.until(all_do, 10)

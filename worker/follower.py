@@ -16,7 +16,7 @@ from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Conflict, PlaneError
 from rl_plane.lock import live_fence
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_record, read_session
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, read_pause, read_record, read_session
 from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import WeightVersion
 from worker.engine_loop import EngineLoop
@@ -31,8 +31,6 @@ MAX_HEAL_RETRY_S = 30.0
 """A source that is gone for a minute is found again within half of one."""
 CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
-LEASE_MARGIN_S = 1.0
-"""Two clocks that run at slightly different speeds, and a round trip."""
 COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 
