@@ -1,0 +1,316 @@
+"""The invariants, checked at each step: whatever the world sees happen is told here first.
+
+A check is strict where the design promises something, and silent where a fault of this run excuses it: what excuses is
+named at each check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl_plane.generation import VersionSpan
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from rl_plane.subjects import MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.versions import WeightVersion
+from rl_plane.wire import Request
+from tests.sim import product
+from tests.sim.product import Decision
+from worker.engines.fake import fake_token
+from worker.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process
+    from tests.sim.world import World
+
+OPEN_AFTER_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""A decided version is served from its opening on, or so long after the decision."""
+SLACK_S = 0.01
+WITNESS_S = 10.0
+"""A worker that was undisturbed so long could be asked by every coordinator."""
+RECOVERY_S = 60.0
+"""After a store lost writes, what was committed is open until somebody has written the newest decision back."""
+
+TOUCHING = frozenset({"pause", "resume", "commit_update", "set_admission", "follow_record", "release_memory"})
+"""What an update may not have done to anybody when it is refused as invalid."""
+
+
+class Violation(AssertionError):
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(invariant, text)
+        self.invariant, self.text = invariant, text
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.text}"
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """One call of a trainer or an operator, and what it did."""
+
+    by: Process
+    op: str
+    body: Mapping[str, Any]
+    name: str
+    began_at: float
+    decided_before: int
+    """Decisions that there were when it began."""
+    fences: list[int] = field(default_factory=list)
+    """Of the locks that were held for it."""
+    outcome: str = "unknown"
+    """`ok`, or the code of its error; `unknown` while it runs, and if its process died."""
+    ended_at: float | None = None
+
+
+CALL: ContextVar[CallRecord | None] = ContextVar("call", default=None)
+
+
+class Checks:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.violation: Violation | None = None
+        self.decided: list[Decision] = []
+        """In the order of their first writing."""
+        self.decided_at: dict[tuple[str, int, str, str], float] = {}
+        self.opened_at: dict[tuple[str, int, str, str], float] = {}
+        self.record: Decision | None = None
+        """As the store has it."""
+        self.told: list[tuple[float, Decision]] = []
+        """When an update was answered as committed, and what it decided."""
+        self.delivered: dict[tuple[str, int], float] = {}
+        """Run and sequence → when a client first had tokens of it."""
+        self.rolling: set[tuple[str, int]] = set()
+        self.lost_at: dict[str, float] = {}
+        """Bucket → when the store last lost writes of it."""
+        self.done: list[tuple[float, int, str, str]] = []
+        """When, under which fence, which op, on which worker."""
+        self.fingerprints: list[tuple[float, str]] = []
+        """Since when the fleet has which fingerprint."""
+        self._fence_of: dict[str, int] = {}
+        """Incarnation → the newest fence under which it has done something."""
+
+    def fail(self, invariant: str, text: str) -> None:
+        """Ends the run at once."""
+        if self.violation is None:
+            self.violation = Violation(invariant, text)
+            self.world.say(f"VIOLATION {self.violation}")
+            self.world.loop.stop()
+
+    @property
+    def now(self) -> float:
+        return self.world.loop.now
+
+    def recovering(self, since: float | None = None) -> bool:
+        """Is the committed state in doubt, because the store has lost writes of it (or had, at `since`)?"""
+        lost = self.lost_at.get(self.world.subjects.state.name)
+        return lost is not None and (since or self.now) < lost + RECOVERY_S
+
+    # ---- the record: I6, and I2's other half ----
+
+    def written(self, bucket: Bucket, key: str, value: bytes | None, sequence: int) -> None:
+        subjects = self.world.subjects
+        if bucket == subjects.members and key.startswith(MEMBER_PREFIX):
+            self.fingerprints.append((self.now, self.world.fingerprint()))
+        if bucket != subjects.state or key != RECORD or not value:
+            return
+        decision, is_open = product.decided_by(value)
+        before, self.record = self.record, decision
+        self.world.say(f"record: {decision} {'open' if is_open else 'decided'}")
+        new = decision.key not in self.decided_at
+        if new:
+            self._check_order(before, decision)
+            self.decided.append(decision)
+            self.decided_at[decision.key] = self.now
+            if decision.before is not None:
+                self.rolling.add((decision.run, decision.sequence))
+        elif before is not None and before.key != decision.key and not self._rises(before, decision):
+            self.fail("I6", f"the record went back from {before} to {decision}")
+        if is_open:
+            self.opened_at.setdefault(decision.key, self.now)
+
+    def _rises(self, before: Decision, after: Decision) -> bool:
+        if before.run == after.run:
+            return after.sequence > before.sequence
+        order = [decision.run for decision in self.decided]
+        return order.index(after.run) < order.index(before.run)  # of two runs that nobody asked for, the elder
+
+    def _check_order(self, before: Decision | None, decision: Decision) -> None:
+        if before is None:
+            if self.decided and not self.lost_at:
+                self.fail("I6", f"a second first record: {decision}")
+        elif decision.run != before.run or decision.sequence != before.sequence + 1:
+            if not self.lost_at or decision.run != before.run or decision.sequence <= before.sequence:
+                self.fail("I6", f"the record went from {before} to {decision}")
+        if decision.sequence == 0:
+            return  # a worker that found an empty store: the elder run is written back
+        for process, worker in self.world.live_workers():
+            known = product.known_to(worker)
+            if known is None or not self.world.undisturbed(process, WITNESS_S):
+                continue
+            if known.run != decision.run or known.sequence >= decision.sequence:
+                self.fail("I6", f"{decision} was decided though {process.name} knows {known}")
+
+    def lost_writes(self, bucket: Bucket) -> None:
+        """The store has just lost some."""
+        self.lost_at[bucket.name] = self.now
+        if bucket == self.world.subjects.state:
+            entry = self.world.server.streams.get(bucket.name)
+            found = entry.keys.get(RECORD) if entry is not None else None
+            self.record = product.decided_by(found.value)[0] if found is not None and found.value else None
+
+    # ---- ops on workers: I1 ----
+
+    def doing(self, process: Process, worker: Worker, request: Request) -> None:
+        """A worker begins to carry out a changing op."""
+        incarnation = product.incarnation(worker)
+        if request.incarnation != incarnation:
+            self.fail("I1", f"{process.name} does {request.op}, which was meant for another process")
+        fence = request.fence
+        if fence is None or fence < self._fence_of.get(incarnation, 0):
+            self.fail("I1", f"{process.name} does {request.op} under {fence}, after a newer coordinator's ops")
+        self._fence_of[incarnation] = fence or 0
+        self.done.append((self.now, fence or 0, request.op, product.instance_id(worker)))
+
+    # ---- weights: I2, I3 ----
+
+    def swapping(self, process: Process, version: WeightVersion) -> None:
+        if not any(decision.base == version for decision in self.decided):
+            self.fail("I2", f"{process.name} swaps {version.label} in, which nobody has decided")
+
+    def admitted(self, process: Process, version: WeightVersion | None, digest: str) -> None:
+        """A worker lets a request into its engine, which holds `version` and the bytes of `digest`."""
+        if version is None or version.digest != digest:
+            self.fail("I3", f"{process.name} admits a request to the weights {digest}, which it calls {version}")
+            return
+        if self.recovering() or self.record is None:
+            return
+        record, at = self.record, self.decided_at[self.record.key]
+        if version == record.base:
+            if record.key not in self.opened_at and self.now < at + OPEN_AFTER_S - SLACK_S:
+                self.fail("I3", f"{process.name} serves {record}, which is not open yet")
+            return
+        if version == record.before:
+            return
+        earlier = next((one for one in reversed(self.decided) if one.base == version), None)
+        if earlier is None:
+            self.fail("I3", f"{process.name} serves {version}, which was never committed")
+        elif record.key in self.opened_at or self.now > at + SERVING_LEASE_S + SLACK_S:
+            self.fail("I3", f"{process.name} admits a request to {earlier}, and {record} is served")
+
+    def completed(
+        self, frontend: str, prompt: list[int], tokens: Sequence[int], spans: Sequence[VersionSpan], start: float
+    ) -> None:
+        """Whatever a frontend delivers was made by committed weights, and says which."""
+        if not spans or spans[0].start != 0 or spans[-1].end != len(tokens):
+            self.fail("I3", f"{len(tokens)} tokens came with the spans {spans}")
+            return
+        for span in spans:
+            version = WeightVersion(span.run, span.sequence, span.version, span.digest)
+            if not any(version == decision.base for decision in self.decided):
+                self.fail("I3", f"{frontend} delivers tokens of {version}, which was never committed")
+            for position in range(span.start, span.end):
+                if tokens[position] != fake_token(span.digest, prompt, position, 512):
+                    self.fail("I3", f"{frontend}: token {position} was not made by {span.version}")
+            if self.recovering(start):
+                continue
+            for at, told in self.told:
+                if at < start and told.run == span.run and told.sequence > span.sequence:
+                    self.fail(
+                        "I3", f"{frontend} answers by {span.sequence}, asked {start - at:.3f} s after {told} was told"
+                    )
+            for (run, newer), at in self.delivered.items():
+                if run == span.run and newer > span.sequence and at < start and (run, newer) not in self.rolling:
+                    self.fail("I3", f"{frontend}: asked after {newer} was served, and answered by {span.sequence}")
+        for span in spans:
+            self.delivered.setdefault((span.run, span.sequence), self.now)
+
+    # ---- answers: I2, I4 ----
+
+    def answered(self, call: CallRecord, outcome: str, facts: Mapping[str, Any]) -> None:
+        call.outcome, call.ended_at = outcome, self.now
+        if call.op not in ("update_weights", "complete_weights_update", "prepare_weights_update"):
+            return
+        mine = [one for one in self.decided[call.decided_before :] if one.label == call.name]
+        if outcome == "ok" and call.op != "prepare_weights_update":
+            self._check_committed(call, facts)
+        elif mine and outcome not in ("ok", "outcome_unknown", "unknown") and not facts.get("version"):
+            self.fail("I2", f"the update {call.name} was told as {outcome}, and is committed")
+        if outcome in ("invalid_request", "invalid_weights"):
+            touched = [
+                f"{op} on {instance_id[-2:]}"
+                for _, fence, op, instance_id in self.done
+                if fence in call.fences and op in TOUCHING
+            ]
+            if touched:
+                self.fail("I4", f"the update {call.name} is refused as {outcome}, after {', '.join(touched)}")
+
+    def _check_committed(self, call: CallRecord, facts: Mapping[str, Any]) -> None:
+        version = WeightVersion.from_wire(facts["version"])
+        found = next((one for one in reversed(self.decided) if version in (one.base, *one.adapters.values())), None)
+        if found is None:
+            self.fail("I2", f"the update {call.name} was told as committed, and is not")
+            return
+        if not self.recovering():
+            self.told.append((self.now, found))
+        pin = call.body.get("fingerprint")
+        if pin is not None and self.decided_at[found.key] >= call.began_at and not self._was(pin, call.began_at):
+            self.fail("I1", f"the update {call.name} is pinned to {pin}, which the fleet was not any more")
+
+    def _was(self, fingerprint: str, since: float) -> bool:
+        """Did the fleet have it at `since`, or later?"""
+        until = self.now
+        for at, told in reversed(self.fingerprints):
+            if told == fingerprint and until >= since:
+                return True
+            until = at
+            if at < since:
+                break
+        return False
+
+    def failed_stream(self, frontend: Process, worker: Process | None, error: str, start: float) -> None:
+        """I8: a stream that has begun ends with an error only if something was done to one of its ends."""
+        world = self.world
+        if worker is None or not worker.alive or world.server.stalls:
+            return
+        if min(frontend.disturbed_at, worker.disturbed_at, world.outage_s) >= 0 and (
+            max(frontend.disturbed_at, worker.disturbed_at) >= start or world.outage_s > 4.0
+        ):
+            return
+        self.fail("I8", f"a stream from {worker.name} to {frontend.name} ended with {error}, and both were well")
+
+    # ---- at rest ----
+
+    def problem(self) -> Violation | None:
+        """I7, I2: when nothing fails any more, every worker serves the committed version, and nobody is stuck."""
+        if self.record is None:
+            return Violation("I7", "there is no record")
+        last, world = self.record, self.world
+        paused = world.desired.paused()
+        living = set()
+        for process, worker in world.live_workers():
+            instance_id = product.instance_id(worker)
+            living.add(instance_id)
+            version, digest = product.holds(worker)
+            closed = product.closed(worker)
+            may_be = world.desired.may_be(instance_id)
+            if "memory" in closed and "memory" in may_be:
+                continue  # nothing can be loaded into it now
+            if version != last.base or digest != last.base.digest:
+                return Violation(
+                    "I7", f"{process.name} holds {version and version.label}, committed is {last}: {closed}"
+                )
+            if closed.keys() - may_be:
+                return Violation("I7", f"{process.name} is closed: {closed}")
+            if "disabled" not in closed and world.desired.is_disabled(instance_id):
+                return Violation("I7", f"{process.name} was disabled by an operator, and is open")
+            if paused is not None and paused != product.is_paused(worker):
+                return Violation("I7", f"{process.name} is {'running' if paused else 'paused'}, and should not be")
+            if (busy := product.staged_in(worker)) is not None and not world.session_waits():
+                return Violation("I2", f"{process.name} still holds staged weights of {busy}")
+        members = set(world.members())
+        if members != living:
+            return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")
+        return None
+
