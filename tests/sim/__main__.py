@@ -10,8 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from itertools import islice
 
 from tests.sim.guards import GUARDS, without
 from tests.sim.run import Result, models, run_seed
@@ -44,15 +44,18 @@ def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
     if jobs == 1 or seeds == 1:
         yield from map(run_seed, range(first, first + seeds))
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(run_seed, range(first, first + seeds), chunksize=4)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        try:
+            yield from pool.map(run_seed, range(first, first + seeds), chunksize=4)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     served = committed = refused = failed = 0
     guard = f" --without {arguments.without}" if arguments.without else ""
-    for result in islice(_results(arguments.first, arguments.seeds, arguments.jobs), None):
+    for result in _results(arguments.first, arguments.seeds, arguments.jobs):
         served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
         if arguments.trace or (result.violation is not None and not arguments.go_on):
             print("\n".join(result.trace))

@@ -42,7 +42,6 @@ class Process:
 
     def kill(self) -> None:
         self.alive = False
-        self.waiting.clear()
         for bus in self.buses:
             if not bus.conn.is_closed:
                 self._server.disconnect(bus.conn, for_good=True)

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import secrets
-import sys
 import tempfile
 import uuid
 import warnings
@@ -79,6 +78,7 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
     asyncio.set_event_loop(loop)
     logging.disable(logging.CRITICAL)
     gc.disable()
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # by a process that was killed
     numbers = iter(range(1 << 62))
     born: dict[int, int] = {}
     stand_ins: list[tuple[Any, str, Any]] = [
@@ -94,25 +94,13 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             stack.enter_context(mock.patch("rl_plane.view.Client", _NoCanary))
             stack.enter_context(virtual_time(loop))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore", RuntimeWarning)  # what a killed process never got to await
             yield loop, rng
     finally:
-        logging.disable(logging.NOTSET)
         random.setstate(state)
         asyncio.set_event_loop(None)
-        _bury(loop)
-
-
-def _bury(loop: VirtualLoop) -> None:
-    """Tasks of all these processes go as they are; what their clean-up says is nobody's concern."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        loop.bury()
         gc.collect()
-    sys.unraisablehook = hook
-    gc.enable()
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 def run_seed(seed: int) -> Result:
@@ -127,6 +115,7 @@ def _run(seed: int, loop: VirtualLoop, rng: random.Random) -> Result:
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop
         if world.checks.violation is None:
             world.checks.fail("I5", str(error))
+    loop.bury(world.all_processes)
     return Result(seed, world.checks.violation, world.trace, world.served, world.committed, world.refused)
 
 

@@ -24,6 +24,7 @@ async def call(
 ) -> dict[str, Any] | None:
     """The reply; None for an error, which is told to the checks."""
     record = CallRecord(by.process, op, dict(body), name, world.loop.now, len(world.checks.decided))
+    record.shared = bool(request_id)
     world.calls.append(record)
     CALL.set(record)
     stood_still = by.process.stood_still_s

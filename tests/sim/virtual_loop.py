@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
@@ -22,6 +22,10 @@ THREAD_DELAY_S = (0.0, 0.02)
 """What runs on a thread is done at once in real time, and takes so long in virtual time."""
 PRUNE_AT = 500
 """Cancelled timers in the heap before it is rebuilt: time-outs are mostly cancelled, an hour ahead of their time."""
+LIVELOCK_TURNS = 20_000
+"""Of the loop, at one moment of virtual time."""
+CLOSING_TURNS = 100
+"""Of the loop, at the end: nested clean-ups end one after another."""
 
 
 class Life(Protocol):
@@ -85,6 +89,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 1000.0
         self.cancelled = 0
+        self._turns = 0
+        self._burying = False
         self.slow_thread_share = 0.0
         """Of what runs on threads, how much takes seconds: a large checkpoint, a slow disk."""
         self._rng = rng
@@ -121,14 +127,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """What a process was about to do when it was stopped."""
         self._queue.extend(handles)
 
-    def bury(self) -> None:
-        """Ends it, with whatever its tasks were about to do."""
+    def bury(self, processes: Iterable[Life]) -> None:
+        """Cancels whatever still runs, also in dead processes, until all has ended."""
+        self._burying = True
+        for process in processes:
+            self._queue.extend(process.waiting)
+        for _ in range(CLOSING_TURNS):
+            pending = asyncio.all_tasks(self)
+            if not pending:
+                break
+            for task in pending:
+                task.cancel()
+            self.call_soon(self.stop)
+            self.run_forever()
         self._queue.clear()
         self._timers.clear()
         self.close()
 
     def _run_once(self) -> None:
         queue, timers = self._queue, self._timers
+        self._turns += 1
+        if self._turns > LIVELOCK_TURNS:
+            raise RuntimeError(f"livelock: time stands still in {queue[0].callback if queue else None}")
         if self.cancelled > PRUNE_AT and self.cancelled * 2 > len(timers):
             timers[:] = [timer for timer in timers if not timer[2].dead]
             heapq.heapify(timers)
@@ -139,7 +159,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self.cancelled -= 1
             if not timers:
                 raise RuntimeError("deadlock: nothing is ready and no timer runs")
-            self.now = max(self.now, timers[0][0])
+            if timers[0][0] > self.now:
+                self.now, self._turns = timers[0][0], 0
         while timers and timers[0][0] <= self.now:
             handle = heapq.heappop(timers)[2]
             if handle.dead:
@@ -152,9 +173,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle.dead:
                 continue
             process: Life | None = handle.context.get(PROCESS)
-            if process is not None and (process.frozen or not process.alive):
-                if process.alive:
-                    process.waiting.append(handle)
+            if process is not None and (process.frozen or not process.alive) and not self._burying:
+                process.waiting.append(handle)
                 continue
             try:
                 handle.context.run(handle.callback, *handle.args)

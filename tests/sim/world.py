@@ -67,6 +67,7 @@ class World:
         self.token_delay_s = 0.0
         self.gone: set[str] = set()
         """Checkpoints that are not there now."""
+        self.all_processes: list[Process] = []
         self.workers: dict[str, tuple[Process, Worker, SimEngine]] = {}
         self.started: dict[str, Process] = {}
         """The newest process of each instance id; it is in `workers` once its engine is built."""
@@ -126,7 +127,9 @@ class World:
     # ---- processes ----
 
     def process(self, name: str) -> Process:
-        return Process(self.loop, self.server, name)
+        process = Process(self.loop, self.server, name)
+        self.all_processes.append(process)
+        return process
 
     def start_worker(self, instance_id: str) -> None:
         process = self.started[instance_id] = self.process(f"worker {instance_id[-2:]}.{next(self.numbers)}")
