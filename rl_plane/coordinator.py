@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.bus import WrongSequence
-from rl_plane.client import RlClient, WorkerRow, check_pin
+from rl_plane.client import RlClient, check_pin
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -40,6 +40,7 @@ from rl_plane.record import (
     read_record,
     read_session,
 )
+from rl_plane.rows import WorkerRow
 from rl_plane.subjects import PAUSE, RECORD, SESSION
 from rl_plane.update import Prepared, closed, judge_prepare, still_there
 from rl_plane.versions import WeightVersion

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane import ops
-from rl_plane.client import FanOut, RlClient, WorkerRow, check_pin, select_members
+from rl_plane.client import FanOut, RlClient, check_pin, select_members
 from rl_plane.coordinator import Outcome, abort_fleet, complete_fleet, prepare_fleet, update_fleet
 from rl_plane.errors import (
     Conflict,
@@ -42,6 +42,7 @@ from rl_plane.history import (
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import DecisionRecord, DesiredPause, read_pause, read_record, read_session
+from rl_plane.rows import WorkerRow
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 from rl_plane.view import MembershipView
 

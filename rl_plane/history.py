@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from rl_plane.bus import Bus, Entry
+from rl_plane.bus import Bus
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -32,7 +32,7 @@ from rl_plane.errors import (
 from rl_plane.lock import HeldLock, read_holder
 from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, UpdateSession, read_record, read_session
-from rl_plane.subjects import HISTORY_PREFIX, Bucket
+from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.versions import WeightVersion
 
 log = logging.getLogger("rl_plane.history")

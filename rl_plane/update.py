@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_plane.client import WorkerRow
 from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import UpdatePolicy
+from rl_plane.rows import WorkerRow
 
 
 @dataclass(frozen=True, slots=True)

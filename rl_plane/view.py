@@ -14,13 +14,13 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
+from rl_plane.bus import Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.record import DecisionRecord, record_of
-from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Subjects
+from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
 
