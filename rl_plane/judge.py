@@ -99,7 +99,7 @@ def judge_prepare(
 ) -> Prepared:
     """Whether the update may be decided, else the error that it ends with.
 
-    `counted`: whose failure matters (one that was excluded before can't fail a later update)."""
+    `counted`: whose failure matters."""
     ready = {row.instance_id: row for row in rows if row.ok}
     failed = [row for row in rows if not row.ok]
     digests = Counter(row.body["digest"] for row in ready.values())

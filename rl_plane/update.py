@@ -83,7 +83,8 @@ class UpdateMachine:
         self.phase: Phase = "survey"
         self._now = 0.0
         self._members: Members = {}
-        self._admitted: set[str] = set()
+        self._counted: set[str] = set()
+        """Whose failure matters: one that says that it is closed can't fail an update."""
         self._attests: Sequence[WorkerRow] = ()
         kinds: dict[str, Callable[[], Steps]] = {
             "update": self._update,
@@ -130,8 +131,8 @@ class UpdateMachine:
     def _prepare_only(self) -> Steps:
         """The first half, which any coordinator can complete later. Prepared twice under one id: the first stands."""
         body = self._body()
-        session, base, _ = yield from self._survey(mine=self.call.update_id)
-        if session is not None:
+        session, base, _ = yield from self._survey()
+        if session is not None and session.live(self._now):
             return Prepared(session.digest, session.prepared, [], session.refetchable, session)
         try:
             prepared = yield from self._prepare(base, body)
@@ -152,8 +153,8 @@ class UpdateMachine:
 
     def _complete(self) -> Steps:
         """The second half: decides and commits what was prepared."""
-        session, base, _ = yield from self._survey(mine=self.call.update_id)
-        session = self._expect(session)
+        session, base, _ = yield from self._survey()
+        assert session is not None
         body = UpdateWeights.model_validate(session.body)
         ready = still_there(session.prepared, self._members)
         try:
@@ -174,8 +175,8 @@ class UpdateMachine:
         return (yield from self._carry_out(record, written, ready, body.policy))
 
     def _abort_only(self) -> Steps:
-        session, _, _ = yield from self._survey(mine=self.call.update_id)
-        session = self._expect(session)
+        session, _, _ = yield from self._survey()
+        assert session is not None
         yield from self._abort(session.update_id)
         yield Note("session")
         return session
@@ -202,8 +203,9 @@ class UpdateMachine:
         assert self.call.body is not None
         return self.call.body
 
-    def _expect(self, session: UpdateSession | None) -> UpdateSession:
-        if session is None:
+    def _expected(self, session: UpdateSession | None) -> UpdateSession:
+        """The prepared update that is meant."""
+        if session is None or self.call.update_id not in ("", session.update_id):
             named = f": {self.call.update_id}" if self.call.update_id else ""
             raise UpdateAborted(
                 f"no such update is prepared{named}",
@@ -214,19 +216,20 @@ class UpdateMachine:
 
     # ---- the steps ----
 
-    def _survey(
-        self, mine: str | None = None
-    ) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord, Outcome | None]]:
-        """The session of `mine` (empty: of whatever is prepared), the committed record, and the outcome of an update
-        that a dead coordinator had decided: it is finished here. What one had not decided is dropped."""
+    def _survey(self) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord, Outcome | None]]:
+        """The session that this call goes on with, the committed record, and the outcome of an update that a dead
+        coordinator had decided: it is finished here. What one had not decided is dropped."""
         seen: Surveyed = yield Survey()
         self._members, self._attests = seen.members, seen.attests
-        self._admitted = {row.instance_id for row in seen.attests if row.ok and row.body["admitted"]}
+        self._counted = seen.members.keys() - {
+            row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]
+        }
         session = seen.session
-        asked_for = session is not None and mine is not None and mine in ("", session.update_id)
-        if self.call.kind == "prepare" and session is not None:
-            asked_for = asked_for and session.live(self._now)
-        if session is not None and not asked_for:
+        if self.call.kind in ("complete", "abort"):
+            session = self._expected(session)
+        elif session is not None and not (
+            self.call.kind == "prepare" and session.update_id == self.call.update_id
+        ):
             if session.live(self._now):
                 raise Locked(
                     f"the update {session.update_id!r} is prepared and waits for complete or abort",
@@ -278,7 +281,7 @@ class UpdateMachine:
                 again: Surveyed = yield Survey("recheck")
                 if again.fingerprint != self.call.fingerprint:
                     raise MembershipChanged(after_epoch=again.epoch)
-            return judge_prepare(rows, self._admitted, policy, body.digest)
+            return judge_prepare(rows, self._counted, policy, body.digest)
         except PlaneError as error:
             error.facts.setdefault("workers", [row.to_wire() for row in rows])
             raise

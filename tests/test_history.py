@@ -39,6 +39,7 @@ from rl_plane.lock import HeldLock
 from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, UpdateSession
 from rl_plane.subjects import HISTORY_PREFIX
+from rl_plane.update_steps import Event, Instruction
 from rl_plane.versions import WeightVersion
 
 if TYPE_CHECKING:
@@ -332,8 +333,16 @@ class _Dies(BaseException):
     """As a SIGKILL: nothing that the coordinator would do at its end is done."""
 
 
-def _die(*args: object, **kwargs: object) -> None:
-    raise _Dies
+def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
+    """Coordinators get so far, and no further."""
+    real = Coordinator._carry_out
+
+    async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
+        if instruction.phase == phase:
+            raise error
+        return await real(self, instruction)
+
+    patch.setattr(Coordinator, "_carry_out", carry_out)
 
 
 async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
@@ -343,7 +352,7 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.commit", _die)
+        ends_at(patch, "gate", _Dies())
         with pytest.raises(_Dies):
             await one.run("update_weights", body, "id-1")
     entry = (await told(two))[0]
@@ -365,7 +374,7 @@ async def test_an_update_whose_coordinator_died_before_the_decision_is_aborted_a
     plane.spawn()
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.decide", _die)
+        ends_at(patch, "decide", _Dies())
         with pytest.raises(_Dies):
             await one.run("update_weights", body, "id-1")
     newest = (await told(two))[0]
@@ -387,12 +396,8 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
 ) -> None:
     client = await plane.client()
     plane.spawn()
-
-    async def unsure(*args: object) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.commit", unsure)
+        ends_at(patch, "gate", error)
         with pytest.raises(type(error)):
             await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
     entry = (await told(client))[0]

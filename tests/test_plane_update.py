@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import rl_plane.coordinator
+import rl_plane.update
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -345,8 +345,8 @@ async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
 
 
 async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rl_plane.coordinator.SESSION_IDLE_S == 120
-    monkeypatch.setattr(rl_plane.coordinator, "SESSION_IDLE_S", 0.5)
+    assert rl_plane.update.SESSION_IDLE_S == 120
+    monkeypatch.setattr(rl_plane.update, "SESSION_IDLE_S", 0.5)
     fleet = await plane.fleet()
     plane.spawn()
     prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
