@@ -62,6 +62,10 @@ WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
 
 
+TIMED = frozenset({"prepare", "gate", "commit", "roll", "leases", "open"})
+"""The phases whose seconds the history tells: what takes time, and how long nobody generates."""
+
+
 class Coordinator:
     """One call under the lock. `journal` is told when work begins."""
 
@@ -100,8 +104,9 @@ class Coordinator:
                     error,
                 )
                 event = Failed(error)
-            key = f"{machine.phase}_s"
-            self.phases[key] = self.phases.get(key, 0.0) + time.monotonic() - start
+            if machine.phase in TIMED:
+                key = f"{machine.phase}_s"
+                self.phases[key] = self.phases.get(key, 0.0) + time.monotonic() - start
 
     async def _carry_out(self, instruction: Instruction) -> Event:
         match instruction:

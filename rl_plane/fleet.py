@@ -330,7 +330,7 @@ class Fleet:
         if not call.select.workers:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
-        body = {"open": is_open, "reason": "disabled"}
+        body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
 
     # ---- updates ----

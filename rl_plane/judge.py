@@ -181,13 +181,13 @@ def commit_body(record: DecisionRecord, written: int) -> dict[str, Any]:
 
 
 def outcome_of(
-    record: DecisionRecord, ready: Members, committed: Sequence[WorkerRow], gated: Told, opened: Told
+    record: DecisionRecord, prepared: Prepared, committed: Sequence[WorkerRow], gated: Told, opened: Told
 ) -> Outcome:
     serving = {row.instance_id for row in committed if row.ok} & {row.instance_id for row in opened.rows if row.ok}
     # The row that tells most of each worker: its error, else its commit.
     rows = {row.instance_id: row for row in [*committed, *gated.rows, *opened.rows] if not row.ok}
     rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
-    excluded = sorted({*ready, *gated.members, *opened.members} - serving)
+    excluded = sorted({*prepared.ready, *prepared.excluded, *gated.members, *opened.members} - serving)
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
 
 

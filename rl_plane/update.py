@@ -72,6 +72,8 @@ SESSION_IDLE_S = 120.0
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
 
+NOBODY = Prepared("", {}, [], refetchable=True)
+
 Steps = Generator[Instruction, Any, Result]
 
 
@@ -126,7 +128,7 @@ class UpdateMachine:
         except PlaneError:
             yield from self._abort(self.call.update_id)
             raise
-        return (yield from self._carry_out(record, written, prepared.ready, body.policy))
+        return (yield from self._carry_out(record, written, prepared, body.policy))
 
     def _prepare_only(self) -> Steps:
         """The first half, which any coordinator can complete later. Prepared twice under one id: the first stands."""
@@ -162,7 +164,8 @@ class UpdateMachine:
                 raise UpdateAborted(f"the update was silent for {SESSION_IDLE_S:g} s", fix="prepare it again")
             if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
                 raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
-            prepared = Prepared(session.digest, ready, [], session.refetchable)
+            gone = sorted(session.prepared.keys() - ready.keys())
+            prepared = Prepared(session.digest, ready, gone, session.refetchable)
             record = next_record(base, body, session.update_id, prepared, self._now)
             written = yield from self._decide(record)
         except OutcomeUnknown:
@@ -172,7 +175,7 @@ class UpdateMachine:
             yield Note("session")
             raise
         yield Note("session")
-        return (yield from self._carry_out(record, written, ready, body.policy))
+        return (yield from self._carry_out(record, written, prepared, body.policy))
 
     def _abort_only(self) -> Steps:
         session, _, _ = yield from self._survey()
@@ -195,7 +198,7 @@ class UpdateMachine:
         )
         yield Note("begin", base=base)
         written = yield from self._decide(record)
-        yield from self._swap_all(record, written, {}, UpdatePolicy())
+        yield from self._swap_all(record, written, NOBODY, UpdatePolicy())
         watched: Answered = yield Watch(record.opened(), OPEN_BY_THEMSELVES_S)
         return self._watched(record, watched, UpdatePolicy())
 
@@ -250,7 +253,8 @@ class UpdateMachine:
             written = restored.sequence
         outcome = None
         if not base.final:
-            outcome = yield from self._swap_all(base, written, seen.members, UpdatePolicy())
+            whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
+            outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
             base = base.opened()
         return session, base, outcome
 
@@ -313,7 +317,7 @@ class UpdateMachine:
             return settled.sequence
 
     def _carry_out(
-        self, record: DecisionRecord, written: int, ready: Members, policy: UpdatePolicy
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
     ) -> Generator[Instruction, Any, Outcome]:
         """The version stands already: if NATS or the lock is lost on the way, the workers go on by the record, and
         this only watches them."""
@@ -321,39 +325,39 @@ class UpdateMachine:
             if policy.keep_pause:
                 yield Note("pause", pause_mode=policy.pause_mode)
             carried = self._roll if record.rolling_from is not None else self._swap_all
-            return enough((yield from carried(record, written, ready, policy)), policy)
+            return enough((yield from carried(record, written, prepared, policy)), policy)
         except (BusUnreachable, StaleFence):
             watched: Answered = yield Watch(record, policy.commit_timeout_s)
             return self._watched(record, watched, policy)
 
     def _swap_all(
-        self, record: DecisionRecord, written: int, ready: Members, policy: UpdatePolicy
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
     ) -> Generator[Instruction, Any, Outcome]:
         """Strict: nobody opens before every member is gated, and swapped or excluded."""
         told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
         shut = {row.instance_id for row in told.rows if row.ok}
-        swapping = [key for key in still_there(ready, told.members) if key in shut]
+        swapping = [key for key in still_there(prepared.ready, told.members) if key in shut]
         commit = commit_body(record, written)
         committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
         yield from self._leases(told)
         opened: Written = yield Write("open", record.opened())
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
-        return outcome_of(record, ready, committed.rows, told, after)
+        return outcome_of(record, prepared, committed.rows, told, after)
 
     def _roll(
-        self, record: DecisionRecord, written: int, ready: Members, policy: UpdatePolicy
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
     ) -> Generator[Instruction, Any, Outcome]:
         """Rolling: one worker after another, while the others serve the version before."""
         told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
         rows: list[WorkerRow] = []
-        for key in sorted(still_there(ready, told.members)):
+        for key in sorted(still_there(prepared.ready, told.members)):
             commit = commit_body(record, written)
             one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
             rows += one.rows
         opened: Written = yield Write("open", record.opened())
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
-        return outcome_of(record, ready, rows, told, after)
+        return outcome_of(record, prepared, rows, told, after)
 
     def _leases(self, told: Told) -> Generator[Instruction, Any, None]:
         """Who has not acknowledged may serve what it knows until it leaves or its lease has run out."""
