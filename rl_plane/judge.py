@@ -162,18 +162,26 @@ def serves(row: WorkerRow, record: DecisionRecord) -> bool:
     )
 
 
+def _serving(outcome: Outcome) -> int:
+    return sum(row.ok for row in outcome.rows if row.instance_id not in outcome.excluded)
+
+
+def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
+    return _serving(outcome) >= policy.min_ready
+
+
 def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
     """A version that is committed and hardly served is no success."""
-    serving = sum(row.ok for row in outcome.rows if row.instance_id not in outcome.excluded)
-    if serving < policy.min_ready:
-        raise Conflict(
-            f"{outcome.version.label} is committed, but {serving} workers serve it: the others follow by themselves",
-            version=outcome.version.to_wire(),
-            workers=[row.to_wire() for row in outcome.rows],
-            excluded=list(outcome.excluded),
-            fix="read the state until they are ready; don't send it again",
-        )
-    return outcome
+    if is_enough(outcome, policy):
+        return outcome
+    raise Conflict(
+        f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
+        "themselves",
+        version=outcome.version.to_wire(),
+        workers=[row.to_wire() for row in outcome.rows],
+        excluded=list(outcome.excluded),
+        fix="read the state until they are ready; don't send it again",
+    )
 
 
 def commit_body(record: DecisionRecord, written: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rl_plane.judge import (
     check_against,
     commit_body,
     enough,
+    is_enough,
     judge_prepare,
     label_of,
     left_row,
@@ -319,16 +320,23 @@ class UpdateMachine:
     def _carry_out(
         self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
     ) -> Generator[Instruction, Any, Outcome]:
-        """The version stands already: if NATS or the lock is lost on the way, the workers go on by the record, and
-        this only watches them."""
+        """The version stands already: if NATS, the lock or the answers are lost on the way, the workers go on by the
+        record, and this only watches them."""
         try:
             if policy.keep_pause:
                 yield Note("pause", pause_mode=policy.pause_mode)
             carried = self._roll if record.rolling_from is not None else self._swap_all
-            return enough((yield from carried(record, written, prepared, policy)), policy)
+            outcome = yield from carried(record, written, prepared, policy)
+            if is_enough(outcome, policy):
+                return outcome
         except (BusUnreachable, StaleFence):
-            watched: Answered = yield Watch(record, policy.commit_timeout_s)
-            return self._watched(record, watched, policy)
+            pass  # said in the shell's log
+        watched: Answered = yield Watch(record, policy.commit_timeout_s)
+        try:
+            yield Write("open", record.opened())
+        except (BusUnreachable, StaleFence):
+            pass  # whoever holds the lock next does it
+        return self._watched(record, watched, policy)
 
     def _swap_all(
         self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
