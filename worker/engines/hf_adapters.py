@@ -82,20 +82,17 @@ class ModelAdapters:
         except BaseException:
             self._delete(fresh)
             raise
-        finally:
-            self._take_layers()
         staged.tensors = None
         old = self._names.get(name)
         self._names[name] = fresh
+        self._take_layers()
         if old is not None:
             self._delete(old)
-            self._take_layers()
 
     def remove(self, name: str) -> None:
         old = self._names.pop(name, None)
         if old is not None:
             self._delete(old)
-            self._take_layers()
 
     def activate(self, name: str | None) -> None:
         """For the steps that follow; None: the base model alone."""
@@ -134,6 +131,7 @@ class ModelAdapters:
         return [module for module in self._model.modules() if isinstance(module, LoraLayer)]
 
     def _delete(self, name: str) -> None:
+        self._take_layers()  # PEFT would activate another in the place of an active one
         for layer in self._layers():
             layer.delete_adapter(name)
 
