@@ -13,10 +13,10 @@ from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
+from rl_plane.errors import InvalidRequest, NotAdmitted, PlaneError, Unsupported
 from rl_plane.ops import FollowedReply, FollowRecord, invalid_from_pydantic, parse_body
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord
 from rl_plane.subjects import FRONTEND_PREFIX
@@ -35,7 +35,7 @@ RETRY_S = 0.2
 RETRY_AFTER_S = 1.0
 """What a caller is told: NATS is mostly back by then."""
 
-_RECORD = TypeAdapter(DecisionRecord, config=ConfigDict(extra="forbid"))
+_RECORD = TypeAdapter(DecisionRecord)
 
 
 class ServingLease:
@@ -185,6 +185,8 @@ class FrontendLease:
             record = _RECORD.validate_python(body.record)
         except ValidationError as error:
             raise invalid_from_pydantic(error, "record") from error
+        if unknown := sorted(body.record.keys() - record.to_wire().keys()):
+            raise InvalidRequest(f"a record has no {unknown[0]!r}", field=f"record.{unknown[0]}", fix="leave it out")
         self._view.take_record(record, body.sequence)
         assert self._view.record is not None, "told just now"
         return FollowedReply(sequence=self._view.record.sequence)
