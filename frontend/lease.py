@@ -48,7 +48,9 @@ class ServingLease:
         self._confirmed = asyncio.Event()
 
     def confirm(self, asked_at: float, connection: tuple[str, int]) -> None:
-        """From before `asked_at` this frontend is listed, and at that time or later the leader told the record."""
+        """After `asked_at` this frontend was listed, and then the leader told the record."""
+        if asked_at + SERVING_LEASE_S <= self._until:
+            return  # one that was asked later was faster
         self._until, self._connection = asked_at + SERVING_LEASE_S, connection
         confirmed, self._confirmed = self._confirmed, asyncio.Event()
         confirmed.set()
@@ -77,7 +79,6 @@ class FrontendLease:
         self._bus: Bus = view.bus
         self._flushed: tuple[str, int] | None = None
         """The connection on which the server is known to have our subscription."""
-        self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._subscription: Any = None
 
@@ -103,13 +104,14 @@ class FrontendLease:
         self._bus.on_reconnect(self._reconnected)
         with contextlib.suppress(PlaneError):
             await self._confirm()  # else soon
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._keep(CONFIRM_INTERVAL_S if self.holds() else RETRY_S))
 
     async def stop(self) -> None:
         """Routes nothing more, and is not waited for by any update."""
         self.lease.give_up()
-        if self._task is not None:
-            await end_tasks([self._task])
+        task, self._task = self._task, None
+        if task is not None:
+            await end_tasks([task])
         state = self._view.subjects.state
         with contextlib.suppress(PlaneError, WrongSequence, nats.errors.Error):  # else the key expires
             self._bus.check_connected()
@@ -126,23 +128,22 @@ class FrontendLease:
         return FRONTEND_PREFIX + self.frontend_id
 
     async def _reconnected(self) -> None:
-        self._now.set()
+        if self._task is not None:
+            self._task.cancel()  # what it waits for was lost with the connection
+            self._task = asyncio.create_task(self._keep(0.0))
 
-    async def _keep(self) -> None:
-        interval_s = CONFIRM_INTERVAL_S if self.holds() else RETRY_S
+    async def _keep(self, wait_s: float) -> None:
+        """Confirms again and again, the first time after so long."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._now.wait()
-            self._now.clear()
+            await asyncio.sleep(wait_s)
             try:
                 await self._confirm()
-                interval_s = CONFIRM_INTERVAL_S
+                wait_s = CONFIRM_INTERVAL_S
             except Exception as error:
                 if not isinstance(error, (PlaneError, nats.errors.Error)):
                     log.exception("the lease")  # it must go on all the same
                 log.debug("the lease could not be confirmed: %s", error)
-                interval_s = RETRY_S
+                wait_s = RETRY_S
 
     async def _confirm(self) -> None:
         """First it is listed, then it asks: a coordinator that does not find it has decided before it asked."""
@@ -186,7 +187,9 @@ class FrontendLease:
         except ValidationError as error:
             raise invalid_from_pydantic(error, "record") from error
         if unknown := sorted(body.record.keys() - record.to_wire().keys()):
-            raise InvalidRequest(f"a record has no {unknown[0]!r}", field=f"record.{unknown[0]}", fix="leave it out")
+            raise InvalidRequest(
+                f"a record has no {unknown[0]!r}", field=f"record.{unknown[0]}", fix="leave it out"
+            )
         self._view.take_record(record, body.sequence)
         assert self._view.record is not None, "told just now"
         return FollowedReply(sequence=self._view.record.sequence)

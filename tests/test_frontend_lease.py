@@ -51,6 +51,8 @@ def test_a_lease_is_good_on_its_own_connection_only() -> None:
     lease.confirm(11.0, THERE)
     assert lease.holds(11.0, THERE)
     assert not lease.holds(11.0, HERE)
+    lease.confirm(10.5, HERE)  # asked before the connection broke, and heard only now
+    assert lease.holds(11.0, THERE)
     lease.give_up()
     assert not lease.holds(11.0, THERE)
 
@@ -269,6 +271,28 @@ async def test_a_connection_that_breaks_takes_the_lease_with_it(own_nats: tuple[
         assert one.client.bus.identity != before
         assert one.lease.holds()
         assert await listed(client) == [one.lease.frontend_id]
+
+
+async def test_a_question_that_was_lost_with_its_connection_is_not_waited_for(
+    own_nats: tuple[NatsServer, Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, plane = own_nats
+    put = Bus.put
+    stuck = asyncio.Event()
+
+    async def lost(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
+        if key.startswith("frontend.") and not stuck.is_set():
+            stuck.set()
+            await asyncio.Event().wait()
+        return await put(bus, bucket, key, *args, **more)
+
+    async with running(plane) as one:
+        monkeypatch.setattr(Bus, "put", lost)
+        async with asyncio.timeout(BOUND_S):
+            await stuck.wait()
+        server.kill()
+        server.start()
+        await plane.until(one.lease.holds)
 
 
 async def test_a_request_goes_out_under_what_was_decided_last(plane: Plane) -> None:
