@@ -144,7 +144,8 @@ class EngineClient:
         while True:
             await self._lease.wait(give_up)
             gone = {member.instance_id for member in lost if self._is_current(member)}
-            admitted = self._status.admitted(self._needed(adapter))
+            needed = self._needed(adapter)
+            admitted = self._status.admitted(needed)
             if pinned is not None:
                 admitted = {key: load for key, load in admitted.items() if key == pinned}
             if (chosen := self.router.pick(admitted, gone)) is not None:
@@ -153,7 +154,7 @@ class EngineClient:
                     return member
             left = give_up - loop.time()
             if left <= 0:
-                raise self._nobody(pinned, lost)
+                raise self._nobody(pinned, lost, needed)
             await self._status.wait_changed(left)
 
     def _needed(self, adapter: str | None) -> str | None:
@@ -185,11 +186,11 @@ class EngineClient:
                 fix="leave it out, or take one from GET /v1/rl/workers",
             )
 
-    def _nobody(self, pinned: str | None, lost: list[Member]) -> Unavailable:
+    def _nobody(self, pinned: str | None, lost: list[Member], needed: str | None) -> Unavailable:
         waited = f"after {self._admission_wait_s:g} s"
         if not len(self._view.snapshot()):
             return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-        closed = self._status.why_closed()
+        closed = self._status.why_closed(needed)
         if lost:
             return WorkerLost(
                 f"{len(lost)} workers were lost before a token came, and no other was there {waited}",

@@ -113,8 +113,8 @@ class FleetStatus:
                 found[member.instance_id] = status.load
         return found
 
-    def why_closed(self) -> dict[str, str]:
-        """instance_id → reasons, of the members that are not open."""
+    def why_closed(self, adapter: str | None = None) -> dict[str, str]:
+        """instance_id → reasons, of the members that are not open (or have not told that they hold the adapter)."""
         found = {}
         for member in self._view.snapshot():
             status = self._known.get(member.instance_id)
@@ -122,6 +122,8 @@ class FleetStatus:
                 found[member.instance_id] = "it has not answered"
             elif not status.open:
                 found[member.instance_id] = ", ".join(status.reasons)
+            elif adapter is not None and adapter not in status.adapters:
+                found[member.instance_id] = f"it has not loaded {adapter} yet"
         return found
 
     def refused(self, instance_id: str) -> None:

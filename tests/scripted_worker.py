@@ -61,6 +61,9 @@ class ScriptedWorker:
         await self._bus.subscribe(self._subjects.rl_direct(self.instance_id), self._op)
         await self._bus.subscribe(self._subjects.generate(self.instance_id), self._generate)
         await self._bus.flush()
+        await self.register()
+
+    async def register(self) -> None:
         server_id, client_id = self._bus.identity
         info = {"model": "base", "max_model_len": 4096}
         member = Member(self.instance_id, self.incarnation, server_id, client_id, 0, info)

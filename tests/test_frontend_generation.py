@@ -391,7 +391,8 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
         partial = error["partial"]
         assert partial["token_ids"] == tokens_under(digest, 0, len(partial["token_ids"]))
         assert len(partial["token_ids"]) == len(partial["logprobs"]) >= 3
-        assert partial["weight_versions"] is None
+        (made,) = partial["weight_versions"]
+        assert (made["digest"], made["end"]) == (digest, len(partial["token_ids"]))
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
@@ -505,13 +506,14 @@ async def test_every_frontend_serves_the_new_version_after_an_update(plane: Plan
                 assert (await ask(http))["nvext"]["weight_version"] == version
 
 
-async def test_a_frontend_that_missed_the_decision_learns_it_from_a_refusal(
+async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def deaf(*args: object) -> None:
         pass
 
-    monkeypatch.setattr("frontend.committed.Committed._feed", deaf)
+    monkeypatch.setattr("rl_plane.view.MembershipView._record_feed", deaf)
+    monkeypatch.setattr("frontend.lease.FrontendLease._message", deaf)
     plane.spawn()
     async with frontend(plane) as http:
         await ask(http)

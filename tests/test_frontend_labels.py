@@ -247,7 +247,7 @@ async def test_tokens_without_the_adapter_are_not_delivered_for_it(plane: Plane)
 
 
 async def test_while_an_adapter_rolls_out_those_that_have_it_serve_it(plane: Plane) -> None:
-    async with staged(plane) as stage:
+    async with staged(plane, wait_s=0.5) as stage:
         before, after = record(1), record(1, a=2)
         without = await stage.worker(always(7, base=1), before)
         having = await stage.worker(always(8, base=1, a=2), after)
@@ -256,6 +256,9 @@ async def test_while_an_adapter_rolls_out_those_that_have_it_serve_it(plane: Pla
             assert (await stage.ask(model="a")).json()["choices"][0]["token_ids"] == [8]
         assert not without.requests
         assert all(body["sequence"] is None for body in having.requests)
+        refused = await stage.ask(model="a", nvext={"instance_id": without.instance_id})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_admitted")
+        assert "not loaded a yet" in refused.json()["error"]["message"]
 
 
 async def test_a_request_that_waits_for_an_adapter_ends_when_it_is_unloaded(

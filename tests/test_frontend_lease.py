@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -293,6 +294,36 @@ async def test_a_question_that_was_lost_with_its_connection_is_not_waited_for(
         server.kill()
         server.start()
         await plane.until(one.lease.holds)
+
+
+async def test_a_store_that_went_back_turns_no_frontend_back(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(2), 7) as worker:
+        await decide(client.bus, client.subjects(), record(2))
+        await plane.until(lambda: one.view.record == record(2))
+        server.kill()
+        shutil.rmtree(plane.tmp / "store")
+        server.start()
+        await plane.until(lambda: client.bus.nc.is_connected)
+
+        async def old_one_is_there() -> bool:
+            try:
+                return bool(await decide(client.bus, client.subjects(), record(1)))
+            except BusUnreachable:
+                return False
+
+        await plane.until(old_one_is_there)
+        await plane.until(one.lease.holds)
+        await one.view.read_record()
+        assert one.view.record == record(2)
+        written = await decide(client.bus, client.subjects(), record(2))  # a worker writes it back
+        await one.view.read_record()
+        assert (one.view.record, one.view._record_sequence) == (record(2), written)
+        await worker.register()
+        await plane.until(lambda: one.status.admitted())
+        assert await ask(one) == [7]
+        assert worker.requests[-1]["sequence"] == 2
 
 
 async def test_a_request_goes_out_under_what_was_decided_last(plane: Plane) -> None:
