@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.client import RlClient
 from rl_plane.nats_server import NatsServer
-from worker.engines.fake import fake_logprob, fake_token
+from rl_plane.record import SERVING_LEASE_S
+from worker.engines.fake import fake_logprob, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -451,6 +455,7 @@ async def test_sigterm_ends_the_process_though_a_stream_is_open(plane: Plane) ->
     plane.spawn(token_delay_s=0.05)
     code = """
 import asyncio, sys
+from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import serve
 options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0)
@@ -547,3 +552,84 @@ async def test_choices_under_way_are_bounded(
         assert error_of(response, 503)["code"] == "unavailable"
         assert response.headers["retry-after"] == "1"
     await ask(http)
+
+
+# ---- adapters ----
+
+
+async def test_real_workers_serve_adapters_by_model(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn_many(2)
+    base = (await ask(http, max_tokens=1))["nvext"]["weight_version"]
+    fleet = await plane.fleet()
+    versions = []
+    for seed in (1, 2):  # loaded, then swapped
+        path = make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model())
+        reply = await fleet.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(path)})
+        versions.append(reply["version"])
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in models] == [("seed0", None), ("a", "seed0")]
+        for _ in range(4):
+            answer = await ask(http, model="a", max_tokens=3, return_token_ids=True)
+            (choice,) = answer["choices"]
+            (span,) = choice["weight_versions"]
+            assert (span["sequence"], span["digest"]) == (base["sequence"], base["digest"])
+            adapter = span["adapter"]
+            assert (adapter["name"], adapter["sequence"]) == ("a", versions[-1]["sequence"])
+            made = [fake_token(base["digest"], PROMPT, n, 512, adapter["digest"]) for n in range(3)]
+            assert choice["token_ids"] == made
+            assert (answer["model"], answer["nvext"]["weight_version"]) == ("a", base)
+        plain = await ask(http, max_tokens=3, return_token_ids=True)
+        assert plain["choices"][0]["token_ids"] == tokens_under(base["digest"], 0, 3)
+        assert "adapter" not in plain["nvext"]
+    assert versions[0] != versions[1]
+    await fleet.run("unload_lora_adapter", {"lora_name": "a"})
+    response = await http.post("/v1/completions", json={"prompt": "hi", "model": "a"})
+    assert error_of(response, 404)["models"] == ["seed0"]
+    assert (await ask(http))["nvext"]["weight_version"] == base
+
+
+# ---- frontends that stand still ----
+
+
+async def test_a_frozen_frontend_is_waited_for_and_never_serves_what_was_replaced(plane: Plane) -> None:
+    plane.spawn()
+    code = """
+import asyncio, sys
+from frontend.lease import FrontendLease
+from frontend.options import FrontendOptions
+from frontend.process import serve
+options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=None, http_port=0)
+asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", code, plane.url, plane.namespace, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            url = (await process.stdout.readline()).decode().strip()
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            old = (await ask(http))["nvext"]["weight_version"]
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            waiting = asyncio.create_task(ask(http))
+            begun = time.monotonic()
+            new = await update(plane, 1)
+            assert time.monotonic() - begun >= SERVING_LEASE_S
+            process.send_signal(signal.SIGCONT)
+            assert (await waiting)["nvext"]["weight_version"] == new != old
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_frontend_that_was_killed_delays_no_update(plane: Plane) -> None:
+    plane.spawn()
+    view = await (await plane.client("gone")).view()
+    gone = FrontendLease(view, "0" * 16)
+    await gone.start()
+    await view.bus.close()
+    begun = time.monotonic()
+    await update(plane, 1)
+    assert time.monotonic() - begun < SERVING_LEASE_S / 2
