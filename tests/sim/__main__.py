@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 from tests.sim.guards import GUARDS, without
-from tests.sim.run import Result, models, run_seed
+from tests.sim.run import Result, adapters, run_seed
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
 
 def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
     """In the order of the seeds, so that the first failure is the same for any number of processes."""
-    models()
+    adapters()
     gc.freeze()  # what is here now is not looked at after each seed
     if jobs == 1 or seeds == 1:
         yield from map(run_seed, range(first, first + seeds))

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.generation import VersionSpan
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, Held
 from rl_plane.subjects import MEMBER_PREFIX, RECORD, Bucket
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
 from tests.sim import product
 from tests.sim.product import Decision
-from worker.engines.fake import fake_token
+from worker.engines.fake import FakeEngine, fake_token
 from worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -33,8 +33,12 @@ WITNESS_S = 10.0
 RECOVERY_S = 60.0
 """After a store lost writes, what was committed is open until somebody has written the newest decision back."""
 
-TOUCHING = frozenset({"pause", "resume", "commit_update", "set_admission", "follow_record", "release_memory"})
+TOUCHING = frozenset({"commit_update", "set_admission", "follow_record", "a pause of the engine", "an overwrite"})
 """What an update may not have done to anybody when it is refused as invalid."""
+
+
+def _order(decision: Decision) -> tuple[int, int]:
+    return decision.run_number, decision.sequence
 
 
 class Violation(AssertionError):
@@ -83,11 +87,13 @@ class Checks:
         """When an update was answered as committed, and what it decided."""
         self.delivered: dict[tuple[str, int], float] = {}
         """Run and sequence → when a client first had tokens of it."""
-        self.rolling: set[tuple[str, int]] = set()
+        self.final_at: dict[tuple[str, int, str, str], float] = {}
+        self.rolled_from: dict[tuple[str, int, str, str], Held] = {}
+        """Of each rolling decision: the state before."""
         self.lost_at: dict[str, float] = {}
         """Bucket → when the store last lost writes of it."""
-        self.done: list[tuple[float, int, str, str]] = []
-        """When, under which fence, which op, on which worker."""
+        self.done: list[tuple[int, str, str, str | None]] = []
+        """Under which fence, what, in which worker, and the label that it was about."""
         self.fingerprints: list[tuple[float, str]] = []
         """Since when the fleet has which fingerprint."""
         self._fence_of: dict[str, int] = {}
@@ -117,31 +123,30 @@ class Checks:
             self.fingerprints.append((self.now, self.world.fingerprint()))
         if bucket != subjects.state or key != RECORD or not value:
             return
-        decision, is_open = product.decided_by(value)
+        record = DecisionRecord.decode(value)
+        decision = product.decision_of(record)
         before, self.record = self.record, decision
-        self.world.say(f"record: {decision} {'open' if is_open else 'decided'}")
-        new = decision.key not in self.decided_at
-        if new:
+        self.world.say(f"record: {decision} {'final' if record.final else 'open' if record.open else 'decided'}")
+        if decision.key not in self.decided_at:
             self._check_order(before, decision)
             self.decided.append(decision)
             self.decided_at[decision.key] = self.now
             if decision.before is not None:
-                self.rolling.add((decision.run, decision.sequence))
-        elif before is not None and before.key != decision.key and not self._rises(before, decision):
+                self.rolled_from[decision.key] = decision.before
+        elif before is not None and before.key != decision.key and _order(decision) < _order(before):
             self.fail("I6", f"the record went back from {before} to {decision}")
-        if is_open:
+        if record.open:
             self.opened_at.setdefault(decision.key, self.now)
-
-    def _rises(self, before: Decision, after: Decision) -> bool:
-        if before.run == after.run:
-            return after.sequence > before.sequence
-        order = [decision.run for decision in self.decided]
-        return order.index(after.run) < order.index(before.run)  # of two runs that nobody asked for, the elder
+        if record.final:
+            self.final_at.setdefault(decision.key, self.now)
 
     def _check_order(self, before: Decision | None, decision: Decision) -> None:
+        """A decision is the next one after the record, and after all that anybody knows who could be asked."""
         if before is None:
             if self.decided and not self.lost_at:
                 self.fail("I6", f"a second first record: {decision}")
+        elif decision.run_number > before.run_number:
+            return  # somebody began a new run
         elif decision.run != before.run or decision.sequence != before.sequence + 1:
             if not self.lost_at or decision.run != before.run or decision.sequence <= before.sequence:
                 self.fail("I6", f"the record went from {before} to {decision}")
@@ -151,7 +156,7 @@ class Checks:
             known = product.known_to(worker)
             if known is None or not self.world.undisturbed(process, WITNESS_S):
                 continue
-            if known.run != decision.run or known.sequence >= decision.sequence:
+            if _order(known) >= _order(decision) and known.key != decision.key:
                 self.fail("I6", f"{decision} was decided though {process.name} knows {known}")
 
     def lost_writes(self, bucket: Bucket) -> None:
@@ -160,7 +165,8 @@ class Checks:
         if bucket == self.world.subjects.state:
             entry = self.world.server.streams.get(bucket.name)
             found = entry.keys.get(RECORD) if entry is not None else None
-            self.record = product.decided_by(found.value)[0] if found is not None and found.value else None
+            value = found.value if found is not None else None
+            self.record = product.decision_of(DecisionRecord.decode(value)) if value else None
 
     # ---- ops on workers: I1 ----
 
@@ -173,33 +179,47 @@ class Checks:
         if fence is None or fence < self._fence_of.get(incarnation, 0):
             self.fail("I1", f"{process.name} does {request.op} under {fence}, after a newer coordinator's ops")
         self._fence_of[incarnation] = fence or 0
-        self.done.append((self.now, fence or 0, request.op, product.instance_id(worker)))
+        about = request.body.get("record", {}).get("made", {}).get("label")
+        self.done.append((fence or 0, request.op, process.name, about))
+
+    def touching(self, process: Process, what: str) -> None:
+        """Something changes in a worker, perhaps because a coordinator said so."""
+        request = product.REQUEST.get()
+        if request is not None and request.fence is not None:
+            self.done.append((request.fence, what, process.name, None))
 
     # ---- weights: I2, I3 ----
 
     def swapping(self, process: Process, version: WeightVersion) -> None:
-        if not any(decision.base == version for decision in self.decided):
+        if not any(version in (one.made, one.held.version) for one in self.decided):
             self.fail("I2", f"{process.name} swaps {version.label} in, which nobody has decided")
 
-    def admitted(self, process: Process, version: WeightVersion | None, digest: str) -> None:
-        """A worker lets a request into its engine, which holds `version` and the bytes of `digest`."""
-        if version is None or version.digest != digest:
-            self.fail("I3", f"{process.name} admits a request to the weights {digest}, which it calls {version}")
+    def admitted(self, process: Process, engine: FakeEngine, adapter: str | None) -> None:
+        """A worker lets a request into its engine."""
+        held, wrong = product.in_engine(engine, adapter)
+        if held is None:
+            self.fail("I3", f"{process.name} admits a request to {wrong}")
             return
         if self.recovering() or self.record is None:
             return
-        record, at = self.record, self.decided_at[self.record.key]
-        if version == record.base:
-            if record.key not in self.opened_at and self.now < at + OPEN_AFTER_S - SLACK_S:
+        record, now = self.record, self.now
+        decided_at = self.decided_at[record.key]
+        if held == record.held:
+            if record.key not in self.opened_at and now < decided_at + OPEN_AFTER_S - SLACK_S:
                 self.fail("I3", f"{process.name} serves {record}, which is not open yet")
             return
-        if version == record.before:
-            return
-        earlier = next((one for one in reversed(self.decided) if one.base == version), None)
-        if earlier is None:
-            self.fail("I3", f"{process.name} serves {version}, which was never committed")
-        elif record.key in self.opened_at or self.now > at + SERVING_LEASE_S + SLACK_S:
-            self.fail("I3", f"{process.name} admits a request to {earlier}, and {record} is served")
+        if held == self.rolled_from.get(record.key):
+            replaced_at = self.final_at.get(record.key)
+        else:
+            earlier = next((one for one in reversed(self.decided) if one.held == held), None)
+            if earlier is None:
+                self.fail("I3", f"{process.name} serves {held}, which was never committed")
+                return
+            replaced_at = 0.0 if record.key in self.opened_at else decided_at
+            if record.key in self.rolled_from:
+                replaced_at = decided_at
+        if replaced_at is not None and now > replaced_at + (SERVING_LEASE_S if replaced_at else 0.0) + SLACK_S:
+            self.fail("I3", f"{process.name} admits a request to {held.version.label}, and {record} is served")
 
     def completed(
         self, frontend: str, prompt: list[int], tokens: Sequence[int], spans: Sequence[VersionSpan], start: float
@@ -209,24 +229,45 @@ class Checks:
             self.fail("I3", f"{len(tokens)} tokens came with the spans {spans}")
             return
         for span in spans:
-            version = WeightVersion(span.run, span.sequence, span.version, span.digest)
-            if not any(version == decision.base for decision in self.decided):
-                self.fail("I3", f"{frontend} delivers tokens of {version}, which was never committed")
+            base, name, adapter = product.made_by(span)
+            if not any(
+                one.held.version == base and (name is None or one.held.adapters.get(name) == adapter)
+                for one in self.decided
+            ):
+                self.fail("I3", f"{frontend} delivers tokens of {base} and {adapter}, which were never committed")
+            adapter_digest = adapter.digest if adapter is not None else None
             for position in range(span.start, span.end):
-                if tokens[position] != fake_token(span.digest, prompt, position, 512):
+                if tokens[position] != fake_token(span.digest, prompt, position, 512, adapter_digest):
                     self.fail("I3", f"{frontend}: token {position} was not made by {span.version}")
-            if self.recovering(start):
-                continue
-            for at, told in self.told:
-                if at < start and told.run == span.run and told.sequence > span.sequence:
-                    self.fail(
-                        "I3", f"{frontend} answers by {span.sequence}, asked {start - at:.3f} s after {told} was told"
-                    )
-            for (run, newer), at in self.delivered.items():
-                if run == span.run and newer > span.sequence and at < start and (run, newer) not in self.rolling:
-                    self.fail("I3", f"{frontend}: asked after {newer} was served, and answered by {span.sequence}")
+            if not self.recovering(start):
+                self._check_age(frontend, base, name, adapter, start)
         for span in spans:
             self.delivered.setdefault((span.run, span.sequence), self.now)
+
+    def _check_age(
+        self, frontend: str, base: WeightVersion, name: str | None, adapter: WeightVersion | None, start: float
+    ) -> None:
+        """Of a request that began at `start`: what was told as committed before, and what was served before."""
+        for at, told in self.told:
+            if at >= start or told.run != base.run:
+                continue
+            newest = told.held.version
+            of_adapter = told.held.adapters.get(name or "", None if name is None else told.made)
+            if newest.sequence > base.sequence or (
+                adapter is not None
+                and of_adapter is not None
+                and of_adapter.sequence > adapter.sequence
+                and told.made.sequence > adapter.sequence
+            ):
+                self.fail(
+                    "I3",
+                    f"{frontend} answers by {base.sequence}{f' and {adapter.sequence}' if adapter else ''}, asked "
+                    f"{start - at:.3f} s after {told} was told",
+                )
+        rolling = {(key[0], key[1]) for key in self.rolled_from}
+        for (run, newer), at in self.delivered.items():
+            if run == base.run and newer > base.sequence and at < start and (run, newer) not in rolling:
+                self.fail("I3", f"{frontend}: asked after {newer} was served, and answered by {base.sequence}")
 
     # ---- answers: I2, I4 ----
 
@@ -234,16 +275,16 @@ class Checks:
         call.outcome, call.ended_at = outcome, self.now
         if call.op not in ("update_weights", "complete_weights_update", "prepare_weights_update"):
             return
-        mine = [one for one in self.decided[call.decided_before :] if one.label == call.name]
+        mine = [one for one in self.decided[call.decided_before :] if one.made.label == call.name]
         if outcome == "ok" and call.op != "prepare_weights_update":
             self._check_committed(call, facts)
         elif mine and outcome not in self._excuses(call) and not facts.get("version"):
             self.fail("I2", f"the update {call.name} was told as {outcome}, and is committed")
         if outcome in ("invalid_request", "invalid_weights"):
             touched = [
-                f"{op} on {instance_id[-2:]}"
-                for _, fence, op, instance_id in self.done
-                if fence in call.fences and op in TOUCHING
+                f"{what} in {where}"
+                for fence, what, where, about in self.done
+                if fence in call.fences and what in TOUCHING and about in (None, call.name)
             ]
             if touched:
                 self.fail("I4", f"the update {call.name} is refused as {outcome}, after {', '.join(touched)}")
@@ -256,7 +297,7 @@ class Checks:
 
     def _check_committed(self, call: CallRecord, facts: Mapping[str, Any]) -> None:
         version = WeightVersion.from_wire(facts["version"])
-        found = next((one for one in reversed(self.decided) if version in (one.base, *one.adapters.values())), None)
+        found = next((one for one in reversed(self.decided) if version == one.made), None)
         if found is None:
             self.fail("I2", f"the update {call.name} was told as committed, and is not")
             return
@@ -300,15 +341,14 @@ class Checks:
         for process, worker in world.live_workers():
             instance_id = product.instance_id(worker)
             living.add(instance_id)
-            version, digest = product.holds(worker)
+            held = product.holds(worker)
             closed = product.closed(worker)
             may_be = world.desired.may_be(instance_id)
             if "memory" in closed and "memory" in may_be:
                 continue  # nothing can be loaded into it now
-            if version != last.base or digest != last.base.digest:
-                return Violation(
-                    "I7", f"{process.name} holds {version and version.label}, committed is {last}: {closed}"
-                )
+            if held != last.held:
+                label = held.version.label if held is not None else "nothing"
+                return Violation("I7", f"{process.name} holds {label}, committed is {last}: {closed}")
             if closed.keys() - may_be:
                 return Violation("I7", f"{process.name} is closed: {closed}")
             if "disabled" not in closed and world.desired.is_disabled(instance_id):
@@ -317,6 +357,8 @@ class Checks:
                 return Violation("I7", f"{process.name} is {'running' if paused else 'paused'}, and should not be")
             if (busy := product.staged_in(worker)) is not None and not world.session_waits():
                 return Violation("I2", f"{process.name} still holds staged weights of {busy}")
+        if last.key not in self.final_at:
+            return Violation("I7", f"the update {last} is not finished")
         members = set(world.members())
         if members != living:
             return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")

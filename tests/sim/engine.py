@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.versions import WeightVersion
-from worker.engines.base import EngineOptions, PauseMode, Staged
+from worker.engines.base import EngineOptions, PauseMode, Staged, TensorStream
 from worker.engines.fake import FakeEngine
 from worker.transports.filesystem import FilesystemTransport
 
@@ -36,7 +36,7 @@ class SimEngine(FakeEngine):
         await super().liveness()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        self._world.checks.admitted(self._process, self._version, self._held().digest)
+        self._world.checks.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta
 
@@ -46,6 +46,7 @@ class SimEngine(FakeEngine):
         await super()._turn(running)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        self._world.checks.touching(self._process, "a pause of the engine")
         await self._hang()
         return await super().pause(mode, clear_cache)
 
@@ -60,6 +61,20 @@ class SimEngine(FakeEngine):
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the swap failed")
         return await super().swap(staged, version)
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        self._world.checks.touching(self._process, "an overwrite")
+        self.fail_overwrite, self.failing_swaps = bool(self.failing_swaps), 0
+        super().overwrite(tensors, cast, cancelled)
+
+    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+        if version is not None:
+            self._world.checks.swapping(self._process, version)
+        await self._hang()
+        if self.failing_swaps:
+            self.failing_swaps -= 1
+            raise EngineFailed("simulated: the adapter's swap failed")
+        return await super().swap_adapter(name, staged, version)
 
 
 class SimTransport(FilesystemTransport):

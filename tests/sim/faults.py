@@ -63,7 +63,7 @@ class Scenario:
             token_delay_s=rng.choice([0.0, 0.02, 0.1]),
             client_rate=rng.choice([4.0, 12.0]),
             faults=frozenset(faults),
-            calls=frozenset(kind for kind in KINDS if rng.random() < 0.4),
+            calls=frozenset(kind for kind in KINDS if rng.random() < (0.1 if kind == 'new_run' else 0.4)),
         )
 
     def __str__(self) -> str:
@@ -253,7 +253,7 @@ class Faults:
 
     def _source_gone(self) -> None:
         world = self._world
-        path = str(world.rng.choice(world.models[:-1]))
+        path = str(world.rng.choice([*world.models[:-1], *world.adapters]))
         if path in world.gone:
             world.gone.discard(path)
         else:

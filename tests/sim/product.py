@@ -4,65 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.bus import Entry
-from rl_plane.record import DecisionRecord
+from rl_plane.generation import VersionSpan
+from rl_plane.record import DecisionRecord, Held
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
+from worker.engines.fake import FakeEngine
 from worker.worker import Worker
 
-__all__ = [
-    "Decision",
-    "Entry",
-    "closed",
-    "decided_by",
-    "holds",
-    "incarnation",
-    "instance_id",
-    "is_paused",
-    "known_to",
-    "staged_in",
-    "watch_ops",
-]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """One decision of the fleet, whoever wrote its record last."""
 
+    run_number: int
     run: str
-    sequence: int
-    label: str
+    made: WeightVersion
     update_id: str
-    base: WeightVersion
-    adapters: Mapping[str, WeightVersion] = field(default_factory=dict, hash=False)
-    before: WeightVersion | None = None
-    """While a rolling update goes on: what may be served beside it."""
+    held: Held
+    before: Held | None
+    """Of a rolling update, while it goes on: what may be served beside it."""
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        return self.run, self.sequence, self.update_id, self.base.digest
+        return self.run, self.made.sequence, self.update_id, self.made.digest
+
+    @property
+    def sequence(self) -> int:
+        return self.made.sequence
 
     def __str__(self) -> str:
-        return f"{self.sequence} {self.label}"
+        return f"{self.made.sequence} {self.made.label}"
 
 
-def decided_by(data: bytes) -> tuple[Decision, bool]:
-    """The decision that a record tells of, and whether it is open."""
-    return _decision(DecisionRecord.decode(data))
-
-
-def _decision(record: DecisionRecord) -> tuple[Decision, bool]:
-    version = record.version
-    return Decision(version.run, version.sequence, version.label, record.update_id, version), record.open
+def decision_of(record: DecisionRecord) -> Decision:
+    return Decision(
+        record.run_number,
+        record.version.run,
+        record.made,
+        record.update_id,
+        record.held,
+        record.rolling_from,
+    )
 
 
 def known_to(worker: Worker) -> Decision | None:
     """The newest decision that this worker has learnt."""
-    record = worker._follower._record
-    return _decision(record)[0] if record is not None else None
+    record = worker.core.record
+    return decision_of(record) if record is not None else None
 
 
 def staged_in(worker: Worker) -> str | None:
@@ -70,9 +61,35 @@ def staged_in(worker: Worker) -> str | None:
     return worker._updates.busy_with
 
 
-def holds(worker: Worker) -> tuple[WeightVersion | None, str | None]:
-    """The version and digest of the weights that it says are in its engine."""
-    return worker.state.version, worker.state.digest
+def holds(worker: Worker) -> Held | None:
+    """What it says is in its engine; None: nothing of a known version."""
+    state = worker.state
+    if state.version is None or state.digest != state.version.digest:
+        return None
+    return Held(state.version, dict(state.adapters))
+
+
+def in_engine(engine: FakeEngine, adapter: str | None) -> tuple[Held | None, str]:
+    """What its labels say is in an engine, and what is wrong with that, by its bytes."""
+    version, weights = engine._version, engine._weights
+    if version is None or weights is None:
+        return None, "weights of no version"
+    if version.digest != weights.digest:
+        return None, f"{weights.digest}, which it calls {version.label}"
+    adapters = {name: one.version for name, one in engine._adapters.items() if one.version is not None}
+    mine = engine._adapters.get(adapter) if adapter is not None else None
+    if mine is not None and (mine.version is None or mine.version.digest != mine.digest):
+        return None, f"an adapter {mine.digest}, which it calls {mine.version}"
+    return Held(version, adapters), ""
+
+
+def made_by(span: VersionSpan) -> tuple[WeightVersion, str | None, WeightVersion | None]:
+    """The base version, the adapter's name and its version."""
+    base = WeightVersion(span.run, span.sequence, span.version, span.digest)
+    one = span.adapter
+    if one is None:
+        return base, None, None
+    return base, one.name, WeightVersion(span.run, one.sequence, one.version, one.digest)
 
 
 def incarnation(worker: Worker) -> str:
@@ -92,7 +109,8 @@ def is_paused(worker: Worker) -> bool:
     return worker.state.pause_mode is not None
 
 
-_REQUEST: ContextVar[Request] = ContextVar("request")
+REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+"""The changing op that is being carried out."""
 
 
 def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
@@ -101,13 +119,14 @@ def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
     change, handlers = dispatcher._change, dispatcher._handlers
 
     async def watched_change(request: Request, body: Any) -> Any:
-        _REQUEST.set(request)
+        REQUEST.set(request)
         return await change(request, body)
 
     def watched(handler: Any) -> Any:
         def handle(body: Any, fence: int) -> Any:
-            if fence:
-                doing(_REQUEST.get())
+            request = REQUEST.get()
+            if fence and request is not None:
+                doing(request)
             return handler(body, fence)
 
         return handle

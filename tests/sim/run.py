@@ -25,12 +25,13 @@ from rl_plane.lock import HeldLock
 from rl_plane.streams import IncomingStream
 from tests.sim.checks import Violation
 from tests.sim.faults import Faults, Scenario
-from tests.sim.trainers import Trainers, call
+from tests.sim.trainers import ADAPTERS, Trainers, call
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
 from tests.sim.world import Coordinator, World, sim_connect, watched_lock
-from worker.engines.fake import make_fake_model
+from worker.engines.fake import make_fake_adapter, make_fake_model
 
 MODELS = 5
+ADAPTER_FILES = 3
 STEPS_S = 4.0
 """Calls and faults a second."""
 LONG_SHARE = 0.05
@@ -48,6 +49,12 @@ def models() -> list[Path]:
     root = Path(tempfile.gettempdir()) / f"rl-plane-sim-{os.getuid()}"
     found = [make_fake_model(root / f"m{seed}", seed=seed, tensors=2, nbytes=64) for seed in range(MODELS)]
     return [*found, make_fake_model(root / "wrong", seed=9, tensors=3, nbytes=64)]
+
+
+@lru_cache(maxsize=1)
+def adapters() -> list[Path]:
+    root = models()[0].parent
+    return [make_fake_adapter(root / f"a{seed}", seed, models()[0]) for seed in range(ADAPTER_FILES)]
 
 
 @dataclass
@@ -109,7 +116,7 @@ def run_seed(seed: int) -> Result:
 
 
 def _run(seed: int, loop: VirtualLoop, rng: random.Random) -> Result:
-    world = World(loop, rng, models())
+    world = World(loop, rng, models(), adapters())
     try:
         loop.run_until_complete(_life(world))
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop
@@ -139,7 +146,8 @@ async def _life(world: World) -> None:
             if alive := world.frontends():
                 one = rng.choice(alive)
                 tokens = 30 if rng.random() < LONG_SHARE else rng.choice([1, 3])
-                one.process.spawn(_checked(world, world.generate(one, tokens)))
+                adapter = rng.choice(ADAPTERS) if "lora" in scenario.calls and rng.random() < 0.3 else None
+                one.process.spawn(_checked(world, world.generate(one, tokens, adapter)))
 
     asking = loop.create_task(_checked(world, clients()))
     end = loop.now + scenario.life_s

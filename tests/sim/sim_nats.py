@@ -20,8 +20,7 @@ from typing import Any
 
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.subjects import ADVISORY, Bucket
-from tests.sim.product import Entry
+from rl_plane.subjects import ADVISORY, Bucket, Entry
 from tests.sim.virtual_loop import PROCESS
 
 DELAY_S = (0.0001, 0.003)

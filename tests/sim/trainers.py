@@ -14,9 +14,10 @@ UPDATE_BOUND_S = 240.0
 CHANGE_BOUND_S = 150.0
 READ_BOUND_S = 20.0
 """I5: the time-outs of a call's phases and its retries, added up. What its own process stood still is not counted."""
+ADAPTERS = ("red", "blue")
 PHASES = {"prepare_timeout_s": 20.0, "commit_timeout_s": 20.0}
 READS = ("state", "workers", "weight_version", "updates", "ready", "describe")
-UPDATES = ("update_weights", "complete_weights_update", "prepare_weights_update", "abort_weights_update")
+UPDATES = ("new_run", "update_weights", "complete_weights_update", "prepare_weights_update", "abort_weights_update")
 
 
 async def call(
@@ -133,6 +134,36 @@ class Trainers:
         )
         await call(self.world, by, "update_weights", {**body, **wrong}, name)
 
+    async def _rolling(self, by: Coordinator) -> None:
+        name, body = self.body()
+        body["policy"]["barrier"] = "rolling"
+        await call(self.world, by, "update_weights", body, name)
+
+    async def _unstaged(self, by: Coordinator) -> None:
+        name, body = self.body()
+        body["policy"]["staging"] = "none"
+        await call(self.world, by, "update_weights", body, name)
+
+    async def _lora(self, by: Coordinator) -> None:
+        world, rng = self.world, self.world.rng
+        name, body = self.body()
+        op = rng.choice(["load", "load", "swap", "swap", "unload"])
+        body["target"] = {"kind": "lora", "op": op, "name": rng.choice(ADAPTERS)}
+        body["transport"] = {"backend": "filesystem", "path": str(rng.choice(world.adapters))}
+        if op == "unload":
+            del body["transport"]
+        if rng.random() < 0.2:
+            body["policy"]["barrier"] = "rolling"
+        await call(world, by, "update_weights", body, name)
+
+    async def _drop_adapters(self, by: Coordinator) -> None:
+        name, body = self.body()
+        body["target"] = {"kind": "base", "adapters": "drop"}
+        await call(self.world, by, "update_weights", body, name)
+
+    async def _new_run(self, by: Coordinator) -> None:
+        await call(self.world, by, "new_run", {})
+
     async def _keep_pause(self, by: Coordinator) -> None:
         name, body = self.body()
         body["policy"]["keep_pause"] = True
@@ -218,6 +249,12 @@ class Trainers:
 
 
 KINDS = (
+    "rolling",
+    "unstaged",
+    "lora",
+    "lora",
+    "drop_adapters",
+    "new_run",
     "twice",
     "pinned",
     "invalid",

@@ -19,13 +19,12 @@ from rl_plane.fleet import Fleet
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member, fingerprint
-from rl_plane.subjects import MEMBER_PREFIX, SESSION, Subjects
+from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
 from tests.sim import product
 from tests.sim.checks import CALL, CallRecord, Checks
 from tests.sim.desired import Desired
 from tests.sim.engine import SimEngine, SimTransport
 from tests.sim.process import InlineEngine, Process
-from tests.sim.product import Entry
 from tests.sim.sim_nats import SimServer
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
 from worker.staging import model_digest
@@ -55,6 +54,7 @@ class World:
     loop: VirtualLoop
     rng: random.Random
     models: list[Path]
+    adapters: list[Path]
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -229,12 +229,12 @@ class World:
 
     # ---- generation ----
 
-    async def generate(self, coordinator: Coordinator, tokens_wanted: int) -> None:
+    async def generate(self, coordinator: Coordinator, tokens_wanted: int, adapter: str | None = None) -> None:
         assert coordinator.frontend is not None
         process = coordinator.process
         prompt = [self.rng.randrange(3, 200) for _ in range(3)]
         request = GenerateRequest(
-            id=f"r{next(self.numbers)}", prompt_token_ids=prompt, max_tokens=tokens_wanted, logprobs=False
+            id=f"r{next(self.numbers)}", prompt_token_ids=prompt, max_tokens=tokens_wanted, adapter=adapter
         )
         tokens: list[int] = []
         spans: list[Any] = []
