@@ -36,7 +36,8 @@ class SimEngine(FakeEngine):
         await super().liveness()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        self._world.checks.admitted(self._process, self, request.adapter)
+        if not self._closed:
+            self._world.checks.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta
 
