@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ class MembershipView:
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
         self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._reconnected_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -143,7 +145,9 @@ class MembershipView:
         return identity in self._dead_connections
 
     def found_dead(self, instance_id: str, revision: int) -> None:
-        """Somebody has proof: a 503 to the member registered at `revision`."""
+        """Somebody has proof: a 503 to the member registered at `revision`. Just after a reconnect it is none."""
+        if time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S:
+            return
         self._carry_out(self._core.found_dead(instance_id, revision))
 
     # ---- events in ----
@@ -170,6 +174,7 @@ class MembershipView:
         self._carry_out(self._core.disconnected(*identity))
 
     async def _reconnected(self) -> None:
+        self._reconnected_at = time.monotonic()
         self._probes.restart()
         self._resync_wanted.set()
 

@@ -171,7 +171,8 @@ class RecordFollower:
                 await self._wanted.wait()
 
     async def _try(self, instruction: Instruction) -> bool:
-        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away."""
+        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away, or the
+        same would be tried again at once."""
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
@@ -188,6 +189,8 @@ class RecordFollower:
             self._core.fetch_failed(why(error), time.monotonic())
             if self._state.digest is None:  # frozen requests could wait for ever
                 await self._engine.run(self._adapter.abort(None))
+            self._tell()
+            return self._core.next(time.monotonic()) != instruction
         self._tell()
         return True
 

@@ -30,6 +30,7 @@ OPEN_AFTER_S = SERVING_LEASE_S + LEASE_MARGIN_S
 SLACK_S = 0.01
 WITNESS_S = 10.0
 """A worker that was undisturbed so long could be asked by every coordinator."""
+AFTERMATH_S = 2.0
 RECOVERY_S = 60.0
 """After a store lost writes, what was committed is open until somebody has written the newest decision back."""
 
@@ -121,6 +122,8 @@ class Checks:
         subjects = self.world.subjects
         if bucket == subjects.members and key.startswith(MEMBER_PREFIX):
             self.fingerprints.append((self.now, self.world.fingerprint()))
+            if not value:
+                self.world.say(f"member {key[-2:]} is taken out")
         if bucket != subjects.state or key != RECORD or not value:
             return
         record = DecisionRecord.decode(value)
@@ -321,12 +324,12 @@ class Checks:
     def failed_stream(self, frontend: Process, worker: Process | None, error: str, start: float) -> None:
         """I8: a stream that has begun ends with an error only if something was done to one of its ends."""
         world = self.world
-        if worker is None or not worker.alive or world.server.stalls:
+        if worker is None or not worker.alive or world.server.stalled:
             return
-        if min(frontend.disturbed_at, worker.disturbed_at, world.outage_s) >= 0 and (
-            max(frontend.disturbed_at, worker.disturbed_at) >= start or world.outage_s > 4.0
-        ):
+        if max(frontend.disturbed_at, worker.disturbed_at) >= start - AFTERMATH_S or world.outage_s > 4.0:
             return
+        if self.lost_at.get(world.subjects.members.name, 0.0) >= start - AFTERMATH_S:
+            return  # nobody was a member for a moment
         self.fail("I8", f"a stream from {worker.name} to {frontend.name} ended with {error}, and both were well")
 
     # ---- at rest ----

@@ -36,7 +36,8 @@ class SimEngine(FakeEngine):
         await super().liveness()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        if not self._closed:
+        connected = any(bus.conn.is_connected for bus in self._process.buses)
+        if connected and not self._closed:  # else nobody hears of it, and its streams count as lost
             self._world.checks.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta

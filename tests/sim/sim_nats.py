@@ -278,6 +278,8 @@ class SimServer:
         self.lost_answers = 0.0
         self.stalls = 0.0
         """Of the messages, how many stand still on their way, and all behind them on the same path."""
+        self.stalled = False
+        """Has anything?"""
         self.duplicates = 0.0
         """Of the requests, how many come twice."""
         self.numbers = itertools.count(1)
@@ -298,6 +300,7 @@ class SimServer:
         if chance < SLOW_SHARE:
             return self.rng.uniform(*SLOW_S)
         if chance > 1.0 - self.stalls:
+            self.stalled = True
             return self.rng.uniform(*STALL_S)
         return self.rng.uniform(*DELAY_S)
 

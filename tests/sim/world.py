@@ -252,7 +252,7 @@ class World:
         except PlaneError as error:
             self.say(f"generate: {error.code}")
             if tokens and error.code in ("worker_lost", "engine_failed"):
-                self.checks.failed_stream(process, by, error.code, start)
+                self.checks.failed_stream(process, by, f"{error.code}: {error.message}", start)
             return
         self.served += 1
         self.checks.completed(process.name, prompt, tokens, spans, start)
