@@ -232,7 +232,10 @@ async def test_a_request_under_way_shares_nothing_that_two_adapters_made(
     long = Run(engine, ask(prompt, adapter="x", max_tokens=200))
     await long.reach(5)
     await load(engine, "x", made_by_peft["two"], sequence=2)
+    (allocator,) = engine._loop.batch_processor.cache.cache_allocators.values()  # type: ignore[union-attr]
+    named = set(allocator.ledger.hash_to_block)
     await long.reach(60)
+    assert set(allocator.ledger.hash_to_block) == named
     ids = [*prompt, *long.result.tokens[:40]]
     result = await run(engine, ask(ids, adapter="x", logprobs=True))
     assert result.logprobs == pytest.approx(plain_logprobs(plain["two"], ids, result.tokens), abs=1e-4)
@@ -257,6 +260,21 @@ async def test_witness_adapters_are_exact_in_any_company(
     for (seed, token), result in zip(asked, results, strict=True):
         chain = adapter_chain(seed, token, 24) if seed else witnessed(1, token, 24)
         assert (result.tokens, result.finish) == (chain, "length")
+
+
+async def test_an_adapter_waits_for_room_that_others_hold(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1], num_blocks=16, page_size=8)
+    await load(engine, "x", adapters[1])
+    held = [Run(engine, ask([n + 20] * 40, max_tokens=80 if n else 24)) for n in range(2)]
+    for one in held:
+        await one.reach(1)
+    waiting = Run(engine, ask([30] * 40, adapter="x", max_tokens=24))
+    await held[0].reach(4)
+    assert (await waiting.end()).tokens == adapter_chain(1, 30, 24)
+    for n, one in enumerate(held):
+        assert (await one.end()).tokens == witnessed(1, n + 20, 80 if n else 24)
 
 
 # changes
