@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
 from tests.test_hf_engine import (  # noqa: E402
     Run,
@@ -453,6 +453,21 @@ async def test_an_adapter_of_another_model_or_dtype(start: Start, root: Path, ti
     assert caught.value.facts["field"] == "cast"
     await load(engine, "x", path, cast=True)
     assert (await run(engine, ask([5], adapter="x"))).finish == "length"
+
+
+async def test_without_peft_there_are_no_adapters(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
+    engine = await start(tiny)
+    assert engine._info is not None
+    assert not [op for op in engine._info.capabilities if "update" in op]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bare = await start(tiny)
+    assert bare._info is not None
+    assert "rl-plane[hf]" in bare._info.capabilities["prepare_update:lora"]
+    with pytest.raises(Unsupported):
+        bare.adapter_spec(config)
 
 
 # base weights beside adapters
