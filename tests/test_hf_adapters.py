@@ -159,6 +159,23 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
         assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
 
 
+async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
+    """From 20 names on PEFT looks for shorter ones that mean the same."""
+    deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    paths = [
+        make_tiny_adapter(deep, root / f"deep-{seed}", seed, targets=targets)
+        for seed, targets in enumerate((every, every[1:6], every))
+    ]
+    engine, prompt = await start(deep), prompt_of(3, 20)
+    for number, path in enumerate(paths):
+        await load(engine, f"a{number % 2}", path, sequence=number)
+    for number in (1, 2):
+        result = await run(engine, ask(prompt, adapter=f"a{number % 2}", logprobs=True))
+        model = peft.PeftModel.from_pretrained(load_plain(deep), paths[number]).eval()
+        assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
+
+
 async def test_the_base_is_exact_before_beside_and_after_adapters(
     start: Start, tiny: Path, made_by_peft: dict[str, Path]
 ) -> None:
@@ -523,6 +540,18 @@ async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], ad
         assert result.spans[0].end == result.spans[1].start >= 20
     end = bare.spans[0].end
     assert bare.tokens == [*witnessed(1, 20, end), *witnessed(2, bare.tokens[end - 1], 200 - end)]
+
+
+async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, root: Path, tiny: Path) -> None:
+    other = make_tiny_model(root / "tiny-3", seed=3)
+    engine, prompt = await start(tiny, page_size=8), prompt_of(5, 50)
+    await run(engine, ask(prompt))
+    await engine.pause("keep", False)
+    await asyncio.to_thread(engine.overwrite, checkpoint(other), False, lambda: False)
+    await engine.resume()
+    result = await run(engine, ask(prompt, logprobs=True))
+    expected = plain_logprobs(load_plain(other), prompt, result.tokens)
+    assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
