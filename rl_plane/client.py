@@ -282,6 +282,10 @@ class RlClient:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
 
+    async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
+        """Sends `(subject, payload)` to each at once; their answers, in the same order."""
+        return await self._gather.run(targets, timeout_s)
+
     def _fenced(
         self, spec: Op, view: MembershipView, held: HeldLock | None
     ) -> AbstractAsyncContextManager[HeldLock | None]:

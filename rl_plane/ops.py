@@ -7,7 +7,7 @@ The names and meanings follow Dynamo's RL integration (PR 9131) where it has the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -286,12 +286,38 @@ class _Update(Body):
     """Allow float tensors of another float dtype than the engine's."""
     policy: UpdatePolicy = UpdatePolicy()
 
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> Self:
+        if self.policy.barrier == "rolling" and self.policy.staging == "none":
+            raise InvalidRequest(
+                "a rolling update serves the version before while the next one arrives, so it needs staging",
+                field="policy.staging",
+                fix="use staging host, or barrier strict",
+            )
+        return self
+
+
+def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:
+    """Weights come by a transport; an adapter goes without one."""
+    unload = isinstance(target, LoraTarget) and target.op == "unload"
+    if transport is None and not unload:
+        raise InvalidRequest(
+            "transport: Field required", field="transport", fix=f"say where the weights are (transport){instead}"
+        )
+    if transport is not None and unload:
+        raise InvalidRequest("nothing is fetched to unload an adapter", field="transport", fix="leave it out")
+
 
 class UpdateWeights(_Update):
     """One body for every update (seed of the shape: Dynamo PR 9131)."""
 
     transport: Transport | None
     """None only to unload an adapter."""
+
+    @model_validator(mode="after")
+    def _source(self) -> Self:
+        check_source(self.target, self.transport)
+        return self
 
 
 class Rollback(Body):
@@ -312,14 +338,9 @@ class UpdateCall(_Update):
     it only `version` and `policy`."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> UpdateCall:
+    def _one_source(self) -> Self:
         if self.rollback is None:
-            if self.transport is None:
-                raise InvalidRequest(
-                    "transport: Field required",
-                    field="transport",
-                    fix="say where the weights are (transport), or which earlier version is meant (rollback)",
-                )
+            check_source(self.target, self.transport, ", or which earlier version is meant (rollback)")
             return self
         given = {"transport", "target", "encoding", "digest", "cast"} & self.model_fields_set
         if given:

@@ -99,6 +99,14 @@ class DecisionRecord:
         return self.made.sequence
 
     @property
+    def made_source(self) -> Source:
+        """Of the version that this update made."""
+        for adapter in self.adapters.values():
+            if adapter.version == self.made:
+                return adapter.source
+        return self.source if self.version == self.made else Source(None)  # nothing brings an adapter that went
+
+    @property
     def held(self) -> Held:
         return Held(self.version, {name: adapter.version for name, adapter in self.adapters.items()})
 

@@ -28,6 +28,9 @@ class Delivery(Protocol):
     adapter_config: Mapping[str, Any] | None
     """Of an adapter: its PEFT config, as published; None: base weights."""
 
+    adapter_config_raw: bytes | None
+    """The same before it was parsed: the version's digest covers these bytes."""
+
     refetchable: bool
     """May the same bytes be fetched again later (by a worker that heals)?"""
 
