@@ -142,8 +142,7 @@ async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> No
 async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(2)
     client = await plane.client()
-    for worker in workers:
-        await until_running(plane, client, worker.instance_id, 0)
+    await client.run("ready", {"min_workers": 2, "wait_s": 30})
     await ask(http, nvext={"instance_id": workers[0].instance_id})
     await ask(http, nvext={"instance_id": workers[1].instance_id})
     reply = await ask(http, n=4, seed=3, max_tokens=2, return_token_ids=True)
