@@ -291,7 +291,8 @@ async def test_an_update_under_way_labels_each_token(plane: Plane, http: httpx.A
     assert (await ask(http))["nvext"]["weight_version"] == new
 
 
-async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClient, barrier: str) -> None:
     plane.spawn_many(2)
     await ask(http)
     digests: dict[int, str] = {}
@@ -309,7 +310,7 @@ async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClien
 
     tasks = [asyncio.create_task(callers()) for _ in range(4)]
     for seed in range(1, 6):
-        version = await update(plane, seed)
+        version = await update(plane, seed, barrier=barrier)
         # What is asked after the answer is made by the new version.
         assert (await ask(http))["nvext"]["weight_version"] == version
     done.set()
