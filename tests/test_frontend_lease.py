@@ -21,6 +21,7 @@ from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.subjects import FRONTEND_PREFIX, Entry
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
 from tests.scripted_worker import ScriptedWorker, Stream, decide
