@@ -87,13 +87,12 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
     gc.disable()
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # by a process that was killed
     numbers = iter(range(1 << 62))
-    born: dict[int, int] = {}
     stand_ins: list[tuple[Any, str, Any]] = [
         (secrets, "token_hex", lambda count=16: f"{names.getrandbits(8 * count):0{2 * count}x}"),
         (uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128))),
         (Bus, "connect", classmethod(sim_connect)),
         (HeldLock, "__init__", watched_lock(HeldLock.__init__)),
-        (IncomingStream, "__hash__", lambda self: born.setdefault(id(self), next(numbers))),
+        (IncomingStream, "__hash__", lambda self: self.__dict__.setdefault("born", next(numbers))),
     ]
     try:
         with ExitStack() as stack:

@@ -14,6 +14,7 @@ UPDATE_BOUND_S = 240.0
 CHANGE_BOUND_S = 150.0
 READ_BOUND_S = 20.0
 """I5: the time-outs of a call's phases and its retries, added up. What its own process stood still is not counted."""
+UNSTAGED_INVALID = False
 ADAPTERS = ("red", "blue")
 PHASES = {"prepare_timeout_s": 20.0, "commit_timeout_s": 20.0}
 READS = ("state", "workers", "weight_version", "updates", "ready", "describe")
@@ -141,6 +142,8 @@ class Trainers:
 
     async def _unstaged(self, by: Coordinator) -> None:
         name, body = self.body()
+        if not UNSTAGED_INVALID:
+            body["transport"]["path"] = str(self.world.rng.choice(self.world.models[1:-1]))
         body["policy"]["staging"] = "none"
         await call(self.world, by, "update_weights", body, name)
 
