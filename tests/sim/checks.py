@@ -182,14 +182,13 @@ class Checks:
         if fence is None or fence < self._fence_of.get(incarnation, 0):
             self.fail("I1", f"{process.name} does {request.op} under {fence}, after a newer coordinator's ops")
         self._fence_of[incarnation] = fence or 0
-        about = request.body.get("record", {}).get("made", {}).get("label")
-        self.done.append((fence or 0, request.op, process.name, about))
+        self.done.append((fence or 0, request.op, process.name, product.label_in(request)))
 
     def touching(self, process: Process, what: str) -> None:
         """Something changes in a worker, perhaps because a coordinator said so."""
         request = product.REQUEST.get()
         if request is not None and request.fence is not None:
-            self.done.append((request.fence, what, process.name, None))
+            self.done.append((request.fence, what, process.name, product.label_in(request)))
 
     # ---- weights: I2, I3 ----
 

@@ -109,6 +109,12 @@ def is_paused(worker: Worker) -> bool:
     return worker.state.pause_mode is not None
 
 
+def label_in(request: Request) -> str | None:
+    """Of the decision that an op carries: it may be an earlier one, which a coordinator finishes first."""
+    label: str | None = request.body.get("record", {}).get("made", {}).get("label")
+    return label
+
+
 REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 """The changing op that is being carried out."""
 

@@ -14,7 +14,7 @@ UPDATE_BOUND_S = 240.0
 CHANGE_BOUND_S = 150.0
 READ_BOUND_S = 20.0
 """I5: the time-outs of a call's phases and its retries, added up. What its own process stood still is not counted."""
-UNSTAGED_INVALID = False
+UNSTAGED_INVALID = True
 ADAPTERS = ("red", "blue")
 PHASES = {"prepare_timeout_s": 20.0, "commit_timeout_s": 20.0}
 READS = ("state", "workers", "weight_version", "updates", "ready", "describe")
