@@ -35,6 +35,10 @@ RECONNECT_GRACE_S = 1.0
 STALLED_FACTOR = 3.0
 """A sweep that comes this many intervals late shows that this process stood still."""
 REMEMBERED_DISCONNECTS = 4096
+EPOCH_KEY = MEMBER_PREFIX + "epoch"
+"""Of no worker: markers are written to it to raise the epoch."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: more than a day of joins and leaves."""
 
 PING = encode(Request("ping").to_wire())
 
@@ -197,8 +201,23 @@ class MembershipView:
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
         await self.read_record()
+        known = self._core.epoch
         entries, last = await self.bus.read_all(self.subjects.members)
+        if last < known:
+            await self._raise_epoch(known)
+            entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
+
+    async def _raise_epoch(self, known: int) -> None:
+        """The store has lost writes that it had acknowledged. Epochs that were told must not come again for another
+        fleet, and whoever follows the feed must not take what comes for old: so the sequence is raised above them."""
+        members = self.subjects.members
+        log.warning("the members' store has gone back below epoch %d", known)
+        for _ in range(MAX_RAISES):
+            entry = await self.bus.get(members, EPOCH_KEY)
+            with contextlib.suppress(WrongSequence):  # another one raises it too
+                if await self.bus.purge(members, EPOCH_KEY, entry.sequence if entry is not None else 0) > known:
+                    return
 
     # ---- instructions out ----
 
