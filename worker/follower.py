@@ -352,6 +352,10 @@ class RecordFollower:
             for name, version in step.record.held.adapters.items():
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
+            if keep_pause and self._state.pause_mode is None:
+                mode = step.record.pause_mode
+                await self._engine.run(self._adapter.pause(mode, False))
+                self._state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
             return None
         return await self._swap(step, keep_pause)
 
