@@ -20,6 +20,8 @@ class Desired:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.tidied = False
+        """Has an operator undone everything?"""
 
     def _calls(self, *ops: str) -> list[CallRecord]:
         """That held the lock, in their order."""
@@ -61,11 +63,8 @@ class Desired:
             self._unknown and any(self._of(instance_id, self._calls("disable")))
         ):
             reasons.add("disabled")
-        memory: bool = False
-        for call in self._calls("release_memory", "resume_memory"):
-            memory = call.op == "release_memory" or (memory and call.outcome != "ok")
-        if memory or (self._unknown and self._calls("release_memory")):
-            reasons.add("memory")
+        if self._calls("release_memory") and not self.tidied:
+            reasons.add("memory")  # who was away when it was resumed has not heard of it
         return reasons
 
     def _disabled(self, instance_id: str) -> bool | None:

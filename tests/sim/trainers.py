@@ -242,6 +242,7 @@ class Trainers:
             await self._surely(by, "enable", {"workers": members})
         await self._surely(by, "resume_memory", {})
         await self._surely(by, "resume", {})
+        world.desired.tidied = True
 
     async def _surely(self, by: Coordinator, op: str, body: dict[str, Any]) -> None:
         for _ in range(5):
