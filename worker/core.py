@@ -188,8 +188,12 @@ class WorkerCore:
             state.open("updating")
         else:
             state.close("updating")
-        if self._missing() is not None and not self._may_serve_the_old():
+        if self._may_serve_the_old():
+            return
+        if self._missing() is not None:
             state.close("behind", state.closed.get("behind", ""))
+        elif self._held() != record.held:
+            state.sequence = None  # the same bytes under another label: of another run, even the number may be the same
 
     def ticked(self, now: float) -> None:
         if self.record is not None:
@@ -251,7 +255,8 @@ class WorkerCore:
 
     def swapping(self, swap: Swap | Unload) -> None:
         """From here until `swapped` the engine holds weights of no version."""
-        self.staged = None
+        if isinstance(swap, Swap):
+            self.staged = None
         if swap.name is None:
             self.state.lose_weights("swapping")
         else:

@@ -211,7 +211,10 @@ class RecordFollower:
         async with self.changing:
             if self._core.next(time.monotonic()) != instruction:
                 return  # a commit was faster, or another decision came
-            keep_pause = await self._fleet_is_paused()
+            record = self._core.record
+            # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
+            keep_pause = record is not None and record.keep_pause and not record.final
+            keep_pause = keep_pause or await self._fleet_is_paused()
             if self._core.next(time.monotonic()) != instruction:
                 return
             await self._step(instruction, keep_pause)

@@ -110,8 +110,7 @@ class WorkerState:
             )
         if incarnation is not None and incarnation != self.incarnation:
             raise NotAdmitted(f"worker {self.instance_id} is a new process")
-        assert self.sequence is not None, "open without a version"
-        if sequence is not None and sequence != self.sequence:
+        if self.sequence is None or (sequence is not None and sequence != self.sequence):
             raise NotAdmitted(
                 f"{self.instance_id} serves sequence {self.sequence}, the request is for {sequence}",
                 sequence=self.sequence,
