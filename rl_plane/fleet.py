@@ -37,9 +37,9 @@ from rl_plane.fleet_replies import (
     facts_of,
     head,
     in_order,
+    is_serving,
     join,
     merged,
-    serving,
     updated,
 )
 from rl_plane.history import (
@@ -190,7 +190,7 @@ class Fleet:
         reply = await self._liveness(call)
         record = call.view.record
         out = await self._ask(call, "state")
-        serving = [row for row in out.rows if row.status == "ok" and serving(row, record)]
+        serving = [row for row in out.rows if row.status == "ok" and is_serving(row, record)]
         wanted = max(1, call.select.min_workers)
         if len(serving) < wanted:
             raise Unavailable(
@@ -208,7 +208,7 @@ class Fleet:
         return merged(
             call,
             out,
-            ready=bool(bodies) and not out.failed and all(serving(row, record) for row in out.rows),
+            ready=bool(bodies) and not out.failed and all(is_serving(row, record) for row in out.rows),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
             pause_state=common([body["pause_state"] for body in bodies], "mixed"),
             applied_weight_version=common([body["applied_weight_version"] for body in bodies], None),

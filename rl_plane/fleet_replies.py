@@ -34,7 +34,7 @@ class Call:
     start: float
 
 
-def serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
+def is_serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
     return record is not None and serves(row, record)
 
 
