@@ -367,7 +367,7 @@ class Fleet:
         """The update itself: a roll-back is one with the source and the digest that the history has."""
         given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
         if asked.rollback is None:
-            return ops.UpdateWeights.model_validate({"transport": None, **given})
+            return ops.UpdateWeights.model_validate(given)
         state = call.view.subjects.state
         entries = await read_history(self.client.bus, state)
         record = await read_record(self.client.bus, state)
