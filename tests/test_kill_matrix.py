@@ -7,30 +7,32 @@ One case: `-k fake-kill-worker-gate.before`; other choices within the cases: `KI
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import pytest_asyncio
 
-from tests.killing import SEED, Case, Matrix
+from tests.killing import Case, Engine, Fault, Matrix, Victim
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
 
-BOUNDARIES = [
-    f"{phase}.{side}"
-    for phase in ("prepare_update", "gate", "commit_update", "open")
-    for side in ("before", "after")
+PHASES = ("prepare_update", "gate", "commit_update", "open")
+BOUNDARIES = [f"{phase}.{side}" for phase in PHASES for side in ("before", "after")]
+FAULTS: tuple[Fault, ...] = ("kill", "stop")
+VICTIMS: tuple[Victim, ...] = ("worker", "coordinator", "nats")
+POINTS: dict[Engine, Sequence[str]] = {
+    "fake": BOUNDARIES,
+    "hf": ("prepare_update.after", "commit_update.after"),  # real weights around the decision and the swap
+}
+CASES = [
+    Case(engine, fault, victim, point)
+    for engine, points in POINTS.items()
+    for point in points
+    for fault in FAULTS
+    for victim in VICTIMS
 ]
-FAULTS = [(fault, victim) for fault in ("kill", "stop") for victim in ("worker", "coordinator", "nats")]
-CASES = [Case("fake", fault, victim, point) for point in BOUNDARIES for fault, victim in FAULTS]
-# Real weights: the boundaries around the decision and the swap.
-CASES += [
-    Case("hf", fault, victim, point)
-    for point in ("prepare_update.after", "commit_update.after")
-    for fault, victim in FAULTS
-]
-FLEETS = {"fake": 2, "hf": 1}
+FLEETS: dict[Engine, int] = {"fake": 2, "hf": 1}
 """Side by side: most of a case is waiting for a lease or a start."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -41,16 +43,12 @@ async def matrix(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Matrix]:
     """Begins at once with all cases that were selected; each test waits for its own."""
-    chosen = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
-    ]
+    names = {item.name for item in request.session.items if item.path == request.path}
+    chosen = [case for case in CASES if any(name.endswith(f"[{case}]") for name in names)]
     matrix = Matrix(chosen, tmp_path_factory.mktemp("kill"), FLEETS)
     yield matrix
     await matrix.close()
-    for case, took_s in matrix.took.items():
-        print(f"{took_s:6.1f} s  {case}  (KILL_SEED={SEED})")
+    print(matrix.report())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
