@@ -27,6 +27,7 @@ from rl_plane.cli.up import python
 from rl_plane.demo.processes import child_environment
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from tests.conftest import stop_process
 from worker.engines.fake import fake_token, make_fake_model
 from worker.holds import VARIABLE as HOLD_DIR
 from worker.staging import model_digest
@@ -58,12 +59,6 @@ TAIL_LINES = 40
 
 TRANSIENT = frozenset({503, 504})
 """What a client may be told while something is down."""
-
-
-def stop_process(pid: int) -> None:
-    """SIGSTOP; returns when it stands still: the signal alone leaves it time for one more answer."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 class Wrong(Exception):
@@ -352,7 +347,6 @@ class RealFleet:
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
         self._made = 0
-        self._stopped: set[int] = set()
         self._printer = Printer()
         self._supervisor = Supervisor(self._printer, self._event, self._line)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
@@ -429,7 +423,6 @@ class RealFleet:
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)
-        self._stopped.add(pid)
         stop_process(pid)
         self._event(f"{name} was stopped")
 
