@@ -59,8 +59,10 @@ EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON)
 
 - `member`: `{change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}`
 - `update`: `{change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
-  excluded?}`; `committed` once it is decided, `finished` once each worker's outcome is known
-- `admission`: `{instance_id, incarnation, open, reasons, paused, version}`, when one of them has changed
+  excluded?, state?}`; `committed` once it is decided, `finished` once each worker's outcome is known. `version` is what
+  the update made, of the base or of an adapter; `committed` also has `state`: `{version, adapters}`, what is served now
+- `admission`: `{instance_id, incarnation, open, reasons, paused, version, sequence, adapters}`, when one of them has
+  changed
 - `end`: `{reason: slow | stopping}`, the last one: connect again
 
 Nothing is told again: read `state` once the first bytes have come, then follow. A comment comes every 15 s.

@@ -1,132 +1,231 @@
-"""The committed versions that this frontend has known: tokens of any other are not delivered."""
+"""The committed states that this frontend has known: tokens of any other are not delivered."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from nats.aio.msg import Msg
-
-from rl_plane.bus import Bus, is_marker
-from rl_plane.errors import BusUnreachable, PlaneError, Unlabelled
-from rl_plane.generation import VersionSpan
-from rl_plane.record import DecisionRecord, record_of
-from rl_plane.subjects import RECORD, Bucket
+from rl_plane.errors import PlaneError, StaleWeights, Unlabelled
+from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, Held
 from rl_plane.versions import WeightVersion
+from rl_plane.view import MembershipView
 
 log = logging.getLogger("frontend.committed")
 
 MAX_HISTORY = 1024
-"""Versions back that a reply may name: a stream that is older than a thousand updates is a mistake."""
+"""States back that a reply may name: a stream that is older than a thousand updates is a mistake."""
+STALE_AFTER_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""So long after an update has ended no worker that follows the record still makes tokens by the weights before."""
+
+Key = tuple[str, int, str, tuple[str, int, str] | None]
+"""What a token was made by: run, sequence and digest of the base; name, sequence and digest of the adapter."""
+
+
+def key_of(version: WeightVersion, adapter: str | None = None, of_adapter: WeightVersion | None = None) -> Key:
+    with_adapter = None
+    if adapter is not None and of_adapter is not None:
+        with_adapter = (adapter, of_adapter.sequence, of_adapter.digest)
+    return version.run, version.sequence, version.digest, with_adapter
+
+
+def key_of_span(span: VersionSpan) -> Key:
+    adapter = span.adapter
+    with_adapter = (adapter.name, adapter.sequence, adapter.digest) if adapter is not None else None
+    return span.run, span.sequence, span.digest, with_adapter
+
+
+def _keys(held: Held) -> set[Key]:
+    return {
+        key_of(held.version),
+        *(key_of(held.version, name, version) for name, version in held.adapters.items()),
+    }
+
+
+@dataclass(slots=True)
+class Interval:
+    """The places at which a key was committed."""
+
+    first: int
+    last: int
+    replaced_at: float | None = None
+    """When an update that ended without it became known; loop seconds."""
+
+    def is_stale(self, now: float) -> bool:
+        return self.replaced_at is not None and now - self.replaced_at > STALE_AFTER_S
 
 
 class History:
-    """Which versions were committed, in the order in which they became known."""
+    """What was committed, in the order in which it became known. Each record that changes that is a place. Time is
+    passed in: loop seconds."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[tuple[str, int, str], int] = OrderedDict()
+        self._intervals: OrderedDict[Key, Interval] = OrderedDict()
+        self._now: set[Key] = set()
+        self._lapsed: set[Key] = set()
+        """Not committed any more, but the update that replaced it goes on."""
         self.count = 0
-        """Of all versions ever; a version's place is the count when it was added."""
+        """Of all places ever: the newest one."""
 
-    def add(self, version: WeightVersion) -> None:
-        key = (version.run, version.sequence, version.digest)
-        if key not in self._order:
+    def add(self, record: DecisionRecord, now: float) -> None:
+        keys = _keys(record.held)
+        if record.rolling_from is not None:
+            keys |= _keys(record.rolling_from)
+        if keys != self._now:
             self.count += 1
-            self._order[key] = self.count
-            if len(self._order) > MAX_HISTORY:
-                self._order.popitem(last=False)
+            self._lapsed = (self._lapsed | self._now) - keys
+            self._now = keys
+        for key in keys:
+            interval = self._intervals.setdefault(key, Interval(self.count, self.count))
+            interval.last, interval.replaced_at = self.count, None
+            self._intervals.move_to_end(key)
+        if record.final:
+            for key in self._lapsed & self._intervals.keys():
+                self._intervals[key].replaced_at = now
+            self._lapsed.clear()
+        while len(self._intervals) > max(MAX_HISTORY, len(keys)):
+            self._intervals.popitem(last=False)
 
-    def place(self, run: str, sequence: int, digest: str) -> int | None:
-        return self._order.get((run, sequence, digest))
+    def interval(self, key: Key) -> Interval | None:
+        return self._intervals.get(key)
 
     def knows(self, spans: Sequence[VersionSpan]) -> bool:
-        return all(self.place(span.run, span.sequence, span.digest) is not None for span in spans)
+        return all(key_of_span(span) in self._intervals for span in spans)
 
     def check(self, spans: Sequence[VersionSpan], tokens: int, since: int) -> None:
-        """Unlabelled unless the spans cover exactly these tokens, by versions that were committed from place
+        """Unlabelled unless the spans cover exactly these tokens, by states that were committed from place
         `since` on (where the request began), in their order."""
-        end, last = 0, since
+        end, place = 0, since
         for span in spans:
             if span.start != end or span.end <= span.start:
                 raise Unlabelled(f"the worker's version spans leave a hole at token {end}", retry_after_s=1.0)
-            place = self.place(span.run, span.sequence, span.digest)
-            if place is None or place < last:
+            interval = self._intervals.get(key_of_span(span))
+            if interval is None or interval.last < place:
                 raise Unlabelled(
-                    f"tokens {span.start} to {span.end} were made under {span.version!r} ({span.sequence}), "
-                    "which was not the committed version then",
+                    f"tokens {span.start} to {span.end} were made under {span.version!r} ({span.sequence}"
+                    + (f", with {span.adapter.name} {span.adapter.version!r}" if span.adapter else "")
+                    + "), which was not the committed version then",
                     sequence=span.sequence,
                     digest=span.digest,
                     retry_after_s=1.0,
                 )
-            end, last = span.end, place
+            # The earliest place that it can have been leaves most room for what follows.
+            end, place = span.end, max(place, interval.first)
         if end != tokens:
             raise Unlabelled(f"the worker labelled {end} of {tokens} tokens", retry_after_s=1.0)
 
 
-class Committed:
-    """The record as the leader has it: read at the start and after each reconnect, and followed between."""
+class Labels:
+    """What made the tokens of one stream, as far as it has come."""
 
-    def __init__(self, bus: Bus, state: Bucket) -> None:
-        self.record: DecisionRecord | None = None
+    def __init__(self, history: History, adapter: str | None, since: int) -> None:
+        """`adapter`: that the request names; `since`: the history's place at which it was sent."""
+        self._history = history
+        self._adapter = adapter
+        self._since = since
+        self._tokens = 0
+        self._spans: Sequence[VersionSpan] = ()
+        self._last: Interval | None = None
+        """Of the last span."""
+
+    def take(self, delta: GenerateDelta, now: float) -> None:
+        """Unlabelled or StaleWeights where the delta may not be delivered."""
+        delivered = self._tokens
+        self._tokens += len(delta.token_ids)
+        if delta.spans or delta.finish_reason is not None:
+            self._check(delta.spans, delivered)
+        if not delta.token_ids:
+            return
+        if self._last is None:
+            raise Unlabelled("the worker does not say which weights made its tokens", retry_after_s=1.0)
+        if self._last.is_stale(now):
+            span = self._spans[-1]
+            raise StaleWeights(
+                f"the worker still generates under {span.version!r} ({span.sequence}), which was replaced more than "
+                f"{STALE_AFTER_S:g} s ago",
+                sequence=span.sequence,
+                digest=span.digest,
+                retry_after_s=1.0,
+            )
+
+    def _check(self, spans: Sequence[VersionSpan], delivered: int) -> None:
+        self._history.check(spans, self._tokens, self._since)
+        if any((span.adapter.name if span.adapter else None) != self._adapter for span in spans):
+            raise Unlabelled(
+                f"the tokens were not made with {f'the adapter {self._adapter!r}' if self._adapter else 'the base'}",
+                retry_after_s=1.0,
+            )
+        before = len(self._spans)
+        told = [(span.start, key_of_span(span)) for span in spans[:before]]
+        same = told == [(span.start, key_of_span(span)) for span in self._spans]
+        if not same or (before and spans[before - 1].end < delivered):
+            raise Unlabelled("the worker has changed its word on tokens that were delivered", retry_after_s=1.0)
+        self._spans = spans
+        if spans:
+            self._last = self._history.interval(key_of_span(spans[-1]))
+
+
+class Committed:
+    """The record as this frontend's view follows it, and what it said before."""
+
+    def __init__(self, view: MembershipView) -> None:
         self.history = History()
-        self._bus = bus
-        self._state = state
-        self._sequence = 0
+        self._view = view
         self._reading: asyncio.Task[None] | None = None
+        self._stop_listening: Callable[[], None] = lambda: None
+
+    @property
+    def record(self) -> DecisionRecord | None:
+        return self._view.record
 
     @property
     def version(self) -> WeightVersion | None:
         return self.record.version if self.record else None
 
-    async def start(self) -> None:
-        await self._bus.subscribe(self._state.feed(RECORD), self._feed)
-        await self._bus.flush()
-        self._bus.on_reconnect(self.read_again)
-        await self.read_again()
+    @property
+    def sequence(self) -> int | None:
+        """Of the one state that may be served now; None: there is none yet, or two of them."""
+        record = self.record
+        return record.sequence if record is not None and record.rolling_from is None else None
 
-    async def _feed(self, message: Msg) -> None:
-        headers = message.headers or {}
-        if not is_marker(headers):
-            self._take(DecisionRecord.decode(message.data), int(headers["Nats-Sequence"]))
+    def start(self) -> None:
+        if self.record is not None:
+            self._learnt(self.record)
+        self._stop_listening = self._view.listen_record(self._learnt)
 
-    def _take(self, record: DecisionRecord | None, sequence: int) -> None:
-        if record is None or sequence <= self._sequence:
-            return  # the feed and a read may overtake each other
-        self._sequence, self.record = sequence, record
-        self.history.add(record.version)
+    def stop(self) -> None:
+        self._stop_listening()
+        self._stop_listening = lambda: None
 
-    async def read_again(self) -> None:
-        """From the leader; callers at one time share one read."""
+    def _learnt(self, record: DecisionRecord) -> None:
+        self.history.add(record, asyncio.get_running_loop().time())
+
+    def labels(self, adapter: str | None) -> Labels:
+        """For a request that is sent now."""
+        return Labels(self.history, adapter, self.history.count)
+
+    async def is_known(self, version: WeightVersion) -> bool:
+        """Was it ever committed, as a base?"""
+        if self.history.interval(key_of(version)) is None:
+            await self.try_read()
+        return self.history.interval(key_of(version)) is not None
+
+    async def learn(self, spans: Sequence[VersionSpan]) -> None:
+        """Asks the leader about states that are not known here."""
+        if not self.history.knows(spans):
+            await self.try_read()
+
+    async def try_read(self) -> None:
+        """From the leader, if it answers; callers at one time share one read."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
         await asyncio.shield(self._reading)
 
     async def _read(self) -> None:
-        known = self._sequence
-        entry = await self._bus.get(self._state, RECORD)
-        if entry is not None:
-            if entry.sequence < known:
-                self._sequence = 0  # the leader never goes back: its store is a new one, and what it says holds
-            self._take(record_of(entry), entry.sequence)
-
-    async def check_spans(self, spans: Sequence[VersionSpan], tokens: int, since: int) -> None:
-        """See `History.check`; a version that is not known yet is looked up first."""
-        if not self.history.knows(spans):
-            await self.try_read()
-        self.history.check(spans, tokens, since)
-
-    async def place_of(self, version: WeightVersion) -> int | None:
-        """When it became known as committed; None: never."""
-        place = self.history.place(version.run, version.sequence, version.digest)
-        if place is None:
-            await self.try_read()
-            place = self.history.place(version.run, version.sequence, version.digest)
-        return place
-
-    async def try_read(self) -> None:
         try:
-            await self.read_again()
-        except (BusUnreachable, PlaneError) as error:
+            await self._view.read_record()
+        except PlaneError as error:
             log.warning("the record could not be read: %s", error)

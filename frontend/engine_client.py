@@ -1,4 +1,7 @@
-"""One generation request, carried to a worker and, while it has no token yet, to another if that one is lost."""
+"""One generation request, carried to a worker and, while it has no token yet, to another if that one is lost.
+
+It is sent only under this frontend's serving lease; what comes back is checked against what was committed, delta by
+delta, before it goes on."""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any
 
 import msgpack
 
-from frontend.committed import Committed
+from frontend.committed import Committed, Labels
 from frontend.fleet_status import FleetStatus
+from frontend.lease import FrontendLease
 from frontend.routing import Router
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -46,7 +50,7 @@ MAX_LOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A worker has taken the request; under `version` as it says."""
+    """A worker has taken the request; under `version` of the base as it says."""
 
     instance_id: str
     incarnation: str
@@ -65,6 +69,7 @@ class EngineClient:
         view: MembershipView,
         status: FleetStatus,
         committed: Committed,
+        lease: FrontendLease,
         admission_wait_s: float,
     ) -> None:
         self.router = Router()
@@ -72,6 +77,7 @@ class EngineClient:
         self._view = view
         self._status = status
         self._committed = committed
+        self._lease = lease
         self._admission_wait_s = admission_wait_s
         self._streams: dict[str, set[IncomingStream]] = {}
         self._stop_listening: Callable[[], None] | None = None
@@ -93,13 +99,14 @@ class EngineClient:
             self.router.forget(before.instance_id)
 
     async def generate(self, request: GenerateRequest, pinned: str | None = None) -> AsyncGenerator[Event, None]:
-        """Accepted, then deltas, of which the last has `finish_reason` and checked spans. Accepted may come again
+        """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Accepted may come again
         while no token has come: then another worker has taken over. Closing it aborts the request."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._admission_wait_s
         lost: list[Member] = []
         for attempt in itertools.count():
-            member = await self._pick(lost, pinned, give_up)
+            member = await self._pick(lost, pinned, request.adapter, give_up)
+            # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
             tokens = 0
             # A stream's id is used once: a worker takes the second one for a repetition of the first.
             stream_id = f"{request.id}.{attempt}" if attempt else request.id
@@ -119,23 +126,26 @@ class EngineClient:
                 # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.
                 if tokens or not (isinstance(error, NotAdmitted) or type(error) is Unavailable):
                     raise
-                before = self._committed.version
+                before = self._committed.record
                 await self._committed.try_read()
                 # Refused because we were behind: it may take the request now. Else it says when it opens.
-                if self._committed.version == before:
+                if self._committed.record == before:
                     self._status.refused(member.instance_id)
                 if loop.time() >= give_up:
                     raise
 
     # ---- choosing ----
 
-    async def _pick(self, lost: list[Member], pinned: str | None, give_up: float) -> Member:
+    async def _pick(self, lost: list[Member], pinned: str | None, adapter: str | None, give_up: float) -> Member:
+        """Under the serving lease."""
         loop = asyncio.get_running_loop()
         if pinned is not None:
             await self._check_pin(pinned)
         while True:
+            await self._lease.wait(give_up)
             gone = {member.instance_id for member in lost if self._is_current(member)}
-            admitted = self._status.admitted()
+            needed = self._needed(adapter)
+            admitted = self._status.admitted(needed)
             if pinned is not None:
                 admitted = {key: load for key, load in admitted.items() if key == pinned}
             if (chosen := self.router.pick(admitted, gone)) is not None:
@@ -144,8 +154,21 @@ class EngineClient:
                     return member
             left = give_up - loop.time()
             if left <= 0:
-                raise self._nobody(pinned, lost)
+                raise self._nobody(pinned, lost, needed)
             await self._status.wait_changed(left)
+
+    def _needed(self, adapter: str | None) -> str | None:
+        """The adapter that a worker must have told us of: while two states are served, not each worker has it."""
+        record = self._committed.record
+        if adapter is None or record is None:
+            return None
+        if adapter not in record.adapters:
+            raise NotFound(
+                f"the adapter {adapter[:200]!r} is not loaded any more",
+                field="model",
+                fix="list them: GET /v1/models",
+            )
+        return adapter if record.rolling_from is not None else None
 
     def _is_current(self, member: Member) -> bool:
         """Is it still this process? A new one under the same instance id may well take the request."""
@@ -163,11 +186,11 @@ class EngineClient:
                 fix="leave it out, or take one from GET /v1/rl/workers",
             )
 
-    def _nobody(self, pinned: str | None, lost: list[Member]) -> Unavailable:
+    def _nobody(self, pinned: str | None, lost: list[Member], needed: str | None) -> Unavailable:
         waited = f"after {self._admission_wait_s:g} s"
         if not len(self._view.snapshot()):
             return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-        closed = self._status.why_closed()
+        closed = self._status.why_closed(needed)
         if lost:
             return WorkerLost(
                 f"{len(lost)} workers were lost before a token came, and no other was there {waited}",
@@ -189,11 +212,10 @@ class EngineClient:
     async def _attempt(
         self, request: GenerateRequest, stream_id: str, member: Member
     ) -> AsyncGenerator[Event, None]:
-        version = self._committed.version
-        since = self._committed.history.count if version is None else await self._committed.place_of(version) or 0
+        labels = self._committed.labels(request.adapter)
         message = {
             "request": request.model_dump(exclude_defaults=True),
-            "sequence": version.sequence if version else None,
+            "sequence": self._committed.sequence,
             "incarnation": member.incarnation,
         }
         _check_size(message)
@@ -206,7 +228,7 @@ class EngineClient:
             streams.add(stream)
             if not self._is_current(member):
                 stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
-            async with aclosing(self._events(stream, request, since)) as events:
+            async with aclosing(self._events(stream, request, labels)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -218,25 +240,24 @@ class EngineClient:
                 del self._streams[member.instance_id]
 
     async def _events(
-        self, stream: IncomingStream, request: GenerateRequest, since: int
+        self, stream: IncomingStream, request: GenerateRequest, labels: Labels
     ) -> AsyncGenerator[Event, None]:
+        loop = asyncio.get_running_loop()
         async with aclosing(stream.messages()) as messages:  # type: ignore[type-var]
             first = await _next(messages, ACCEPT_TIMEOUT_S)
             if first is None:
                 raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s")
             accepted = _accepted(first)
-            if await self._committed.place_of(accepted.version) is None:
+            if not await self._committed.is_known(accepted.version):
                 raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
             yield accepted
-            made = 0
             while True:
                 message = await _next(messages, IDLE_TIMEOUT_S)
                 if message is None:
                     raise DeadlineExceeded(f"no token for {IDLE_TIMEOUT_S:g} s: is the fleet paused for ever?")
                 delta = _delta(message, request)
-                made += len(delta.token_ids)
-                if delta.finish_reason is not None:
-                    await self._committed.check_spans(delta.spans, made, since)
+                await self._committed.learn(delta.spans)
+                labels.take(delta, loop.time())
                 yield delta
                 if delta.finish_reason is not None:
                     return

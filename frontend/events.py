@@ -4,8 +4,11 @@ Each event has `id` (rising, over restarts too), `event` (its kind) and `data` (
 
 - `member`      {change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}
 - `update`      {change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
-                 excluded?}; `committed` when it is decided, `finished` when the outcome of each worker is known
-- `admission`   {instance_id, incarnation, open, reasons, paused, version}: one of these has changed
+                 excluded?, state?}; `committed` when it is decided, `finished` when the outcome of each worker is
+                 known. `version` is what the update made, of the base or of an adapter; `committed` also has
+                 `state`: {version, adapters}, what is to be served from now on
+- `admission`   {instance_id, incarnation, open, reasons, paused, version, sequence, adapters}: one of these has
+                 changed
 - `end`         {reason: slow | stopping}: the last event; connect again, and read the state
 
 Nothing is told again: whoever connects reads `state` after the first bytes have come, and then follows.
@@ -29,7 +32,7 @@ from rl_plane.errors import Unavailable
 from rl_plane.history import UpdateEntry
 from rl_plane.membership import Changed
 from rl_plane.record import DecisionRecord
-from rl_plane.subjects import HISTORY_PREFIX, RECORD
+from rl_plane.subjects import HISTORY_PREFIX
 from rl_plane.versions import WeightVersion
 from rl_plane.view import MembershipView
 
@@ -83,26 +86,29 @@ class FleetEvents:
         self._last_id = int(time.time() * 1000)
         self._workers: dict[str, dict[str, Any]] = {}
         """instance_id → the last `admission` event's data."""
-        self._committed: WeightVersion | None = None
+        self._made: WeightVersion | None = None
+        """By the last update that was told as committed."""
         self._updates: dict[tuple[str, str, float | None], None] = {}
         self._stop_view: Callable[[], None] = lambda: None
+        self._stop_record: Callable[[], None] = lambda: None
         self._stopping = False
 
     async def start(self) -> None:
         """Before the status is started, so that every change of it is seen."""
         state = self._view.subjects.state
-        self._committed = self._view.record.version if self._view.record is not None else None
+        self._made = self._view.record.made if self._view.record is not None else None
         self._stop_view = self._view.listen(self._member)
+        self._stop_record = self._view.listen_record(self._record)
         self._status.on_status = self._worker
         await self._view.bus.subscribe(state.feed(HISTORY_PREFIX + ">"), self._history)
-        await self._view.bus.subscribe(state.feed(RECORD), self._record)
         await self._view.bus.flush()
 
     def stop(self) -> None:
         """Ends every stream, and takes no more listeners."""
         self._stopping = True
         self._stop_view()
-        self._stop_view = lambda: None
+        self._stop_record()
+        self._stop_view = self._stop_record = lambda: None
         for listener in self._listeners:
             listener.end("stopping")
 
@@ -165,22 +171,26 @@ class FleetEvents:
             "reasons": list(status.reasons),
             "paused": status.paused,
             "version": status.version,
+            "sequence": status.sequence,
+            "adapters": status.adapters,
         }
         if self._workers.get(instance_id) != now:
             self._workers[instance_id] = now
             self._tell("admission", now)
 
-    async def _record(self, message: Msg) -> None:
-        if is_marker(message.headers):
-            return
-        record = DecisionRecord.decode(message.data)
-        if record.version == self._committed:
-            return  # written back to a store that had lost it
-        self._committed = record.version
-        version = record.version.to_wire()
+    def _record(self, record: DecisionRecord) -> None:
+        if record.made == self._made:
+            return  # it was opened
+        self._made = record.made
         self._tell(
             "update",
-            {"change": "committed", "update_id": record.update_id, "label": version["label"], "version": version},
+            {
+                "change": "committed",
+                "update_id": record.update_id,
+                "label": record.made.label,
+                "version": record.made.to_wire(),
+                "state": record.held.to_wire(),
+            },
         )
 
     async def _history(self, message: Msg) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -23,7 +23,7 @@ from rl_plane.view import MembershipView
 log = logging.getLogger("frontend.status")
 
 ASK_CLOSED_S = 2.0
-"""How often workers that are closed or unknown are asked: a lost message then costs no more than this."""
+"""How often workers that are closed, unknown or behind are asked: a lost message then costs no more than this."""
 ASK_RETRY_S = 0.2
 """After a failed question, for example while NATS restarts."""
 REFUSED_S = 0.1
@@ -40,8 +40,12 @@ class WorkerStatus:
     heard_at: float
     """Monotonic seconds."""
     version: Mapping[str, Any] | None = None
-    """The committed version that it holds."""
+    """The committed version of the base that it holds."""
     paused: bool = False
+    sequence: int | None = None
+    """Of the committed state that it holds whole; None: it holds none."""
+    adapters: Mapping[str, Any] = field(default_factory=dict)
+    """Adapter → the version of it that it holds."""
 
     @property
     def open(self) -> bool:
@@ -57,6 +61,8 @@ class WorkerStatus:
             heard_at,
             wire.get("version"),
             bool(wire.get("paused")) or wire.get("pause_state") == "paused",
+            wire.get("sequence"),
+            wire.get("adapters") or {},
         )
 
 
@@ -90,8 +96,8 @@ class FleetStatus:
         if self._asking is not None:
             await end_tasks([self._asking])
 
-    def admitted(self) -> dict[str, int]:
-        """instance id → reported load, of the members that are open."""
+    def admitted(self, adapter: str | None = None) -> dict[str, int]:
+        """instance id → reported load, of the members that are open (and have told that they hold the adapter)."""
         now = time.monotonic()
         self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
         found = {}
@@ -102,12 +108,13 @@ class FleetStatus:
                 and status.open
                 and status.incarnation == member.incarnation
                 and member.instance_id not in self._refused_until
+                and (adapter is None or adapter in status.adapters)
             ):
                 found[member.instance_id] = status.load
         return found
 
-    def why_closed(self) -> dict[str, str]:
-        """instance_id → reasons, of the members that are not open."""
+    def why_closed(self, adapter: str | None = None) -> dict[str, str]:
+        """instance_id → reasons, of the members that are not open (or have not told that they hold the adapter)."""
         found = {}
         for member in self._view.snapshot():
             status = self._known.get(member.instance_id)
@@ -115,6 +122,8 @@ class FleetStatus:
                 found[member.instance_id] = "it has not answered"
             elif not status.open:
                 found[member.instance_id] = ", ".join(status.reasons)
+            elif adapter is not None and adapter not in status.adapters:
+                found[member.instance_id] = f"it has not loaded {adapter} yet"
         return found
 
     def refused(self, instance_id: str) -> None:
@@ -170,12 +179,15 @@ class FleetStatus:
     # ---- what is asked ----
 
     def _unsure(self) -> set[str]:
+        """Those that may take requests, or adapters, without our knowing."""
+        committed = self._view.record.sequence if self._view.record is not None else None
         return {
             member.instance_id
             for member in self._view.snapshot()
             if (status := self._known.get(member.instance_id)) is None
             or not status.open
             or status.incarnation != member.incarnation
+            or status.sequence != committed
         }
 
     async def _ask_forever(self) -> None:

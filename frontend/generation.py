@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from frontend.committed import Committed
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.openai import ChatBody, CompletionBody
@@ -38,10 +39,17 @@ DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models that every member serves."""
+    """What a request's `model` may name."""
 
     names: tuple[str, ...]
+    """The base models that every member serves."""
+    adapters: tuple[str, ...]
+    """The committed ones; a base model's name counts first."""
     max_model_len: int | None
+
+    @property
+    def base(self) -> str:
+        return self.names[0] if self.names else ""
 
     @classmethod
     def of(cls, view: MembershipView) -> Models:
@@ -49,7 +57,8 @@ class Models:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
         lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
-        return cls(tuple(sorted(names)), min(lengths, default=None))
+        adapters = set(view.record.adapters) - names if view.record is not None else set()
+        return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None))
 
 
 def _names(told: Any) -> set[str]:
@@ -59,13 +68,14 @@ def _names(told: Any) -> set[str]:
 class Generation:
     """What the routes do. One per frontend."""
 
-    def __init__(self, engines: EngineClient, view: MembershipView, wait_s: float) -> None:
+    def __init__(self, engines: EngineClient, view: MembershipView, committed: Committed, wait_s: float) -> None:
         self.outcomes: Counter[str] = Counter()
         """Finished calls by `ok`, `disconnected` or the error's code."""
         self.in_flight = 0
         """Choices under way."""
         self._engines = engines
         self._view = view
+        self._committed = committed
         self._wait_s = wait_s
         self._created = int(time.time())
 
@@ -73,33 +83,40 @@ class Generation:
 
     def list_models(self) -> dict[str, Any]:
         models = Models.of(self._view)
+        parents = {**dict.fromkeys(models.names), **dict.fromkeys(models.adapters, models.base)}
         rows = [
             {
                 "id": name,
                 "object": "model",
                 "created": self._created,
                 "owned_by": "rl_plane",
+                "parent": parent,
                 "max_model_len": models.max_model_len,
             }
-            for name in models.names
+            for name, parent in parents.items()
         ]
         return {"object": "list", "data": rows}
 
-    async def _models(self) -> Models:
+    async def _models(self, asked: str | None) -> Models:
         if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
             raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+        models = Models.of(self._view)
+        if asked is None or asked in models.names or asked in models.adapters:
+            return models
+        await self._committed.try_read()  # an adapter that was loaded just now
         return Models.of(self._view)
 
     @staticmethod
     def _check_model(models: Models, asked: str | None) -> str:
         """The reply's `model`."""
         if asked is None:
-            return models.names[0] if models.names else ""
-        if asked not in models.names:
+            return models.base
+        known = models.names + models.adapters
+        if asked not in known:
             raise NotFound(
-                f"there is no model {asked[:200]!r}; there is {', '.join(models.names) or 'none'}",
+                f"there is no model {asked[:200]!r}; there is {', '.join(known) or 'none'}",
                 field="model",
-                models=list(models.names),
+                models=list(known),
                 fix="name one of `models`, or leave it out",
             )
         return asked
@@ -107,17 +124,18 @@ class Generation:
     # ---- the routes ----
 
     async def completions(self, request: Request) -> Response:
-        plan = plan_completion(await read_json(request), f"cmpl-{uuid.uuid4().hex}")
-        return await self._answer(request, plan, await self._models())
+        return await self._answer(request, plan_completion(await read_json(request), f"cmpl-{uuid.uuid4().hex}"))
 
     async def chat_completions(self, request: Request) -> Response:
         body = await read_json(request)
         length = Models.of(self._view).max_model_len
-        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length)
-        return await self._answer(request, plan, await self._models())
+        return await self._answer(request, plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length))
 
-    async def _answer(self, request: Request, plan: Plan, models: Models) -> Response:
+    async def _answer(self, request: Request, plan: Plan) -> Response:
+        models = await self._models(plan.model)
         model, created = self._check_model(models, plan.model), int(time.time())
+        if model in models.adapters:
+            plan = plan.with_adapter(model)
         choices = [Choice(index) for index in range(len(plan.requests))]
         if plan.stream:
             return EventStream(self._stream(plan, choices, Chunks(plan, choices, model, created)))

@@ -27,7 +27,9 @@ def frontend_metrics(
     sequence: int | None,
     outcomes: Mapping[str, int],
     in_flight: int,
+    lease: bool | None,
 ) -> str:
+    """`sequence`: of the committed state, None: there is none. `lease`: None when no tokens are delivered here."""
     parts = [
         metric("rl_plane_workers", "gauge", "Workers in the fleet.", [({}, workers)]),
         metric("rl_plane_workers_admitted", "gauge", "Workers that take generation.", [({}, admitted)]),
@@ -41,6 +43,9 @@ def frontend_metrics(
         metric("rl_plane_generation_in_flight", "gauge", "Choices under way here.", [({}, in_flight)]),
     ]
     if sequence is not None:
-        words = "The committed version's sequence."
+        words = "The sequence of what is committed."
         parts.append(metric("rl_plane_committed_sequence", "gauge", words, [({}, sequence)]))
+    if lease is not None:
+        words = "Whether this frontend may route generation: it has confirmed what is committed."
+        parts.append(metric("rl_plane_serving_lease", "gauge", words, [({}, lease)]))
     return "".join(parts)

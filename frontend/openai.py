@@ -45,7 +45,7 @@ class GenerationBody(BaseModel):
     model_config = _STRICT
 
     model: str | None = None
-    """None: the only one."""
+    """The base model or a loaded adapter; None: the base."""
     prompt_token_ids: TokenIds | None = None
     """Tokens in: instead of a prompt or messages, which may then be empty."""
     max_tokens: int | None = Field(None, ge=1)

@@ -22,6 +22,7 @@ from frontend.events import FleetEvents
 from frontend.fleet_service import FleetService
 from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation, make_generation_app
+from frontend.lease import FrontendLease
 from frontend.listeners import GRACE_S, Server, bind, url_of
 from frontend.metrics import frontend_metrics
 from frontend.options import FrontendOptions
@@ -44,15 +45,20 @@ OnReady = Callable[[dict[str, Any]], None]
 class Frontend:
     """Everything but the listeners. `running` starts and ends it."""
 
-    def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions) -> None:
+    def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions, frontend_id: str) -> None:
         self.client = client
         self.view = view
+        self.delivers = options.http_port is not None
+        """Tokens. A frontend that does not is not waited for by updates."""
         self.status = FleetStatus(client, view)
         self.events = FleetEvents(view, self.status)
-        self.committed = Committed(client.bus, view.subjects.state)
+        self.committed = Committed(view)
+        self.lease = FrontendLease(view, frontend_id)
         self.receiver = StreamReceiver(client.bus)
-        self.engines = EngineClient(self.receiver, view, self.status, self.committed, options.admission_wait_s)
-        self.generation = Generation(self.engines, view, options.admission_wait_s)
+        self.engines = EngineClient(
+            self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s
+        )
+        self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.calls = FleetCalls(fleet)
@@ -61,23 +67,28 @@ class Frontend:
     @classmethod
     @asynccontextmanager
     async def running(cls, options: FrontendOptions) -> AsyncIterator[Frontend]:
-        name = f"frontend-{secrets.token_hex(4)}"
+        frontend_id = secrets.token_hex(8)
+        name = f"frontend-{frontend_id}"
         client = await RlClient.connect(
             options.nats_url, options.namespace, options.component, name=name, wait_s=SERVICE_CONNECT_S
         )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            frontend = cls(client, await client.view(), options)
+            frontend = cls(client, await client.view(), options, frontend_id)
             # Ended in the opposite order: first what takes new work, last the connection.
             await frontend.receiver.start()
             stack.push_async_callback(frontend.receiver.stop)
-            await frontend.committed.start()
+            frontend.committed.start()
+            stack.callback(frontend.committed.stop)
             await frontend.events.start()
             stack.callback(frontend.events.stop)
             await frontend.status.start()
             stack.push_async_callback(frontend.status.stop)
             frontend.engines.start()
             stack.callback(frontend.engines.stop)
+            if frontend.delivers:
+                await frontend.lease.start()
+                stack.push_async_callback(frontend.lease.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)
@@ -85,14 +96,15 @@ class Frontend:
 
     def metrics(self) -> str:
         snapshot = self.view.snapshot()
-        version = self.committed.version
+        record = self.committed.record
         return frontend_metrics(
             workers=len(snapshot),
             admitted=len(self.status.admitted()),
             epoch=snapshot.epoch,
-            sequence=version.sequence if version else None,
+            sequence=record.sequence if record else None,
             outcomes=self.generation.outcomes,
             in_flight=self.generation.in_flight,
+            lease=self.lease.holds() if self.delivers else None,
         )
 
 

@@ -40,13 +40,14 @@ class Choice:
     """Of each token in `text`; tokens that came together share one."""
     finish_reason: str | None = None
     spans: list[VersionSpan] = field(default_factory=list)
+    """As they last came; later tokens lengthen the last one."""
     prompt_token_ids: list[int] | None = None
 
     def take(self, event: Accepted | GenerateDelta) -> None:
         if isinstance(event, Accepted):
             # Before the first token another worker may take over: what the last one said is void.
             self.instance_id, self.incarnation = event.instance_id, event.incarnation
-            self.prompt_token_ids = None
+            self.prompt_token_ids, self.spans = None, []
             return
         self.offsets += [len(self.text)] * len(event.token_ids)
         self.token_ids += event.token_ids
@@ -55,11 +56,16 @@ class Choice:
             self.logprobs = (self.logprobs or []) + event.logprobs
         if event.prompt_token_ids is not None:
             self.prompt_token_ids = event.prompt_token_ids
-        self.finish_reason, self.spans = event.finish_reason, event.spans
+        self.finish_reason, self.spans = event.finish_reason, event.spans or self.spans
+
+    def labelled(self) -> list[VersionSpan]:
+        """The spans of all tokens so far."""
+        if not self.spans:
+            return []
+        return [*self.spans[:-1], self.spans[-1].model_copy(update={"end": len(self.token_ids)})]
 
     def partial(self) -> dict[str, Any]:
-        """What an error carries. Which weights made it is unknown: the worker tells that at the end."""
-        ended = self.finish_reason is not None
+        """What an error carries."""
         return {
             "index": self.index,
             "instance_id": self.instance_id,
@@ -67,12 +73,12 @@ class Choice:
             "logprobs": self.logprobs,
             "text": self.text,
             "finish_reason": self.finish_reason,
-            "weight_versions": _spans(self.spans) if ended else None,
+            "weight_versions": _spans(self.labelled()),
         }
 
 
 def _spans(spans: list[VersionSpan]) -> list[dict[str, Any]]:
-    return [span.model_dump() for span in spans]
+    return [span.model_dump(exclude_none=True) for span in spans]
 
 
 def _token_name(token_id: int) -> str:
@@ -103,15 +109,20 @@ def usage(choices: list[Choice]) -> dict[str, int]:
 
 
 def _nvext(choices: list[Choice]) -> dict[str, Any]:
-    """Of the first choice; `weight_version` is null unless one version made every token."""
-    versions = {
-        (span.run, span.sequence, span.version, span.digest) for choice in choices for span in choice.spans
+    """Of the first choice; `weight_version` is null unless one state of the weights made every token. `adapter` is
+    there if that has one."""
+    made = {
+        (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
-    version = None
-    if len(versions) == 1:
-        version = dict(zip(("run", "sequence", "label", "digest"), versions.pop(), strict=True))
     first = choices[0]
-    return {"instance_id": first.instance_id, "incarnation": first.incarnation, "weight_version": version}
+    told: dict[str, Any] = {"instance_id": first.instance_id, "incarnation": first.incarnation}
+    if len(made) != 1:
+        return {**told, "weight_version": None}
+    *version, adapter = made.pop()
+    told["weight_version"] = dict(zip(("run", "sequence", "label", "digest"), version, strict=True))
+    if adapter is not None:
+        told["adapter"] = adapter.model_dump()
+    return told
 
 
 def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
@@ -142,7 +153,7 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         **content,
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
-        "weight_versions": _spans(choice.spans),
+        "weight_versions": _spans(choice.labelled()),
         "instance_id": choice.instance_id,
     }
     if plan.return_token_ids:

@@ -3,7 +3,7 @@
 This package is the SDK: it needs nats-py, msgpack and pydantic only. Workers and frontends are other packages.
 """
 
-from rl_plane.client import FanOut, RlClient, WorkerRow
+from rl_plane.client import FanOut, RlClient
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -32,6 +32,7 @@ from rl_plane.errors import (
 )
 from rl_plane.fleet import Fleet
 from rl_plane.membership import Changed, Member, Snapshot
+from rl_plane.rows import WorkerRow
 from rl_plane.sync import SyncRlClient
 from rl_plane.versions import TensorSpec, WeightVersion
 

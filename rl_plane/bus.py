@@ -17,7 +17,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,7 +28,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from rl_plane.errors import BusUnreachable, InvalidRequest, PlaneError
-from rl_plane.subjects import Bucket
+from rl_plane.subjects import Bucket, Entry
 
 log = logging.getLogger("rl_plane.bus")
 
@@ -68,17 +67,6 @@ AsyncCallback = Callable[[], Awaitable[None]]
 
 class WrongSequence(Exception):
     """A compare-and-set write lost: the key was not at the sequence that it named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A key's newest message. `value` is None for a purge or an expiry marker."""
-
-    key: str
-    value: bytes | None
-    sequence: int
-    expired: bool = False
-    """The value is None because its TTL ran out, not because somebody purged it."""
 
 
 def _words(error: Exception) -> str:

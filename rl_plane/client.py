@@ -12,9 +12,9 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, Bus
@@ -34,6 +34,7 @@ from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.ops import MAX_TIMEOUT_S, Op, not_a_member, op_named, parse_body
+from rl_plane.rows import WorkerRow
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
@@ -44,39 +45,7 @@ DEFAULT_COMPONENT = "engine"
 WATCH_QUEUE = 10_000
 """Changes that a slow watcher may be behind; then its watch ends with an error, rather than growing."""
 
-Status = Literal["ok", "error", "skipped"]
 EmptyFleet = Literal["error", "ok"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    """One worker's answer. An error row's `error` is a PlaneError: WorkerLost when it died or left,
-    DeadlineExceeded when it did not answer."""
-
-    instance_id: str
-    incarnation: str
-    status: Status
-    body: Mapping[str, Any] = field(default_factory=dict)
-    error: PlaneError | None = None
-    rank_results: list[dict[str, Any]] | None = None
-    elapsed_s: float = 0.0
-
-    @property
-    def lost(self) -> bool:
-        return isinstance(self.error, WorkerLost)
-
-    def to_wire(self) -> dict[str, Any]:
-        wire: dict[str, Any] = {
-            "instance_id": self.instance_id,
-            "incarnation": self.incarnation,
-            "status": self.status,
-            **self.body,
-        }
-        if self.error is not None:
-            wire["error"] = self.error.to_wire()
-        if self.rank_results is not None:
-            wire["rank_results"] = self.rank_results
-        return wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +281,10 @@ class RlClient:
         if pinned:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
+
+    async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
+        """Sends `(subject, payload)` to each at once; their answers, in the same order."""
+        return await self._gather.run(targets, timeout_s)
 
     def _fenced(
         self, spec: Op, view: MembershipView, held: HeldLock | None

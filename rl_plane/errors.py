@@ -22,6 +22,7 @@
     │   ├── WorkerLost               the worker died or left before it answered
     │   ├── OutcomeUnknown           the decision's answer was lost, and the record can't be read
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
+    │   ├── StaleWeights             tokens of weights that were replaced a while ago
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
 
@@ -166,6 +167,12 @@ class Unlabelled(Unavailable):
     """The tokens are dropped, not delivered."""
 
     code = "unlabelled"
+
+
+class StaleWeights(Unavailable):
+    """The stream's worker missed an update. Its tokens so far are good; the rest are not delivered."""
+
+    code = "stale_weights"
 
 
 class BusUnreachable(Unavailable):

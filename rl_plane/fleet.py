@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane import ops
-from rl_plane.client import FanOut, RlClient, WorkerRow, check_pin, select_members
-from rl_plane.coordinator import Outcome, abort_fleet, complete_fleet, prepare_fleet, update_fleet
+from rl_plane.client import FanOut, RlClient, check_pin, select_members
+from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -38,11 +38,24 @@ from rl_plane.history import (
     request_hash,
     rollback_target,
     source_of,
+    target_of,
 )
+from rl_plane.judge import serves
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import DecisionRecord, DesiredPause, read_pause, read_record, read_session
+from rl_plane.record import (
+    DecisionRecord,
+    DesiredPause,
+    UpdateSession,
+    read_pause,
+    read_record,
+    read_session,
+    version_wire,
+)
+from rl_plane.rows import WorkerRow
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
+from rl_plane.update_steps import Call as Coordination
+from rl_plane.update_steps import Outcome, Prepared
 from rl_plane.view import MembershipView
 
 READY_POLL_S = 0.2
@@ -90,6 +103,7 @@ class Fleet:
             "abort_weights_update": self._abort,
             "load_lora_adapter": self._load_lora,
             "unload_lora_adapter": self._unload_lora,
+            "new_run": self._new_run,
             "enable": self._admission,
             "disable": self._admission,
         }
@@ -183,7 +197,7 @@ class Fleet:
         reply = await self._liveness(call)
         record = call.view.record
         out = await self._ask(call, "state")
-        serving = [row for row in out.rows if row.status == "ok" and _serves(row, record)]
+        serving = [row for row in out.rows if row.status == "ok" and _serving(row, record)]
         wanted = max(1, call.select.min_workers)
         if len(serving) < wanted:
             raise Unavailable(
@@ -201,12 +215,14 @@ class Fleet:
         return _merged(
             call,
             out,
-            ready=bool(bodies) and not out.failed and all(_serves(row, record) for row in out.rows),
+            ready=bool(bodies) and not out.failed and all(_serving(row, record) for row in out.rows),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
             pause_state=_common([body["pause_state"] for body in bodies], "mixed"),
             applied_weight_version=_common([body["applied_weight_version"] for body in bodies], None),
             loras=sorted({name for body in bodies for name in body["loras"]}),
-            version=record.version.to_wire() if record else None,
+            version=version_wire(record),
+            adapters=_adapters(record),
+            sequence=record.sequence if record else None,
         )
 
     async def _workers(self, call: Call) -> dict[str, Any]:
@@ -229,7 +245,7 @@ class Fleet:
         if len(served) > 1:
             raise Conflict("the fleet serves several versions", versions=served, **_facts(call, out))
         record = call.view.record
-        return _merged(call, out, version=record.version.to_wire() if record else None)
+        return _merged(call, out, version=version_wire(record), adapters=_adapters(record))
 
     async def _updates(self, call: Call) -> dict[str, Any]:
         """Past updates: nobody is asked, so an empty fleet tells them too. `workers` picks of each its rows."""
@@ -314,7 +330,7 @@ class Fleet:
         if not call.select.workers:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
-        body = {"open": is_open, "reason": "disabled"}
+        body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
 
     # ---- updates ----
@@ -336,19 +352,12 @@ class Fleet:
                 if call.may_repeat and (entry := await journal.first_answer()) is not None:
                     return _answered(call, entry)
                 try:
-                    outcome = await update_fleet(
-                        self.client,
-                        call.view,
-                        held,
-                        body,
-                        call.request_id,
-                        snapshot if pinned else None,
-                        journal,
-                    )
+                    pin = snapshot.fingerprint if pinned else None
+                    asked_for = Coordination("update", call.request_id, body, pin)
+                    return await self._committed(call, held, journal, asked_for)
                 except PlaneError as error:
                     await journal.failed(error)
                     raise
-                return await self._committed(call, journal, outcome)
         except Locked:
             # The first may have ended, and a third one begun, between two looks at the lock.
             if (first := await self._first_answer(call, request)) is not None:
@@ -371,7 +380,12 @@ class Fleet:
         record = await read_record(self.client.bus, state)
         run = record.version.run if record is not None else ""
         target = rollback_target(entries, run, asked.rollback.label, asked.rollback.sequence)
-        found = {"transport": source_of(target, snapshot), "digest": target.digest, "cast": target.cast}
+        found = {
+            "target": target_of(target, record.adapters if record is not None else ()),
+            "transport": source_of(target, snapshot),
+            "digest": target.digest,
+            "cast": target.cast,
+        }
         return ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
 
     def _journal(
@@ -393,9 +407,16 @@ class Fleet:
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
         )
 
-    async def _committed(self, call: Call, journal: Journal, outcome: Outcome) -> dict[str, Any]:
-        reply = _updated(call, outcome)
-        await journal.committed(outcome.version, reply["workers"], outcome.excluded, outcome.phases)
+    async def _committed(
+        self, call: Call, held: HeldLock, journal: Journal | None, asked_for: Coordination
+    ) -> dict[str, Any]:
+        """Coordinates what is to be committed, and tells the history."""
+        coordinator = Coordinator(self.client, call.view, held, journal)
+        outcome = await coordinator.run(asked_for)
+        assert isinstance(outcome, Outcome)
+        reply = _updated(call, outcome, coordinator.phases)
+        if journal is not None:
+            await journal.committed(outcome.version, reply["workers"], outcome.excluded, coordinator.phases)
         return reply
 
     async def _prepare(self, call: Call) -> dict[str, Any]:
@@ -407,21 +428,22 @@ class Fleet:
                 raise _ended(entry)
             start = time.monotonic()
             try:
-                session, prepared, snapshot = await prepare_fleet(
-                    self.client, call.view, held, body, call.request_id, journal
+                prepared = await Coordinator(self.client, call.view, held, journal).run(
+                    Coordination("prepare", call.request_id, body)
                 )
             except PlaneError as error:
                 await journal.failed(error)
                 raise
+            assert isinstance(prepared, Prepared)
             rows = [
                 {"instance_id": key, "incarnation": incarnation, "status": "ok"}
                 for key, incarnation in sorted(prepared.ready.items())
             ]
             await journal.prepared(rows, prepared.digest, time.monotonic() - start)
         return {
-            **_head(call, snapshot),
-            "update_id": session.update_id,
-            "digest": session.digest,
+            **_head(call, call.view.snapshot()),
+            "update_id": call.request_id,
+            "digest": prepared.digest,
             "workers": rows,
             "excluded": prepared.excluded,
         }
@@ -437,12 +459,11 @@ class Fleet:
         async with self.client.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, update_id)
             try:
-                outcome = await complete_fleet(self.client, call.view, held, update_id)
+                return await self._committed(call, held, journal, Coordination("complete", update_id or ""))
             except PlaneError as error:
                 if journal is not None:
                     await journal.failed(error)
                 raise
-            return _updated(call, outcome) if journal is None else await self._committed(call, journal, outcome)
 
     async def _prepared_journal(self, call: Call, held: HeldLock, update_id: str | None) -> Journal | None:
         """Of the update that waits for complete or abort."""
@@ -460,7 +481,10 @@ class Fleet:
         update_id = call.body.get("update_id")
         async with self.client.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, update_id)
-            session = await abort_fleet(self.client, call.view, held, update_id)
+            session = await Coordinator(self.client, call.view, held, journal).run(
+                Coordination("abort", update_id or "")
+            )
+            assert isinstance(session, UpdateSession)
             if journal is not None:
                 await journal.failed(UpdateAborted("its caller aborted it"))
         return {**_head(call, snapshot), "update_id": session.update_id, "workers": []}
@@ -473,31 +497,44 @@ class Fleet:
         return await self._members(call)
 
     async def _load_lora(self, call: Call) -> dict[str, Any]:
-        transport = {"backend": "filesystem", "path": call.body["lora_path"]}
+        name = call.body["lora_name"]
+        record = await read_record(self.client.bus, call.view.subjects.state)
+        there = record is not None and name in record.adapters
         call.body = {
-            "target": {"kind": "lora", "op": "load", "name": call.body["lora_name"]},
-            "transport": transport,
+            "target": {"kind": "lora", "op": "swap" if there else "load", "name": name},
+            "transport": {"backend": "filesystem", "path": call.body["lora_path"]},
         }
         return await self._update(call)
 
     async def _unload_lora(self, call: Call) -> dict[str, Any]:
-        target = {"kind": "lora", "op": "unload", "name": call.body["lora_name"]}
-        call.body = {"target": target, "transport": {"backend": "none"}}
+        call.body = {"target": {"kind": "lora", "op": "unload", "name": call.body["lora_name"]}}
         return await self._update(call)
+
+    async def _new_run(self, call: Call) -> dict[str, Any]:
+        await self._whole_fleet(call)
+        async with self.client.lock(call.view, update_id=call.request_id) as held:
+            return await self._committed(call, held, None, Coordination("new_run", call.request_id))
+
+    async def finish(self) -> None:
+        """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
+        view = await self.client.view()
+        async with self.client.lock(view, 0.0) as held:
+            await Coordinator(self.client, view, held).run(Coordination("finish", ""))
 
 
 # ---- replies ----
 
 
-def _serves(row: WorkerRow, record: DecisionRecord | None) -> bool:
-    version = row.body.get("version")
-    return bool(
-        row.body.get("ready") and record is not None and version and version["digest"] == record.version.digest
-    )
+def _serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
+    return record is not None and serves(row, record)
 
 
 def _common(values: Sequence[Any], otherwise: Any) -> Any:
     return values[0] if values and all(value == values[0] for value in values) else otherwise
+
+
+def _adapters(record: DecisionRecord | None) -> dict[str, Any]:
+    return {name: one.version.to_wire() for name, one in record.adapters.items()} if record is not None else {}
 
 
 def _head(call: Call, snapshot: Snapshot) -> dict[str, Any]:
@@ -513,13 +550,13 @@ def _merged(call: Call, out: FanOut, **fields: Any) -> dict[str, Any]:
     return {**_head(call, out.snapshot), **fields, "workers": [row.to_wire() for row in out.rows]}
 
 
-def _updated(call: Call, outcome: Outcome) -> dict[str, Any]:
+def _updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
     return {
-        **_head(call, outcome.snapshot),
+        **_head(call, call.view.snapshot()),
         "version": outcome.version.to_wire(),
         "workers": [row.to_wire() for row in outcome.rows],
-        "excluded": outcome.excluded,
-        "phases": outcome.phases,
+        "excluded": list(outcome.excluded),
+        "phases": dict(phases),
     }
 
 

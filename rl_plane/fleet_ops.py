@@ -116,6 +116,9 @@ FLEET_OPS: dict[str, FleetOp] = {
         _fleet_op("prepare_weights_update", ops.UpdateWeights, "Stage and verify; generation goes on."),
         _fleet_op("complete_weights_update", UpdateId, "Commit what was prepared."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
+        _fleet_op(
+            "new_run", ops.Empty, "Begin a new run: sequence 0 is the model that every worker was started with."
+        ),
         _fleet_op("release_memory", ops.MemoryTags, "Give memory back (sleep)."),
         _fleet_op("resume_memory", ops.MemoryTags, "Take it again (wake)."),
         _fleet_op("check_weights", ops.CheckWeights, "Checksum, snapshot or compare the weights."),
@@ -134,6 +137,7 @@ ONE_COMPONENT = frozenset(
         "abort_weights_update",
         "load_lora_adapter",
         "unload_lora_adapter",
+        "new_run",
     }
 )
 """Ops that are all or nothing, which only one fleet can be."""

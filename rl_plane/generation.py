@@ -23,6 +23,8 @@ class GenerateRequest(BaseModel):
     id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
     prompt: str | None = None
+    adapter: str | None = None
+    """The LoRA adapter by whose weights to generate; None: the base model alone."""
     messages: list[dict[str, Any]] | None = None
     """Chat messages, rendered by the model's chat template with a generation prompt."""
     max_tokens: int = Field(16, ge=1)
@@ -40,8 +42,20 @@ class GenerateRequest(BaseModel):
     """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back."""
 
 
+class AdapterSpan(BaseModel):
+    """The adapter that a span's tokens were made with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    version: str
+    sequence: int
+    digest: str
+
+
 class VersionSpan(BaseModel):
-    """Tokens `start` (inclusive) to `end` (exclusive) of a choice were made under this version."""
+    """Tokens `start` (inclusive) to `end` (exclusive) of a choice were made under this version of the base weights,
+    and of the adapter if the request named one."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -51,13 +65,14 @@ class VersionSpan(BaseModel):
     run: str
     start: int
     end: int
+    adapter: AdapterSpan | None = None
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class GenerateDelta(BaseModel):
-    """New tokens of one request. The last one has `finish_reason` and the whole request's `spans`."""
+    """New tokens of one request. The last one has `finish_reason`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -67,5 +82,7 @@ class GenerateDelta(BaseModel):
     text: str = ""
     finish_reason: FinishReason | None = None
     spans: list[VersionSpan] = Field(default_factory=list)
+    """Of all tokens so far: on the first delta with tokens, on one whose tokens begin another span, and on the last.
+    On the others it is empty: their tokens lengthen the last span."""
     prompt_token_ids: list[int] | None = None
     """On the first delta: the prompt as the engine saw it."""

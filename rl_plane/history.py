@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from rl_plane.bus import Bus, Entry
+from rl_plane.bus import Bus
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -25,14 +25,13 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
-    Unsupported,
     UpdateAborted,
     error_from_wire,
 )
 from rl_plane.lock import HeldLock, read_holder
 from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, UpdateSession, read_record, read_session
-from rl_plane.subjects import HISTORY_PREFIX, Bucket
+from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.versions import WeightVersion
 
 log = logging.getLogger("rl_plane.history")
@@ -150,7 +149,7 @@ def request_hash(body: Mapping[str, Any]) -> str:
 
 def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> UpdateEntry:
     """The entry of an update that was decided, whatever else is known of it."""
-    version = record.version
+    version, source = record.made, record.made_source
     known = entry or UpdateEntry(record.update_id, version.label, "running")
     return replace(
         known,
@@ -158,10 +157,10 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         outcome="committed",
         ended_at=record.decided_at,
         version=version,
-        transport=record.transport,
+        transport=source.transport,
         digest=version.digest,
-        cast=record.cast,
-        refetchable=record.refetchable,
+        cast=source.cast,
+        refetchable=source.refetchable,
     )
 
 
@@ -218,11 +217,23 @@ def rollback_target(
     return found[0]
 
 
+def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
+    """The target that makes this version again. `loaded`: the adapters that are there now."""
+    target = dict(entry.target or {"kind": "base"})
+    if target["kind"] == "lora":
+        if target["op"] == "unload":
+            raise Conflict(
+                f"{entry.label} unloaded the adapter {target['name']!r}: there are no weights to go back to",
+                field="rollback",
+                fix="name a version that was loaded, or unload the adapter",
+            )
+        target["op"] = "swap" if target["name"] in loaded else "load"
+    return target
+
+
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
     """The transport that brings a committed version again, or an error that says why none does."""
     label = entry.label
-    if entry.target is not None and entry.target.get("kind") != "base":
-        raise Unsupported(f"{label} is a version of an adapter: load it by update_weights", field="rollback")
     if not entry.refetchable:
         raise Conflict(
             f"the weights of {label} can't be fetched again from where they came",
@@ -270,7 +281,7 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     for entry in entries[:limit]:
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
         judged.append(judge(again, record, session, whose, time.time()))
-    if record is not None and all(entry.version != record.version for entry in judged):
+    if record is not None and all(entry.version != record.made for entry in judged):
         judged.insert(0, from_record(record))
     return judged[:limit]
 
@@ -324,7 +335,7 @@ class Journal:
     async def begin(self, record: DecisionRecord | None) -> None:
         """Work begins. `record`: the committed version, which may become the one before."""
         await self._settle(record)
-        label = self._entry.label or str(record.version.sequence + 1 if record else 1)
+        label = self._entry.label or str(record.sequence + 1 if record else 1)
         await self._write(replace(self._entry, label=label, began_at=time.time()))
         self._begun = True
 
@@ -333,7 +344,7 @@ class Journal:
         if record is None:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
-        if entry is None or not entry.final or entry.version != record.version:
+        if entry is None or not entry.final or entry.version != record.made:
             settled = from_record(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
 

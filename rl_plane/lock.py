@@ -14,9 +14,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from rl_plane.bus import Bus, Entry, WrongSequence
+from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
-from rl_plane.subjects import LOCK, Bucket
+from rl_plane.subjects import LOCK, Bucket, Entry
 from rl_plane.tasks import end_tasks
 
 log = logging.getLogger("rl_plane.lock")

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgpack
 
-from rl_plane.bus import Entry
-from rl_plane.subjects import MEMBER_PREFIX
+from rl_plane.subjects import MEMBER_PREFIX, Entry
 
 
 @dataclass(frozen=True, slots=True)

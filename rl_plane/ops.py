@@ -7,7 +7,7 @@ The names and meanings follow Dynamo's RL integration (PR 9131) where it has the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -63,6 +63,8 @@ class PauseState(TypedDict):
 class StateReply(TypedDict):
     ready: bool
     """The engine is alive and the worker is admitted."""
+    in_state_s: float
+    """Seconds since its admission, its pause or its version last changed."""
     engine: str
     engine_alive: bool
     pause_state: Literal["running", "paused"]
@@ -71,6 +73,10 @@ class StateReply(TypedDict):
     version: VersionReply | None
     applied_weight_version: str | None
     """The label of `version`."""
+    sequence: int | None
+    """Of the committed state that the worker holds whole, adapters included; None: it holds none."""
+    adapters: dict[str, VersionReply]
+    """Adapter → the version that the engine holds of it."""
     staged: VersionReply | None
     """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
     loras: list[str]
@@ -148,12 +154,15 @@ class AbortedReply(TypedDict):
 
 class BaseTarget(Body):
     kind: Literal["base"] = "base"
+    adapters: Literal["keep", "drop"] = "keep"
+    """What becomes of the adapters that are loaded."""
 
 
 class LoraTarget(Body):
     kind: Literal["lora"]
     op: Literal["load", "swap", "unload"]
-    name: str = Field(min_length=1, max_length=LABEL_CHARS)
+    """`load`: a new name; `swap`: in place of the adapter of this name; `unload`: it goes (no transport)."""
+    name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
 class Transport(BaseModel):
@@ -177,12 +186,16 @@ class Prepare(Body):
 
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
-    transport: Transport
+    transport: Transport | None
+    """None to unload an adapter."""
     encoding: Literal["full", "delta"] = "full"
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
     """What the trainer published; None: the first worker's is held against the others'."""
     cast: bool = False
+    staging: Literal["host", "none"] = "host"
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """With staging `none`: how running requests are treated before the first byte."""
 
 
 class PreparedReply(TypedDict):
@@ -192,13 +205,39 @@ class PreparedReply(TypedDict):
     refetchable: bool
 
 
-class Commit(Body):
+class FollowRecord(Body):
+    """What the fleet has decided. A record that is not open closes admission until it is; the answer says that the
+    worker has learnt it."""
+
+    record: dict[str, Any]
+    """A DecisionRecord on the wire."""
+    sequence: int = Field(ge=0)
+    """Of its write in the state bucket."""
+
+
+class FollowedReply(TypedDict):
+    sequence: int | None
+    """Of the newest record that is known here, which may be a newer one."""
+
+
+class Attest(Body):
+    """No fields."""
+
+
+class AttestReply(TypedDict):
+    """What this worker knows to be committed: the truth to reconcile a store with that lost a write."""
+
+    record: dict[str, Any] | None
+    """The newest DecisionRecord that it has heard of."""
+    admitted: bool
+    model_digest: str
+    """Of the model that it was started with."""
+
+
+class Commit(FollowRecord):
     """The decision. Swap the staged weights in, or say NotPrepared."""
 
     update_id: str = Field(min_length=1, max_length=128)
-    version: Version
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    keep_pause: bool = False
 
 
 class CommittedReply(TypedDict):
@@ -218,6 +257,11 @@ class AbortUpdateReply(TypedDict):
 
 
 class UpdatePolicy(Body):
+    barrier: Literal["strict", "rolling"] = "strict"
+    """`strict`: two versions are never served at once. `rolling`: worker by worker, tokens labelled."""
+    staging: Literal["host", "none"] = "host"
+    """`none`, for a model that doesn't fit twice: it is written over the served weights, so each worker is closed from
+    the first byte to the commit, and a failure heals it to the committed version."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
     min_ready: int = Field(1, ge=1)
@@ -227,6 +271,8 @@ class UpdatePolicy(Body):
     flush_cache: bool = True
     """False changes nothing: no new request may reuse KV of older weights. The reply's `cache_flushed` tells."""
     prepare_timeout_s: float = Field(300.0, gt=0, le=MAX_TIMEOUT_S)
+    gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
+    """To close and to open admission; a worker's NATS loop answers at once."""
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
 
 
@@ -240,11 +286,38 @@ class _Update(Body):
     """Allow float tensors of another float dtype than the engine's."""
     policy: UpdatePolicy = UpdatePolicy()
 
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> Self:
+        if self.policy.barrier == "rolling" and self.policy.staging == "none":
+            raise InvalidRequest(
+                "a rolling update serves the version before while the next one arrives, so it needs staging",
+                field="policy.staging",
+                fix="use staging host, or barrier strict",
+            )
+        return self
+
+
+def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:
+    """Weights come by a transport; an adapter goes without one."""
+    unload = isinstance(target, LoraTarget) and target.op == "unload"
+    if transport is None and not unload:
+        raise InvalidRequest(
+            "transport: Field required", field="transport", fix=f"say where the weights are (transport){instead}"
+        )
+    if transport is not None and unload:
+        raise InvalidRequest("nothing is fetched to unload an adapter", field="transport", fix="leave it out")
+
 
 class UpdateWeights(_Update):
     """One body for every update (seed of the shape: Dynamo PR 9131)."""
 
-    transport: Transport
+    transport: Transport | None
+    """None only to unload an adapter."""
+
+    @model_validator(mode="after")
+    def _source(self) -> Self:
+        check_source(self.target, self.transport)
+        return self
 
 
 class Rollback(Body):
@@ -265,14 +338,9 @@ class UpdateCall(_Update):
     it only `version` and `policy`."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> UpdateCall:
+    def _one_source(self) -> Self:
         if self.rollback is None:
-            if self.transport is None:
-                raise InvalidRequest(
-                    "transport: Field required",
-                    field="transport",
-                    fix="say where the weights are (transport), or which earlier version is meant (rollback)",
-                )
+            check_source(self.target, self.transport, ", or which earlier version is meant (rollback)")
             return self
         given = {"transport", "target", "encoding", "digest", "cast"} & self.model_fields_set
         if given:
@@ -315,8 +383,6 @@ class MemoryReply(TypedDict):
 
 class SetAdmission(Body):
     open: bool
-    reason: Literal["disabled", "updating"] = "disabled"
-    """Whose closing it is; opening takes back only the same reason."""
 
 
 class Drain(Body):
@@ -354,6 +420,7 @@ OPS: dict[str, Op] = {
         Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
         Op("describe", Empty, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
+        Op("attest", Attest, AttestReply, False, QUICK_S, doc="What it knows to be committed."),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),
@@ -361,6 +428,7 @@ OPS: dict[str, Op] = {
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take it down."),
         Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
+        Op("follow_record", FollowRecord, FollowedReply, True, QUICK_S, doc="Learn a decision."),
         Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),
         Op("abort_update", AbortUpdate, AbortUpdateReply, True, ENGINE_S, doc="Drop staged weights."),
         Op("update_weights", UpdateWeights, CommittedReply, True, 360.0, doc="Prepare, commit."),

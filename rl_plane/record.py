@@ -1,53 +1,178 @@
-"""What the fleet has decided: the record in the state bucket that every worker and frontend obeys."""
+"""What the fleet has decided: the record in the state bucket that every worker and frontend obeys.
+
+The committed state is one version of the base weights and a map adapter → version. Each update makes one version,
+`made`, and so the next record; records are ordered by `newer`, whatever the store has kept of them.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plane.bus import Bus, Entry
-from rl_plane.subjects import PAUSE, RECORD, SESSION, Bucket
-from rl_plane.versions import WeightVersion
+from rl_plane.subjects import FRONTEND_PREFIX, PAUSE, RECORD, SESSION, Bucket, Entry
+from rl_plane.versions import VersionReply, WeightVersion
+
+if TYPE_CHECKING:
+    from rl_plane.bus import Bus
 
 PauseMode = Literal["keep", "wait", "abort"]
+Staging = Literal["host", "none"]
 
 SERVING_LEASE_S = 5.0
-"""A worker admits requests only if it has confirmed the record with the leader in the last so many seconds. So
-long after a decision nobody serves the version before, whoever could not be told."""
+"""A worker or frontend admits requests only if it has confirmed the record with the leader in the last so many
+seconds. So long after a decision nobody serves the version before, whoever could not be told."""
 LEASE_MARGIN_S = 1.0
 """Two clocks that run at slightly different speeds, and a round trip."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionRecord:
-    """The committed version, and where its bytes can be fetched again by a worker that lacks them."""
+class Source:
+    """Where a version's bytes can be fetched again."""
 
-    version: WeightVersion
-    update_id: str
-    """The request that made it; empty for sequence 0."""
     transport: Mapping[str, Any] | None
     """The request's transport object; None for sequence 0, which is each worker's own model."""
     cast: bool = False
     refetchable: bool = True
+    staging: Staging = "host"
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Source:
+        return cls(**wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that belongs to the committed state."""
+
+    version: WeightVersion
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state of the weights: what a worker's engine holds, or what is committed."""
+
+    version: WeightVersion
+    """Of the base weights."""
+    adapters: Mapping[str, WeightVersion] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Held:
+        adapters = {name: WeightVersion.from_wire(version) for name, version in wire["adapters"].items()}
+        return cls(WeightVersion.from_wire(wire["version"]), adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """The committed state, and where the bytes can be fetched again by a worker that lacks them."""
+
+    version: WeightVersion
+    """Of the base weights."""
+    source: Source
+    update_id: str
+    """The request that made it; empty for sequence 0."""
+    made: WeightVersion
+    """The version that this update made: `version`, an adapter's, or the mark of one that was unloaded."""
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    run_number: int = 0
+    """How many runs there were before: a new one begins only by an explicit call."""
+    rolling_from: Held | None = None
+    """While a rolling update goes on: the state before, which may be served beside this one."""
     pause_mode: PauseMode = "keep"
     keep_pause: bool = False
     """How a worker that has to swap by itself treats its running requests, as the update's policy says."""
     open: bool = True
-    """May it be served already? False from the decision until every member is gated, has left, or has lost its
-    serving lease."""
+    """May it be served already? False from the decision until every member and every frontend has learnt it, has left,
+    or has lost its serving lease."""
     decided_at: float = field(default_factory=time.time)
     """Unix seconds, for people; nothing is decided by it."""
 
+    @property
+    def sequence(self) -> int:
+        return self.made.sequence
+
+    @property
+    def made_source(self) -> Source:
+        """Of the version that this update made."""
+        for adapter in self.adapters.values():
+            if adapter.version == self.made:
+                return adapter.source
+        return self.source if self.version == self.made else Source(None)  # nothing brings an adapter that went
+
+    @property
+    def held(self) -> Held:
+        return Held(self.version, {name: adapter.version for name, adapter in self.adapters.items()})
+
+    @property
+    def final(self) -> bool:
+        """Nothing more is to come of this update."""
+        return self.open and self.rolling_from is None
+
+    def opened(self) -> DecisionRecord:
+        return replace(self, open=True, rolling_from=None)
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> DecisionRecord:
+        adapters = {
+            name: Adapter(WeightVersion.from_wire(one["version"]), Source.from_wire(one["source"]))
+            for name, one in wire["adapters"].items()
+        }
+        rolling = wire["rolling_from"]
+        return cls(
+            **{
+                **wire,
+                "version": WeightVersion.from_wire(wire["version"]),
+                "made": WeightVersion.from_wire(wire["made"]),
+                "source": Source.from_wire(wire["source"]),
+                "adapters": adapters,
+                "rolling_from": Held.from_wire(rolling) if rolling is not None else None,
+            }
+        )
+
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self.to_wire()).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> DecisionRecord:
-        wire = json.loads(data)
-        return cls(**{**wire, "version": WeightVersion.from_wire(wire["version"])})
+        return cls.from_wire(json.loads(data))
+
+
+def new_run() -> str:
+    """Sorts by its birth, to a millisecond."""
+    return f"{int(time.time() * 1000):012x}-{secrets.token_hex(2)}"
+
+
+def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
+    """Sequence 0 of a new run: each worker's own model."""
+    version = WeightVersion(new_run(), 0, "initial", digest)
+    return DecisionRecord(version, Source(None), "", version, run_number=run_number)
+
+
+def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
+    """Was `one` decided after `other`? For a store that may have lost writes that it had acknowledged.
+
+    Of two runs that nobody asked for (a worker that found an empty store began the second), the elder counts."""
+    if other is None:
+        return True
+    if one.run_number != other.run_number:
+        return one.run_number > other.run_number
+    if one.version.run != other.version.run:
+        return one.version.run < other.version.run
+    return (one.sequence, one.final) > (other.sequence, other.final)
+
+
+def version_wire(record: DecisionRecord | None) -> VersionReply | None:
+    return record.version.to_wire() if record is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +238,10 @@ async def read_pause(bus: Bus, state: Bucket) -> DesiredPause:
 async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
     entry = await bus.get(state, SESSION)
     return UpdateSession.decode(entry.value) if entry is not None and entry.value else None
+
+
+async def read_frontends(bus: Bus, state: Bucket) -> list[str]:
+    """The ids of the frontends that may deliver tokens now: each writes its key, which expires, before it confirms the
+    record. So one that is not listed after a decision learns that decision before it routes a request."""
+    entries, _ = await bus.read_keys(state, FRONTEND_PREFIX + ">")
+    return [entry.key[len(FRONTEND_PREFIX) :] for entry in entries if entry.value is not None]

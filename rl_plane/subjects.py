@@ -57,6 +57,10 @@ class Subjects:
     def generate(self, instance_id: str) -> str:
         return f"{self.namespace}.{self.component}.generate.{instance_id}"
 
+    def frontend(self, frontend_id: str) -> str:
+        """Where a coordinator tells one frontend what the fleet has decided."""
+        return f"{self.namespace}.{self.component}.frontend.{frontend_id}"
+
     @property
     def fleet(self) -> str:
         """Served by the frontends as a queue group: the facade's twin for services on NATS."""
@@ -101,6 +105,17 @@ class Bucket:
         return subject[len(self.feed("")) :]
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A bucket key's newest message. `value` is None for a purge or an expiry marker."""
+
+    key: str
+    value: bytes | None
+    sequence: int
+    expired: bool = False
+    """The value is None because its TTL ran out, not because somebody purged it."""
+
+
 MEMBER_PREFIX = "w."
 """Members bucket: `w.<instance_id>` holds the worker's record."""
 
@@ -112,6 +127,9 @@ SESSION = "session"
 
 HISTORY_PREFIX = "history."
 """State bucket: `history.<hash of the request id>`, an update and its outcome."""
+
+FRONTEND_PREFIX = "frontend."
+"""State bucket: `frontend.<id>`, a frontend that delivers tokens; it expires when the frontend is gone."""
 
 ADMISSION_PREFIX = "admission."
 """State bucket: `admission.<instance_id>`, what an operator disabled."""

@@ -18,13 +18,14 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient, WorkerRow
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
 from rl_plane.fleet import LOST_RETRIES
 from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS, UpdatePolicy, op_named
+from rl_plane.rows import WorkerRow
 
 MARGIN_S = 20.0
 """What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""

@@ -1,89 +1,381 @@
-"""What an update does next: the pure half of the coordinator. Answers in, decisions out.
+"""The coordinator of an update: the pure half. Events in, instructions out; no clock, no I/O.
 
-    states → PREPARE on all → decide (record, under the fence) → GATE → COMMIT → OPEN
-                    └ any failure (policy abort) → ABORT on all, and nothing has changed anywhere
+    survey ─→ prepare ─→ decide ─→ gate ─→ commit ─→ (leases) ─→ open ─→ done          strict
+                 │          └────→ gate ─→ roll … roll ─→ open ─→ (leases) ─→ done     rolling
+                 └─ any failure before the decision ─→ abort: nothing has changed anywhere
 
-`coordinator.py` sends, waits and writes.
+The protocol is written as generators that yield an instruction and get its event: each reads as the steps of a call.
+`coordinator.py` carries the instructions out, under the component's lock. See docs/protocol.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
-from rl_plane.client import WorkerRow
-from rl_plane.errors import InvalidRequest, NoWorkers, PlaneError, Unsupported, UpdateAborted
-from rl_plane.ops import UpdatePolicy
+from rl_plane.errors import (
+    BusUnreachable,
+    Locked,
+    MembershipChanged,
+    NoWorkers,
+    OutcomeUnknown,
+    PlaneError,
+    StaleFence,
+    UpdateAborted,
+)
+from rl_plane.judge import (
+    check_against,
+    commit_body,
+    enough,
+    is_enough,
+    judge_prepare,
+    label_of,
+    left_row,
+    newest,
+    next_record,
+    one_model,
+    outcome_of,
+    serves,
+    still_there,
+)
+from rl_plane.ops import UpdatePolicy, UpdateWeights
+from rl_plane.record import DecisionRecord, UpdateSession, first_record
+from rl_plane.rows import WorkerRow
+from rl_plane.update_steps import (
+    Answered,
+    Ask,
+    Call,
+    End,
+    Event,
+    Failed,
+    Instruction,
+    Members,
+    Note,
+    Outcome,
+    Phase,
+    Prepared,
+    Result,
+    Settle,
+    Settled,
+    Survey,
+    Surveyed,
+    Tell,
+    Told,
+    WaitSilent,
+    Watch,
+    Write,
+    Written,
+)
+
+SESSION_IDLE_S = 120.0
+"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
+OPEN_BY_THEMSELVES_S = 30.0
+"""How long a new run waits for the workers to serve their own models: nobody has to load anything."""
+
+NOBODY = Prepared("", {}, [], refetchable=True)
+
+Steps = Generator[Instruction, Any, Result]
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Enough workers hold the same verified bytes."""
+class UpdateMachine:
+    """One call. `step` with the event of the last instruction (None at first) gives the next one, until End."""
 
-    digest: str
-    ready: dict[str, str]
-    """instance_id → incarnation."""
-    excluded: list[str]
-    refetchable: bool
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.phase: Phase = "survey"
+        self._now = 0.0
+        self._members: Members = {}
+        self._counted: set[str] = set()
+        """Whose failure matters: one that says that it is closed can't fail an update."""
+        self._attests: Sequence[WorkerRow] = ()
+        kinds: dict[str, Callable[[], Steps]] = {
+            "update": self._update,
+            "prepare": self._prepare_only,
+            "complete": self._complete,
+            "abort": self._abort_only,
+            "finish": self._finish,
+            "new_run": self._new_run,
+        }
+        self._steps = kinds[call.kind]()
 
+    def step(self, event: Event | None, now: float) -> Instruction:
+        """`now`: Unix seconds, for the entries that others read."""
+        self._now = now
+        try:
+            steps = self._steps
+            instruction = steps.throw(event.error) if isinstance(event, Failed) else steps.send(event)
+        except StopIteration as end:
+            instruction = End(end.value)
+        except PlaneError as error:
+            instruction = End(error)
+        self.phase = instruction.phase
+        return instruction
 
-def closed(states: Sequence[WorkerRow]) -> set[str]:
-    """Those that say that they take no generation requests now: they can't fail an update."""
-    return {row.instance_id for row in states if row.status == "ok" and not row.body["admission"]["open"]}
+    # ---- the calls ----
 
+    def _update(self) -> Steps:
+        """A whole update in one call."""
+        body = self._body()
+        _, base, outcome = yield from self._survey()
+        if base.update_id == self.call.update_id:  # asked again, after its coordinator died
+            return outcome or Outcome(base.made)
+        try:
+            prepared = yield from self._prepare(base, body)
+            record = next_record(base, body, self.call.update_id, prepared, self._now)
+            written = yield from self._decide(record)
+        except OutcomeUnknown:
+            raise
+        except PlaneError:
+            yield from self._abort(self.call.update_id)
+            raise
+        return (yield from self._carry_out(record, written, prepared, body.policy))
 
-def judge_prepare(
-    rows: Sequence[WorkerRow], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
-) -> Prepared:
-    """Whether the update may be decided, else the error that it ends with.
+    def _prepare_only(self) -> Steps:
+        """The first half, which any coordinator can complete later. Prepared twice under one id: the first stands."""
+        body = self._body()
+        session, base, _ = yield from self._survey()
+        if session is not None and session.live(self._now):
+            return Prepared(session.digest, session.prepared, [], session.refetchable, session)
+        try:
+            prepared = yield from self._prepare(base, body)
+            session = UpdateSession(
+                self.call.update_id,
+                label_of(base, body),
+                body.model_dump(),
+                prepared.digest,
+                prepared.refetchable,
+                prepared.ready,
+                self._now + SESSION_IDLE_S,
+            )
+            yield Note("session", session=session)
+        except PlaneError:
+            yield from self._abort(self.call.update_id)
+            raise
+        return replace(prepared, session=session)
 
-    `counted`: whose failure matters (one that was excluded before can't fail a later update)."""
-    ready = {row.instance_id: row for row in rows if row.status == "ok"}
-    failed = [row for row in rows if row.status != "ok"]
-    digests = Counter(row.body["digest"] for row in ready.values())
-    if len(digests) > 1:
-        raise UpdateAborted(
-            "the workers received different bytes: "
-            + ", ".join(f"{digest} on {count}" for digest, count in digests.most_common()),
-            fix="was the source still being written? publish it under a new path",
+    def _complete(self) -> Steps:
+        """The second half: decides and commits what was prepared."""
+        session, base, _ = yield from self._survey()
+        assert session is not None
+        body = UpdateWeights.model_validate(session.body)
+        ready = still_there(session.prepared, self._members)
+        try:
+            if not session.live(self._now):
+                raise UpdateAborted(f"the update was silent for {SESSION_IDLE_S:g} s", fix="prepare it again")
+            if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
+                raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+            gone = sorted(session.prepared.keys() - ready.keys())
+            prepared = Prepared(session.digest, ready, gone, session.refetchable)
+            record = next_record(base, body, session.update_id, prepared, self._now)
+            written = yield from self._decide(record)
+        except OutcomeUnknown:
+            raise
+        except PlaneError:
+            yield from self._abort(session.update_id)
+            yield Note("session")
+            raise
+        yield Note("session")
+        return (yield from self._carry_out(record, written, prepared, body.policy))
+
+    def _abort_only(self) -> Steps:
+        session, _, _ = yield from self._survey()
+        assert session is not None
+        yield from self._abort(session.update_id)
+        yield Note("session")
+        return session
+
+    def _finish(self) -> Steps:
+        _, base, outcome = yield from self._survey()
+        return outcome or Outcome(base.made)
+
+    def _new_run(self) -> Steps:
+        """Sequence 0 of a new run, by the model that every worker was started with."""
+        _, base, _ = yield from self._survey()
+        record = replace(
+            first_record(one_model(self._attests), base.run_number + 1),
+            update_id=self.call.update_id,
+            open=False,
         )
-    blocking = [row for row in failed if row.instance_id in counted]
-    if not ready or (blocking and policy.on_prepare_failure == "abort"):
-        raise prepare_error(blocking or failed, len(rows))
-    if len(ready) < policy.min_ready:
-        raise UpdateAborted(
-            f"{len(ready)} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
-            field="policy.min_ready",
+        yield Note("begin", base=base)
+        written = yield from self._decide(record)
+        yield from self._swap_all(record, written, NOBODY, UpdatePolicy())
+        watched: Answered = yield Watch(record.opened(), OPEN_BY_THEMSELVES_S)
+        return self._watched(record, watched, UpdatePolicy())
+
+    def _body(self) -> UpdateWeights:
+        assert self.call.body is not None
+        return self.call.body
+
+    def _expected(self, session: UpdateSession | None) -> UpdateSession:
+        """The prepared update that is meant."""
+        if session is None or self.call.update_id not in ("", session.update_id):
+            named = f": {self.call.update_id}" if self.call.update_id else ""
+            raise UpdateAborted(
+                f"no such update is prepared{named}",
+                field="update_id",
+                fix="prepare_weights_update first; a prepared update is dropped when its trainer is silent",
+            )
+        return session
+
+    # ---- the steps ----
+
+    def _survey(self) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord, Outcome | None]]:
+        """The session that this call goes on with, the committed record, and the outcome of an update that a dead
+        coordinator had decided: it is finished here. What one had not decided is dropped."""
+        seen: Surveyed = yield Survey()
+        self._members, self._attests = seen.members, seen.attests
+        self._counted = seen.members.keys() - {
+            row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]
+        }
+        session = seen.session
+        if self.call.kind in ("complete", "abort"):
+            session = self._expected(session)
+        elif session is not None and not (
+            self.call.kind == "prepare" and session.update_id == self.call.update_id
+        ):
+            if session.live(self._now):
+                raise Locked(
+                    f"the update {session.update_id!r} is prepared and waits for complete or abort",
+                    holder=session.update_id,
+                    retry_after_s=1.0,
+                    fix="complete it, abort it, or wait until its idle limit ends it",
+                )
+            yield from self._abort(session.update_id, "clear")
+            yield Note("clear")
+            session = None
+        elif session is None and seen.took_over:
+            yield from self._abort(None, "clear")
+        base, written = newest(seen), seen.written
+        if base is None:
+            raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
+        if base is not seen.record:
+            restored: Written = yield Write("restore", base)
+            written = restored.sequence
+        outcome = None
+        if not base.final:
+            whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
+            outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
+            base = base.opened()
+        return session, base, outcome
+
+    def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
+        """Stages on every member; on failure the error tells of each worker."""
+        check_against(base, body)
+        yield Note("begin", base=base)
+        request = {
+            "update_id": self.call.update_id,
+            "target": body.target.model_dump(),
+            "transport": body.transport.model_dump() if body.transport is not None else None,
+            "encoding": body.encoding,
+            "label": label_of(base, body),
+            "digest": body.digest,
+            "cast": body.cast,
+            "staging": body.policy.staging,
+            "pause_mode": body.policy.pause_mode,
+        }
+        policy = body.policy
+        answered: Answered = yield Ask(
+            "prepare", "prepare_update", request, list(self._members), policy.prepare_timeout_s
         )
-    digest = next(iter(digests))
-    if stated_digest is not None and digest != stated_digest:
-        raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
-    return Prepared(
-        digest,
-        {key: row.incarnation for key, row in ready.items()},
-        [row.instance_id for row in failed],
-        all(row.body["refetchable"] for row in ready.values()),
-    )
+        rows = list(answered.rows)
+        asked = {row.instance_id for row in rows}
+        rows += [left_row(key, incarnation) for key, incarnation in self._members.items() if key not in asked]
+        try:
+            if self.call.fingerprint is not None:
+                again: Surveyed = yield Survey("recheck")
+                if again.fingerprint != self.call.fingerprint:
+                    raise MembershipChanged(after_epoch=again.epoch)
+            return judge_prepare(rows, self._counted, policy, body.digest)
+        except PlaneError as error:
+            error.facts.setdefault("workers", [row.to_wire() for row in rows])
+            raise
 
+    def _abort(self, update_id: str | None, phase: Phase = "abort") -> Generator[Instruction, Any, None]:
+        """Drops what is staged, wherever it is. A worker that doesn't hear it asks the record by itself."""
+        try:
+            yield Ask(phase, "abort_update", {"update_id": update_id}, list(self._members))
+        except PlaneError:
+            pass  # said in the shell's log
 
-def prepare_error(failed: Sequence[WorkerRow], asked: int) -> PlaneError:
-    """The update's error, made from its workers' errors: the caller's fault is told as such."""
-    errors = [row.error for row in failed if row.error is not None]
-    if not errors:
-        return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
-    for kind in (InvalidRequest, Unsupported):
-        mine = [error for error in errors if isinstance(error, kind)]
-        if mine and (kind is InvalidRequest or len(mine) == len(errors)):
-            return type(mine[0])(mine[0].message, **mine[0].facts)
-    first = failed[0]
-    return UpdateAborted(
-        f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: "
-        f"{first.instance_id}: {errors[0].message}",
-        fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
-    )
+    def _decide(self, record: DecisionRecord) -> Generator[Instruction, Any, int]:
+        """After this the version is committed. A lost answer is settled by the record itself."""
+        try:
+            written: Written = yield Write("decide", record)
+            return written.sequence
+        except BusUnreachable as lost:
+            try:
+                settled: Settled = yield Settle()
+            except PlaneError as error:
+                raise OutcomeUnknown(
+                    f"whether {record.made.label} was committed is not known: {error.message}",
+                    update_id=record.update_id,
+                    retry_after_s=1.0,
+                    fix="repeat the call with the same Idempotency-Key, or read the state",
+                ) from error
+            if settled.record is None or settled.record.update_id != record.update_id:
+                raise lost
+            return settled.sequence
 
+    def _carry_out(
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
+    ) -> Generator[Instruction, Any, Outcome]:
+        """The version stands already: if NATS, the lock or the answers are lost on the way, the workers go on by the
+        record, and this only watches them."""
+        try:
+            if policy.keep_pause:
+                yield Note("pause", pause_mode=policy.pause_mode)
+            carried = self._roll if record.rolling_from is not None else self._swap_all
+            outcome = yield from carried(record, written, prepared, policy)
+            if is_enough(outcome, policy):
+                return outcome
+        except (BusUnreachable, StaleFence):
+            pass  # said in the shell's log
+        watched: Answered = yield Watch(record, policy.commit_timeout_s)
+        try:
+            yield Write("open", record.opened())
+        except (BusUnreachable, StaleFence):
+            pass  # whoever holds the lock next does it
+        return self._watched(record, watched, policy)
 
-def still_there(ready: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Of those that prepared, the ones that are still the same process."""
-    return [key for key, incarnation in ready.items() if now.get(key) == incarnation]
+    def _swap_all(
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
+    ) -> Generator[Instruction, Any, Outcome]:
+        """Strict: nobody opens before every member is gated, and swapped or excluded."""
+        told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
+        shut = {row.instance_id for row in told.rows if row.ok}
+        swapping = [key for key in still_there(prepared.ready, told.members) if key in shut]
+        commit = commit_body(record, written)
+        committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
+        yield from self._leases(told)
+        opened: Written = yield Write("open", record.opened())
+        after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
+        return outcome_of(record, prepared, committed.rows, told, after)
+
+    def _roll(
+        self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
+    ) -> Generator[Instruction, Any, Outcome]:
+        """Rolling: one worker after another, while the others serve the version before."""
+        told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
+        rows: list[WorkerRow] = []
+        for key in sorted(still_there(prepared.ready, told.members)):
+            commit = commit_body(record, written)
+            one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
+            rows += one.rows
+        opened: Written = yield Write("open", record.opened())
+        after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
+        yield from self._leases(after)
+        return outcome_of(record, prepared, rows, told, after)
+
+    def _leases(self, told: Told) -> Generator[Instruction, Any, None]:
+        """Who has not acknowledged may serve what it knows until it leaves or its lease has run out."""
+        silent = {
+            row.instance_id: told.members[row.instance_id] for row in told.rows if not row.ok and not row.lost
+        }
+        if silent or told.silent_frontends:
+            yield WaitSilent(silent, told.silent_frontends)
+
+    def _watched(self, record: DecisionRecord, watched: Answered, policy: UpdatePolicy) -> Outcome:
+        serving = {row.instance_id for row in watched.rows if serves(row, record)}
+        excluded = sorted({row.instance_id for row in watched.rows} - serving)
+        return enough(Outcome(record.made, watched.rows, excluded), policy)

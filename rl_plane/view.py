@@ -14,13 +14,13 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
+from rl_plane.bus import Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
-from rl_plane.record import DecisionRecord, record_of
-from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Subjects
+from rl_plane.record import DecisionRecord, newer, record_of
+from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
 
@@ -38,6 +38,7 @@ REMEMBERED_DISCONNECTS = 4096
 PING = encode(Request("ping").to_wire())
 
 Listener = Callable[[Changed], None]
+RecordListener = Callable[[DecisionRecord], None]
 
 
 class MembershipView:
@@ -49,13 +50,15 @@ class MembershipView:
         self.advisories = False
         """Whether this server was seen to tell us of closed connections."""
         self.record: DecisionRecord | None = None
-        """What the fleet has decided, as far as this process has heard."""
+        """What the fleet has decided, as far as this process has heard: it never goes back."""
         self._record_sequence = 0
+        """Of the newest write that was heard of: it orders the writes of which neither was decided after the other."""
         self._gather = gather
         self._core = MembershipCore()
         self._probes = ProbeCore()
         self._last_sweep: Scatter | None = None
         self._listeners: list[Listener] = []
+        self._record_listeners: list[RecordListener] = []
         self._changed = asyncio.Event()
         self._resync_wanted = asyncio.Event()
         self._canary: tuple[str, int] | None = None
@@ -87,6 +90,36 @@ class MembershipView:
         """Calls it with every change, from now on; the result ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
+
+    def listen_record(self, listener: RecordListener) -> Callable[[], None]:
+        """Calls it with every record that this process learns, from now on; the result ends that."""
+        self._record_listeners.append(listener)
+        return lambda: self._record_listeners.remove(listener)
+
+    def take_record(self, record: DecisionRecord, sequence: int) -> None:
+        """Learns a record from whoever tells; `sequence`: of its write in the state bucket. One that is older than
+        the known one is left: what was told may have been overtaken, and a store may have lost a write."""
+        known = self.record
+        if known is not None and not newer(record, known):
+            overtaken = sequence <= self._record_sequence
+            if overtaken or newer(known, record):
+                return
+        self._record_sequence = max(sequence, self._record_sequence)
+        if record != known:
+            self.record = record
+            for listener in list(self._record_listeners):
+                listener(record)
+
+    async def read_record(self) -> None:
+        """Learns the record that the leader has now."""
+        known = self._record_sequence
+        entry = await self.bus.get(self.subjects.state, RECORD)
+        record = record_of(entry)
+        if entry is None or record is None:
+            return
+        if self._record_sequence == known and entry.sequence <= known:
+            self._record_sequence = entry.sequence - 1  # no feed was faster: the leader's store is another one
+        self.take_record(record, entry.sequence)
 
     async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
         """Whether it came to hold within the time-out."""
@@ -124,11 +157,7 @@ class MembershipView:
     async def _record_feed(self, message: Msg) -> None:
         headers = message.headers or {}
         if not is_marker(headers):
-            self._take_record(Entry(RECORD, message.data, int(headers["Nats-Sequence"])))
-
-    def _take_record(self, entry: Entry | None) -> None:
-        if entry is not None and entry.sequence > self._record_sequence:
-            self.record, self._record_sequence = record_of(entry), entry.sequence
+            self.take_record(DecisionRecord.decode(message.data), int(headers["Nats-Sequence"]))
 
     async def _advisory(self, message: Msg) -> None:
         event = json.loads(message.data)
@@ -148,7 +177,7 @@ class MembershipView:
         # The store may have been lost with the server.
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
-        self._take_record(await self.bus.get(self.subjects.state, RECORD))
+        await self.read_record()
         entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
 
@@ -208,7 +237,7 @@ class MembershipView:
             else:
                 try:
                     await self._sweep()
-                    self._take_record(await self.bus.get(self.subjects.state, RECORD))
+                    await self.read_record()
                 except (PlaneError, nats.errors.Error) as error:
                     log.debug("sweep: %s", error)
                 except Exception:

@@ -45,7 +45,7 @@ async def started(model: Path, **extra: str) -> FakeEngine:
 
 
 def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> Staged:
-    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)})
+    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)}, "base")
     return receive(engine, delivery, cast=False, expected_digest=None, cancelled=cancelled)[0]
 
 
@@ -180,7 +180,7 @@ async def test_a_configured_dtype_asks_for_a_cast(base: Path, new: Path) -> None
     with pytest.raises(InvalidWeights) as caught:
         stage(engine, new)
     assert caught.value.facts["field"] == "cast"
-    delivery = FilesystemTransport([new]).open({"backend": "filesystem", "path": str(new)})
+    delivery = FilesystemTransport([new]).open({"backend": "filesystem", "path": str(new)}, "base")
     _, digest = receive(engine, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
     assert digest == model_digest(new)
 
@@ -209,7 +209,7 @@ async def test_tokens_tell_the_weights(base: Path) -> None:
     assert deltas[0].prompt_token_ids == PROMPT
     assert all(delta.prompt_token_ids is None for delta in deltas[1:])
     assert [delta.finish_reason for delta in deltas] == [None] * 7 + ["length"]
-    assert [len(delta.spans) for delta in deltas] == [0] * 7 + [1]
+    assert [len(delta.spans) for delta in deltas] == [1, *[0] * 6, 1]
     assert "".join(delta.text for delta in deltas) == "".join(f" t{token}" for token in tokens(deltas))
     assert engine.load() == (0, 0)
 

@@ -16,20 +16,14 @@ import pytest
 from blake3 import blake3
 
 import worker.safetensors_file as safetensors_file
-import worker.transports.filesystem as filesystem
+import worker.transports.checkpoint as checkpoints
+import worker.transports.directory as directories
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.versions import TensorSpec, tensors_digest
 from worker.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
 from worker.transports.base import Delivery, WeightTransport
-from worker.transports.filesystem import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    SINGLE_NAME,
-    FilesystemDelivery,
-    FilesystemTransport,
-    open_checkpoint,
-    write_manifest,
-)
+from worker.transports.checkpoint import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME, open_checkpoint, write_manifest
+from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 Tensors = dict[str, tuple[TensorSpec, bytes]]
 
@@ -93,7 +87,7 @@ def refusal(
 ) -> InvalidRequest:
     """The typed refusal of `path`, which names the field and a fix."""
     with pytest.raises(InvalidRequest) as caught:
-        transport.open(request(path)).close()
+        transport.open(request(path), "base").close()
     assert type(caught.value) is kind
     assert caught.value.facts["field"] == "transport.path"
     assert caught.value.facts["fix"]
@@ -118,7 +112,7 @@ def test_a_directory_and_a_file_give_the_same(transport: FilesystemTransport, ro
     tensors = {"a": A, "scalar": SCALAR, "empty": EMPTY, "b": B}
     directory = single(root / "step_1", tensors)
     for path in (directory, directory / SINGLE_NAME, f"{directory}/", f"{root}/x/../step_1"):
-        delivery = transport.open(request(path))
+        delivery = transport.open(request(path), "base")
         assert delivery.refetchable
         assert delivery.digest is None
         assert delivery.tensor_digests is None
@@ -139,16 +133,16 @@ def test_the_safetensors_package_reads_what_we_write_and_the_other_way_round(
     array = numpy.frombuffer(A[1], numpy.float32).reshape(2, 3)
     raw = save({"z": array}, {"format": "pt"})
     (root / "b.safetensors").write_bytes(raw)
-    assert read(transport.open(request(root / "b.safetensors"))) == {"z": A}
+    assert read(transport.open(request(root / "b.safetensors"), "base")) == {"z": A}
 
 
 def test_shards(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A, "s": SCALAR}, two={"b": B})
-    assert read(transport.open(request(directory))) == {"a": A, "s": SCALAR, "b": B}
+    assert read(transport.open(request(directory), "base")) == {"a": A, "s": SCALAR, "b": B}
 
 
 def test_a_delivery_is_read_once_and_closed_twice(transport: FilesystemTransport, root: Path) -> None:
-    delivery: Delivery = transport.open(request(single(root / "c")))
+    delivery: Delivery = transport.open(request(single(root / "c")), "base")
     assert isinstance(delivery, FilesystemDelivery)
     list(delivery.tensors())
     with pytest.raises(RuntimeError, match="once"):
@@ -158,7 +152,7 @@ def test_a_delivery_is_read_once_and_closed_twice(transport: FilesystemTransport
 
 
 def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -> None:
-    delivery = transport.open(request(single(root / "c")))
+    delivery = transport.open(request(single(root / "c")), "base")
     tensors = delivery.tensors()
     delivery.close()
     with pytest.raises(EngineFailed, match="closed"):
@@ -167,7 +161,7 @@ def test_closed_before_it_was_read(transport: FilesystemTransport, root: Path) -
 
 def test_the_buffer_is_reused_and_writable(transport: FilesystemTransport, root: Path) -> None:
     """torch.frombuffer warns of read-only memory, and one buffer bounds what a receive takes."""
-    delivery = transport.open(request(single(root / "c")))
+    delivery = transport.open(request(single(root / "c")), "base")
     (_, first), (_, second) = list(delivery.tensors())
     assert first.data.obj is second.data.obj
     assert not first.data.readonly
@@ -179,7 +173,7 @@ def test_large_tensors_are_read_in_pieces(
 ) -> None:
     monkeypatch.setattr(safetensors_file, "READ_BYTES", 7)
     directory = single(root / "c")
-    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+    assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 
 # where it may read
@@ -197,10 +191,10 @@ def test_a_path_that_is_none(transport: FilesystemTransport, root: Path, path: A
 def test_unknown_fields_and_another_backend(transport: FilesystemTransport, root: Path) -> None:
     directory = single(root / "c")
     with pytest.raises(InvalidRequest, match="'subdir'") as caught:
-        transport.open(request(directory, subdir="x"))
+        transport.open(request(directory, subdir="x"), "base")
     assert caught.value.facts["field"] == "transport.subdir"
     with pytest.raises(InvalidRequest, match="nccl") as caught:
-        transport.open({"backend": "nccl", "path": str(directory)})
+        transport.open({"backend": "nccl", "path": str(directory)}, "base")
     assert caught.value.facts["field"] == "transport.backend"
 
 
@@ -242,7 +236,7 @@ def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
     (tmp_path / "rootlink").symlink_to(root)
     transport = FilesystemTransport([tmp_path / "other", tmp_path / "rootlink"])
     for path in (snapshot, snapshot / SINGLE_NAME, tmp_path / "rootlink" / "snapshot"):
-        assert read(transport.open(request(path))) == {"a": A, "b": B}
+        assert read(transport.open(request(path), "base")) == {"a": A, "b": B}
 
 
 def test_files_that_lead_outside(transport: FilesystemTransport, root: Path, tmp_path: Path) -> None:
@@ -316,7 +310,7 @@ def test_what_the_system_refuses(
     assert "may not read" in refusal(transport, directory).message
     monkeypatch.setattr(os, "open", refusing(errno.EMFILE))
     with pytest.raises(Unavailable, match="Too many open files"):
-        transport.open(request(directory))
+        transport.open(request(directory), "base")
 
 
 def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTransport, root: Path) -> None:
@@ -366,7 +360,7 @@ def test_pickles_are_never_loaded(transport: FilesystemTransport, root: Path) ->
         (directory / name).touch()
         assert "never loaded" in refusal(transport, directory / name).facts["fix"]
     single(directory)  # beside safetensors they disturb nobody
-    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+    assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 
 def test_a_directory_without_weights(transport: FilesystemTransport, root: Path) -> None:
@@ -428,9 +422,9 @@ def test_an_index_that_is_no_json_object(transport: FilesystemTransport, root: P
 
 def test_bounds_of_an_index(transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
-    monkeypatch.setattr(filesystem, "MAX_FILES", 1)
+    monkeypatch.setattr(checkpoints, "MAX_FILES", 1)
     assert "2 files, more than 1" in refusal(transport, directory, InvalidWeights).message
-    monkeypatch.setattr(filesystem, "MAX_JSON_BYTES", 10)
+    monkeypatch.setattr(directories, "MAX_JSON_BYTES", 10)
     assert "more than 10 bytes" in refusal(transport, directory, InvalidWeights).message
 
 
@@ -439,7 +433,7 @@ def test_a_single_file_and_an_index(transport: FilesystemTransport, root: Path) 
     single(directory)
     assert "two checkpoints" in refusal(transport, directory, InvalidWeights).message
     sharded(directory, {"a": SINGLE_NAME, "b": SINGLE_NAME})
-    assert read(transport.open(request(directory))) == {"a": A, "b": B}
+    assert read(transport.open(request(directory), "base")) == {"a": A, "b": B}
 
 
 # the header
@@ -559,7 +553,7 @@ def test_json_keys_twice_are_found_at_any_depth() -> None:
 def test_a_file_written_to_while_it_is_held(transport: FilesystemTransport, root: Path) -> None:
     for change in (b"X", None):
         directory = single(root / "c")
-        delivery = transport.open(request(directory))
+        delivery = transport.open(request(directory), "base")
         tensors = delivery.tensors()
         next(tensors)
         with open(directory / SINGLE_NAME, "r+b") as file:
@@ -577,7 +571,7 @@ def test_a_file_written_to_while_it_is_held(transport: FilesystemTransport, root
 
 def test_a_shard_that_changes_after_it_was_read(transport: FilesystemTransport, root: Path) -> None:
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
-    delivery = transport.open(request(directory))
+    delivery = transport.open(request(directory), "base")
     tensors = delivery.tensors()
     assert next(tensors)[0] == "a"
     assert next(tensors)[0] == "b"
@@ -591,7 +585,7 @@ def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
     transport: FilesystemTransport, root: Path
 ) -> None:
     directory = sharded(root / "c", one={"a": A}, two={"b": B})
-    delivery = transport.open(request(directory))
+    delivery = transport.open(request(directory), "base")
     tensors = delivery.tensors()
     got = {name: bytes(tensor.data) for name, tensor in (next(tensors),)}
     other = (TensorSpec("BF16", (4,)), b"ABCDEFGH")
@@ -601,7 +595,7 @@ def test_replacing_by_rename_changes_nothing_for_who_has_it_open(
     got |= {name: bytes(tensor.data) for name, tensor in tensors}
     delivery.close()
     assert got == {"a": A[1], "b": B[1]}
-    assert read(transport.open(request(directory)))["b"] == other
+    assert read(transport.open(request(directory), "base"))["b"] == other
 
 
 def test_a_checkpoint_replaced_while_it_is_opened(
@@ -616,14 +610,14 @@ def test_a_checkpoint_replaced_while_it_is_opened(
             if name == "one.safetensors":
                 sharded(directory, one={"a": A}, two={"b": (B[0], b"ABCDEFGH")})
 
-    monkeypatch.setattr(filesystem, "SafetensorsFile", Replacing)
+    monkeypatch.setattr(directories, "SafetensorsFile", Replacing)
     assert "replaced while" in refusal(transport, directory, InvalidWeights).message
 
 
 def test_a_failing_disk_is_not_the_requests_fault(
     transport: FilesystemTransport, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delivery = transport.open(request(single(root / "c")))
+    delivery = transport.open(request(single(root / "c")), "base")
 
     def broken(*_: Any) -> int:
         raise OSError(5, "Input/output error")
@@ -639,7 +633,7 @@ def test_closing_waits_for_a_read_to_leave_the_descriptor(
 ) -> None:
     """A descriptor closed under a read could be another file's by then."""
     directory = single(root / "c")
-    delivery = transport.open(request(directory))
+    delivery = transport.open(request(directory), "base")
     reading, go = threading.Event(), threading.Event()
     real: Callable[..., int] = os.preadv
     outcome: list[Any] = []
@@ -679,7 +673,7 @@ def test_write_manifest(transport: FilesystemTransport, root: Path) -> None:
     assert manifest["files"] == {
         name: os.path.getsize(directory / name) for name in ("one.safetensors", "two.safetensors")
     }
-    delivery = transport.open(request(directory))
+    delivery = transport.open(request(directory), "base")
     assert delivery.digest == expected
     assert delivery.tensor_digests == digests
     assert read(delivery) == {"a": A, "b": B, "e": EMPTY}
@@ -749,7 +743,7 @@ def test_a_manifest_that_is_no_json(transport: FilesystemTransport, root: Path) 
 def test_a_single_file_is_read_without_the_directorys_manifest(transport: FilesystemTransport, root: Path) -> None:
     write_manifest(single(root / "c"))
     write_safetensors(root / "c" / "other.safetensors", {"z": B})
-    delivery = transport.open(request(root / "c" / "other.safetensors"))
+    delivery = transport.open(request(root / "c" / "other.safetensors"), "base")
     assert delivery.digest is None
     assert read(delivery) == {"z": B}
 

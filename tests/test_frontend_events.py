@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,6 +21,7 @@ from frontend.listeners import GRACE_S
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.errors import InvalidRequest, Unavailable
+from tests.test_frontend_committed import record, rolling
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -99,6 +101,7 @@ async def test_members_come_and_go(plane: Plane, rl: httpx.AsyncClient) -> None:
         opened = await reader.until(lambda kind, data: kind == "admission" and data["open"])
         assert (opened["instance_id"], opened["reasons"], opened["paused"]) == (worker.instance_id, [], False)
         assert opened["version"]["label"] == "initial"
+        assert (opened["sequence"], opened["adapters"]) == (0, {})
         worker.kill()
         left = await reader.until(lambda kind, data: kind == "member" and data["change"] == "left")
         assert (left["instance_id"], left["incarnation"]) == (worker.instance_id, joined["incarnation"])
@@ -121,6 +124,7 @@ async def test_an_update_is_followed_from_its_beginning_to_its_end(plane: Plane,
         assert {data["update_id"] for data in told} == {"id-1"}
         assert {data["label"] for data in told} == {"step_1"}
         assert [data["version"] and data["version"]["sequence"] for data in told] == [None, 1, 1]
+        assert [data["state"]["version"] for data in told if data["change"] == "committed"] == [told[1]["version"]]
         admissions = [data for _, kind, data in reader.seen if kind == "admission"]
         assert ["updating"] in [data["reasons"] for data in admissions]
         if not admissions[-1]["open"]:
@@ -194,6 +198,36 @@ async def made(plane: Plane) -> FleetEvents:
     client = await plane.client()
     view = await client.view()
     return FleetEvents(view, FleetStatus(client, view))
+
+
+async def test_each_committed_update_is_told_once(plane: Plane) -> None:
+    client = await plane.client()
+    view = await client.view()
+    hub = FleetEvents(view, FleetStatus(client, view))
+    await hub.start()
+    stream = hub.listen()
+    assert await anext(stream) == HELLO
+    closed = replace(record(1), open=False)
+    loaded = replace(rolling(record(1, a=2), record(1)), update_id="lora")
+    unloaded = replace(record(1), made=record(3).made)
+    for number, one in enumerate([closed, record(1), loaded, loaded.opened(), unloaded]):
+        view.take_record(one, number + 1)
+    hub.stop()
+    told = [event[2] for block in [block async for block in stream] if (event := parsed(block.decode()))]
+    *updates, end = told
+    assert [(one["change"], one["version"]["sequence"]) for one in updates] == [
+        ("committed", 1),
+        ("committed", 2),
+        ("committed", 3),
+    ]
+    assert [one["state"]["version"]["sequence"] for one in updates] == [1, 1, 1]
+    assert [{name: of["sequence"] for name, of in one["state"]["adapters"].items()} for one in updates] == [
+        {},
+        {"a": 2},
+        {},
+    ]
+    assert updates[1]["update_id"] == "lora"
+    assert end == {"reason": "stopping"}
 
 
 async def test_a_silent_stream_is_kept_alive(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

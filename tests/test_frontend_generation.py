@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.client import RlClient
 from rl_plane.nats_server import NatsServer
-from worker.engines.fake import fake_logprob, fake_token
+from rl_plane.record import SERVING_LEASE_S
+from worker.engines.fake import fake_logprob, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -391,7 +395,8 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
         partial = error["partial"]
         assert partial["token_ids"] == tokens_under(digest, 0, len(partial["token_ids"]))
         assert len(partial["token_ids"]) == len(partial["logprobs"]) >= 3
-        assert partial["weight_versions"] is None
+        (made,) = partial["weight_versions"]
+        assert (made["digest"], made["end"]) == (digest, len(partial["token_ids"]))
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
@@ -450,6 +455,7 @@ async def test_sigterm_ends_the_process_though_a_stream_is_open(plane: Plane) ->
     plane.spawn(token_delay_s=0.05)
     code = """
 import asyncio, sys
+from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import serve
 options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0)
@@ -505,13 +511,14 @@ async def test_every_frontend_serves_the_new_version_after_an_update(plane: Plan
                 assert (await ask(http))["nvext"]["weight_version"] == version
 
 
-async def test_a_frontend_that_missed_the_decision_learns_it_from_a_refusal(
+async def test_a_frontend_that_hears_no_decision_has_read_it_before_it_is_served(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def deaf(*args: object) -> None:
         pass
 
-    monkeypatch.setattr("frontend.committed.Committed._feed", deaf)
+    monkeypatch.setattr("rl_plane.view.MembershipView._record_feed", deaf)
+    monkeypatch.setattr("frontend.lease.FrontendLease._message", deaf)
     plane.spawn()
     async with frontend(plane) as http:
         await ask(http)
@@ -545,3 +552,84 @@ async def test_choices_under_way_are_bounded(
         assert error_of(response, 503)["code"] == "unavailable"
         assert response.headers["retry-after"] == "1"
     await ask(http)
+
+
+# ---- adapters ----
+
+
+async def test_real_workers_serve_adapters_by_model(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn_many(2)
+    base = (await ask(http, max_tokens=1))["nvext"]["weight_version"]
+    fleet = await plane.fleet()
+    versions = []
+    for seed in (1, 2):  # loaded, then swapped
+        path = make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model())
+        reply = await fleet.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(path)})
+        versions.append(reply["version"])
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["parent"]) for model in models] == [("seed0", None), ("a", "seed0")]
+        for _ in range(4):
+            answer = await ask(http, model="a", max_tokens=3, return_token_ids=True)
+            (choice,) = answer["choices"]
+            (span,) = choice["weight_versions"]
+            assert (span["sequence"], span["digest"]) == (base["sequence"], base["digest"])
+            adapter = span["adapter"]
+            assert (adapter["name"], adapter["sequence"]) == ("a", versions[-1]["sequence"])
+            made = [fake_token(base["digest"], PROMPT, n, 512, adapter["digest"]) for n in range(3)]
+            assert choice["token_ids"] == made
+            assert (answer["model"], answer["nvext"]["weight_version"]) == ("a", base)
+        plain = await ask(http, max_tokens=3, return_token_ids=True)
+        assert plain["choices"][0]["token_ids"] == tokens_under(base["digest"], 0, 3)
+        assert "adapter" not in plain["nvext"]
+    assert versions[0] != versions[1]
+    await fleet.run("unload_lora_adapter", {"lora_name": "a"})
+    response = await http.post("/v1/completions", json={"prompt": "hi", "model": "a"})
+    assert error_of(response, 404)["models"] == ["seed0"]
+    assert (await ask(http))["nvext"]["weight_version"] == base
+
+
+# ---- frontends that stand still ----
+
+
+async def test_a_frozen_frontend_is_waited_for_and_never_serves_what_was_replaced(plane: Plane) -> None:
+    plane.spawn()
+    code = """
+import asyncio, sys
+from frontend.lease import FrontendLease
+from frontend.options import FrontendOptions
+from frontend.process import serve
+options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=None, http_port=0)
+asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", code, plane.url, plane.namespace, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            url = (await process.stdout.readline()).decode().strip()
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            old = (await ask(http))["nvext"]["weight_version"]
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            waiting = asyncio.create_task(ask(http))
+            begun = time.monotonic()
+            new = await update(plane, 1)
+            assert time.monotonic() - begun >= SERVING_LEASE_S
+            process.send_signal(signal.SIGCONT)
+            assert (await waiting)["nvext"]["weight_version"] == new != old
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_frontend_that_was_killed_delays_no_update(plane: Plane) -> None:
+    plane.spawn()
+    view = await (await plane.client("gone")).view()
+    gone = FrontendLease(view, "0" * 16)
+    await gone.start()
+    await view.bus.close()
+    begun = time.monotonic()
+    await update(plane, 1)
+    assert time.monotonic() - begun < SERVING_LEASE_S / 2

@@ -11,12 +11,11 @@ import pytest
 
 from frontend.admin import list_fields, merge_query
 from frontend.calls import MAX_IN_FLIGHT, FleetCalls
-from frontend.committed import MAX_HISTORY, History
 from frontend.engine_client import Accepted
 from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
-from frontend.metrics import metric
+from frontend.metrics import frontend_metrics, metric
 from frontend.openai import REFUSED
 from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
@@ -27,11 +26,10 @@ from rl_plane.errors import (
     PlaneError,
     Unauthorized,
     Unavailable,
-    Unlabelled,
     Unsupported,
 )
 from rl_plane.fleet_ops import FLEET_OPS
-from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan
 from rl_plane.strict_json import parse_json_object
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
@@ -222,7 +220,7 @@ def test_many_at_once_are_spread() -> None:
     assert router.in_flight("a") == 9
 
 
-# ---- the versions that were committed ----
+# ---- versions ----
 
 
 def _version(sequence: int, run: str = "r") -> WeightVersion:
@@ -232,51 +230,6 @@ def _version(sequence: int, run: str = "r") -> WeightVersion:
 def _span(sequence: int, start: int, end: int, **other: Any) -> VersionSpan:
     made = {"version": f"step_{sequence}", "sequence": sequence, "digest": f"blake3:{sequence}", "run": "r"}
     return VersionSpan(**{**made, **other}, start=start, end=end)
-
-
-def _history(*sequences: int) -> History:
-    history = History()
-    for sequence in sequences:
-        history.add(_version(sequence))
-    return history
-
-
-def test_spans_of_committed_versions_pass() -> None:
-    history = _history(4, 5, 6)
-    history.check([_span(5, 0, 3)], 3, since=2)
-    history.check([_span(5, 0, 3), _span(6, 3, 4)], 4, since=2)
-    history.check([], 0, since=3)
-
-
-@pytest.mark.parametrize(
-    ("spans", "tokens"),
-    [
-        ([], 1),
-        ([_span(5, 0, 2)], 3),
-        ([_span(5, 0, 4)], 3),
-        ([_span(5, 1, 3)], 3),
-        ([_span(5, 0, 1), _span(5, 2, 3)], 3),
-        ([_span(5, 0, 0), _span(5, 0, 3)], 3),
-        ([_span(4, 0, 3)], 3),  # it was replaced before the request began
-        ([_span(6, 0, 1), _span(5, 1, 3)], 3),
-        ([_span(7, 0, 3)], 3),
-        ([_span(5, 0, 3, digest="blake3:other")], 3),
-        ([_span(5, 0, 3, run="other")], 3),
-    ],
-)
-def test_other_spans_are_not_delivered(spans: list[VersionSpan], tokens: int) -> None:
-    with pytest.raises(Unlabelled):
-        _history(4, 5, 6).check(spans, tokens, since=2)
-
-
-def test_the_history_is_bounded_and_keeps_its_places() -> None:
-    history = _history(*range(MAX_HISTORY + 10))
-    assert history.place("r", 9, "blake3:9") is None
-    assert history.place("r", 10, "blake3:10") == 11
-    history.add(_version(10))
-    assert history.count == MAX_HISTORY + 10
-    history.add(_version(0, "new run"))
-    assert history.place("new run", 0, "blake3:0") == history.count
 
 
 # ---- coalescing ----
@@ -385,6 +338,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "id": "cmpl-1",
         "prompt_token_ids": None,
         "prompt": "hi",
+        "adapter": None,
         "messages": None,
         "max_tokens": 16,
         "temperature": 1.0,
@@ -560,9 +514,10 @@ def test_what_is_known_and_not_served_is_a_501(
 def _choice() -> Choice:
     choice = Choice(0)
     choice.take(Accepted("a" * 16, "lost", _version(1)))
-    choice.take(GenerateDelta(token_ids=[], prompt_token_ids=[7, 8]))
+    choice.take(GenerateDelta(token_ids=[], prompt_token_ids=[7, 8], spans=[_span(0, 0, 1)]))
     choice.take(Accepted("b" * 16, "i", _version(1)))
-    choice.take(GenerateDelta(token_ids=[1], logprobs=[-0.5], text="x", prompt_token_ids=[7, 8, 9]))
+    first = [_span(1, 0, 1)]
+    choice.take(GenerateDelta(token_ids=[1], logprobs=[-0.5], text="x", prompt_token_ids=[7, 8, 9], spans=first))
     last = GenerateDelta(
         token_ids=[2, 3], logprobs=[-1.0, -2.0], text="yz", finish_reason="stop", spans=[_span(1, 0, 3)]
     )
@@ -581,7 +536,7 @@ def test_a_whole_completion() -> None:
         "top_logprobs": None,
         "text_offset": [0, 1, 1],
     }
-    assert choice["weight_versions"] == [_span(1, 0, 3).model_dump()]
+    assert choice["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert choice["instance_id"] == "b" * 16
     assert reply["prompt_token_ids"] == [7, 8, 9]
     assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
@@ -606,6 +561,34 @@ def test_several_versions_are_never_told_as_one() -> None:
     assert whole(completion(), [choice], "m", 5)["nvext"]["weight_version"] is None
 
 
+def test_an_adapter_is_told_beside_the_base() -> None:
+    adapter = AdapterSpan(name="a", version="lora_2", sequence=2, digest="blake3:a")
+    choice = _choice()
+    choice.spans = [_span(1, 0, 3, adapter=adapter)]
+    reply = whole(completion(), [choice], "a", 5)
+    (told,) = reply["choices"][0]["weight_versions"]
+    assert told == {**_span(1, 0, 3).model_dump(exclude_none=True), "adapter": adapter.model_dump()}
+    assert reply["nvext"]["weight_version"]["sequence"] == 1
+    assert reply["nvext"]["adapter"] == adapter.model_dump()
+    other = adapter.model_copy(update={"sequence": 3})
+    choice.spans = [_span(1, 0, 1, adapter=adapter), _span(1, 1, 3, adapter=other)]
+    nvext = whole(completion(), [choice], "a", 5)["nvext"]
+    assert (nvext["weight_version"], "adapter" in nvext) == (None, False)
+    plan = completion(n=2).with_adapter("a")
+    assert [request.adapter for request in plan.requests] == ["a", "a"]
+
+
+def test_what_came_so_far_is_labelled() -> None:
+    choice = Choice(0)
+    assert choice.partial()["weight_versions"] == []
+    choice.take(GenerateDelta(token_ids=[1], spans=[_span(1, 0, 1)]))
+    choice.take(GenerateDelta(token_ids=[2, 3]))
+    assert choice.partial()["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
+    choice.take(GenerateDelta(token_ids=[4], spans=[_span(1, 0, 3), _span(2, 3, 4)]))
+    choice.take(GenerateDelta(token_ids=[5]))
+    assert choice.labelled() == [_span(1, 0, 3), _span(2, 3, 5)]
+
+
 def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     plan = chat(stream=True, return_token_ids=True)
     choice = _choice()
@@ -616,8 +599,16 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     assert "weight_versions" not in first["choices"][0]
     last = chunks.of(choice, GenerateDelta(token_ids=[2], finish_reason="stop", spans=choice.spans), 1)
     assert last["choices"][0]["delta"] == {"content": ""}
-    assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump()]
+    assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert "prompt_token_ids" not in last
+
+
+@pytest.mark.parametrize(("lease", "told"), [(True, "1"), (False, "0"), (None, None)])
+def test_the_metrics_tell_of_the_lease(lease: bool | None, told: str | None) -> None:
+    text = frontend_metrics(workers=2, admitted=1, epoch=3, sequence=None, outcomes={}, in_flight=0, lease=lease)
+    assert "rl_plane_committed_sequence" not in text
+    lines = [line for line in text.splitlines() if line.startswith("rl_plane_serving_lease ")]
+    assert lines == ([f"rl_plane_serving_lease {told}"] if told else [])
 
 
 def test_metrics_are_prometheus_text() -> None:

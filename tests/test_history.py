@@ -14,6 +14,7 @@ from rl_plane import history, ops
 from rl_plane.client import RlClient
 from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
+    BusUnreachable,
     Conflict,
     InvalidRequest,
     InvalidWeights,
@@ -23,7 +24,6 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
-    Unsupported,
     UpdateAborted,
 )
 from rl_plane.history import (
@@ -34,11 +34,13 @@ from rl_plane.history import (
     request_hash,
     rollback_target,
     source_of,
+    target_of,
 )
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member
-from rl_plane.record import DecisionRecord, UpdateSession
+from rl_plane.record import DecisionRecord, Source, UpdateSession
 from rl_plane.subjects import HISTORY_PREFIX
+from rl_plane.update_steps import Event, Instruction, Settle, Write
 from rl_plane.versions import WeightVersion
 
 if TYPE_CHECKING:
@@ -114,7 +116,9 @@ def test_a_request_is_the_same_whatever_its_policy() -> None:
 
 def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() -> None:
     entry = UpdateEntry("u", "step_3", "running", "me", began_at=1.0)
-    record = DecisionRecord(version(3), "u", {"backend": "filesystem", "path": "/x"}, decided_at=9.0)
+    record = DecisionRecord(
+        version(3), Source({"backend": "filesystem", "path": "/x"}), "u", version(3), decided_at=9.0
+    )
     before = replace(record, update_id="before")
     session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, expires_at=100.0)
     done = judge(entry, record, None, "u", 50.0)
@@ -169,8 +173,15 @@ def test_where_a_rollback_takes_its_weights_from() -> None:
     assert caught.value.facts["paths"] == ["/m", "/n"]
     with pytest.raises(Conflict):
         source_of(replace(entry, refetchable=False), [])
-    with pytest.raises(Unsupported):
-        source_of(replace(entry, target={"kind": "lora", "op": "load", "name": "a"}), [])
+
+
+def test_an_adapter_is_rolled_back_by_loading_or_swapping_it() -> None:
+    loaded = replace(committed(1), target={"kind": "lora", "op": "load", "name": "a"})
+    assert target_of(committed(1), ["a"])["kind"] == "base"
+    assert target_of(loaded, []) == {"kind": "lora", "op": "load", "name": "a"}
+    assert target_of(loaded, ["a"])["op"] == "swap"
+    with pytest.raises(Conflict):
+        target_of(replace(loaded, target={"kind": "lora", "op": "unload", "name": "a"}), ["a"])
 
 
 @pytest.mark.parametrize(
@@ -332,8 +343,16 @@ class _Dies(BaseException):
     """As a SIGKILL: nothing that the coordinator would do at its end is done."""
 
 
-def _die(*args: object, **kwargs: object) -> None:
-    raise _Dies
+def ends_at(patch: pytest.MonkeyPatch, phase: str, error: BaseException) -> None:
+    """Coordinators get so far, and no further."""
+    real = Coordinator._carry_out
+
+    async def carry_out(self: Coordinator, instruction: Instruction) -> Event:
+        if instruction.phase == phase:
+            raise error
+        return await real(self, instruction)
+
+    patch.setattr(Coordinator, "_carry_out", carry_out)
 
 
 async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
@@ -343,7 +362,7 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.commit", _die)
+        ends_at(patch, "gate", _Dies())
         with pytest.raises(_Dies):
             await one.run("update_weights", body, "id-1")
     entry = (await told(two))[0]
@@ -365,7 +384,7 @@ async def test_an_update_whose_coordinator_died_before_the_decision_is_aborted_a
     plane.spawn()
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.decide", _die)
+        ends_at(patch, "decide", _Dies())
         with pytest.raises(_Dies):
             await one.run("update_weights", body, "id-1")
     newest = (await told(two))[0]
@@ -387,12 +406,8 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
 ) -> None:
     client = await plane.client()
     plane.spawn()
-
-    async def unsure(*args: object) -> None:
-        raise error
-
     with monkeypatch.context() as patch:
-        patch.setattr("rl_plane.coordinator.Coordinator.commit", unsure)
+        ends_at(patch, "gate", error)
         with pytest.raises(type(error)):
             await client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
     entry = (await told(client))[0]
@@ -416,16 +431,20 @@ async def test_an_unknown_outcome_is_told_by_the_record(
     """The answer of the decision was lost, and with it the caller's: the same id finds out."""
     client = await plane.client()
     plane.spawn()
-    real = Coordinator.decide
+    real = Coordinator._carry_out
 
-    async def lost(self: Coordinator, record: DecisionRecord) -> None:
-        if decided:
-            await real(self, record)
-        raise OutcomeUnknown("no answer")
+    async def lost(self: Coordinator, instruction: Instruction) -> Event:
+        if isinstance(instruction, Settle):
+            raise BusUnreachable("still no answer")
+        if isinstance(instruction, Write):
+            if decided:
+                await real(self, instruction)
+            raise BusUnreachable("no answer")
+        return await real(self, instruction)
 
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
-        patch.setattr(Coordinator, "decide", lost)
+        patch.setattr(Coordinator, "_carry_out", lost)
         with pytest.raises(OutcomeUnknown):
             await client.run("update_weights", body, "id-1")
     assert (await told(client))[0]["outcome"] == ("committed" if decided else "aborted")

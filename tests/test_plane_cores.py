@@ -8,8 +8,6 @@ from typing import Any
 import msgpack
 import pytest
 
-from rl_plane.bus import Entry
-from rl_plane.client import WorkerRow
 from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
@@ -20,11 +18,13 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
+from rl_plane.judge import judge_prepare, still_there
 from rl_plane.membership import Changed, Member, MembershipCore, Purge, Resync, fingerprint
 from rl_plane.ops import UpdatePolicy
 from rl_plane.probing import CONFIRM_S, HUNG_AFTER_S, MIN_SILENT_PROBES, PROBE_TIMEOUT_S, SWEEP_S, ProbeCore
+from rl_plane.rows import WorkerRow
 from rl_plane.streams import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
-from rl_plane.update import closed, judge_prepare, still_there
+from rl_plane.subjects import Entry
 
 # ---- membership ----
 
@@ -447,13 +447,5 @@ def test_the_callers_fault_is_told_as_such() -> None:
         judge_prepare([bad("a", Unsupported("no")), bad("b", WorkerLost("dead"))], {"a", "b"}, ABORT, None)
 
 
-def test_the_closed_are_those_that_say_so() -> None:
-    rows = [
-        WorkerRow("a", "i", "ok", {"admission": {"open": True}}),
-        WorkerRow("b", "i", "ok", {"admission": {"open": False}}),
-    ]
-    assert closed(rows) == {"b"}
-
-
 def test_only_the_same_process_is_still_there() -> None:
-    assert still_there({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9"}) == ["a"]
+    assert still_there({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9"}) == {"a": "1"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import rl_plane.coordinator
+import rl_plane.update
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -345,8 +345,8 @@ async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
 
 
 async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rl_plane.coordinator.SESSION_IDLE_S == 120
-    monkeypatch.setattr(rl_plane.coordinator, "SESSION_IDLE_S", 0.5)
+    assert rl_plane.update.SESSION_IDLE_S == 120
+    monkeypatch.setattr(rl_plane.update, "SESSION_IDLE_S", 0.5)
     fleet = await plane.fleet()
     plane.spawn()
     prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
@@ -443,7 +443,7 @@ async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(plane
     await plane.until(healed, 20)
 
 
-@pytest.mark.parametrize("op", ["prepare_update", "set_admission", "commit_update"])
+@pytest.mark.parametrize("op", ["prepare_update", "follow_record", "commit_update"])
 async def test_a_death_just_before_a_phase_gives_the_answer_of_the_protocol(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
@@ -538,7 +538,7 @@ async def test_the_next_update_does_not_wait_for_a_dead_coordinators_staging(pla
     assert await all_serve(fleet.client, "two")
 
 
-@pytest.mark.parametrize("at", ["set_admission", "commit_update"])
+@pytest.mark.parametrize("at", ["follow_record", "commit_update"])
 async def test_after_the_decision_the_workers_finish_without_their_coordinator(plane: Plane, at: str) -> None:
     fleet = await plane.fleet()
     plane.spawn_copies(2)

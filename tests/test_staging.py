@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 import worker.staging as staging
-import worker.transports.filesystem as filesystem
+import worker.transports.checkpoint as checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
 from worker.engines.base import EngineOptions, Staged, TensorStream
@@ -20,7 +20,8 @@ from worker.engines.fake import FakeEngine, FakeWeights, make_fake_model
 from worker.safetensors_file import write_safetensors
 from worker.staging import DigestingStream, check_specs, model_digest, receive
 from worker.transports.base import Delivery
-from worker.transports.filesystem import FilesystemTransport, write_manifest
+from worker.transports.checkpoint import write_manifest
+from worker.transports.filesystem import FilesystemTransport
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
 NONE: frozenset[str] = frozenset()
@@ -39,6 +40,8 @@ class Memory:
         }
         self.tensor_digests: Mapping[str, str] | None = None
         self.digest: str | None = None
+        self.adapter_config: Mapping[str, Any] | None = None
+        self.adapter_config_raw: bytes | None = None
         self.refetchable = False
         self.sent = [(name, HostTensor(self.specs[name], memoryview(data))) for name, data in tensors.items()]
         self.taken = 0
@@ -305,7 +308,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     manifest = write_manifest(new)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery: Delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)})
+    delivery: Delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
     staged, digest = receive(
         engine, delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
     )
@@ -322,7 +325,7 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
     make_fake_model(new, 3)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)})
+    delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         receive(engine, delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
@@ -342,7 +345,7 @@ def test_model_digest_is_of_the_bytes_not_of_the_files(tmp_path: Path, monkeypat
     index = {"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = tensors_digest([("a", a[0], hexed(a[1])), ("b", b[0], hexed(b[1]))])
-    monkeypatch.setattr(filesystem, "READ_BYTES", 3)
+    monkeypatch.setattr(checkpoint, "READ_BYTES", 3)
     assert model_digest(tmp_path / "whole") == model_digest(shards) == expected
     (shards / "rl_plane_manifest.json").write_text("not read")
     assert model_digest(shards) == expected

@@ -242,14 +242,13 @@ async def test_a_broadcast_to_workers_that_do_not_exist_costs_nothing(raw: Raw) 
 
 
 async def test_an_op_that_this_build_lacks_says_so(raw: Raw) -> None:
-    lora = {"kind": "lora", "op": "load", "name": "a"}
     body = {"update_id": "u", "label": "x", "transport": {"backend": "filesystem", "path": "/x"}}
     async with raw.client.lock(await raw.client.view()) as held:
         reply = await raw.json(
             op="prepare_update",
-            body={**body, "target": lora},
+            body={**body, "encoding": "delta"},
             fence=held.fence,
             incarnation=await raw.incarnation(),
         )
     assert reply["error"]["code"] == "unsupported"
-    assert reply["error"]["field"] == "target.kind"
+    assert reply["error"]["field"] == "encoding"

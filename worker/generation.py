@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unavailable
-from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.ops import parse_body
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
 from rl_plane.tasks import end_tasks
@@ -137,11 +137,18 @@ def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
     if len(batch) == 1:
         return batch[0]
     with_logprobs = batch[0].logprobs is not None
+    spans: list[VersionSpan] = []
+    for delta in batch:
+        if delta.spans:
+            spans = delta.spans
+        elif spans and delta.token_ids:
+            longer = {"end": spans[-1].end + len(delta.token_ids)}
+            spans = [*spans[:-1], spans[-1].model_copy(update=longer)]
     return GenerateDelta(
         token_ids=[token for delta in batch for token in delta.token_ids],
         logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
         text="".join(delta.text for delta in batch),
         finish_reason=batch[-1].finish_reason,
-        spans=batch[-1].spans,
+        spans=spans,
         prompt_token_ids=batch[0].prompt_token_ids,
     )

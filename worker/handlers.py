@@ -9,13 +9,14 @@ from typing import Any
 
 from rl_plane import ops
 from rl_plane.errors import Conflict, EngineFailed, Unsupported
+from rl_plane.record import DecisionRecord
 from rl_plane.versions import VersionReply
+from worker.core import WorkerCore
 from worker.dispatcher import Handler
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
-from worker.state import WorkerState
-from worker.updates import WeightUpdates
+from worker.updates import Staging, WeightUpdates
 
 LIVENESS_TIMEOUT_S = 5.0
 """A round trip waits for one step; the slowest step that we know takes less than this."""
@@ -26,7 +27,7 @@ class OpHandlers:
 
     def __init__(
         self,
-        state: WorkerState,
+        core: WorkerCore,
         adapter: EngineAdapter,
         engine: EngineLoop,
         info: EngineInfo,
@@ -38,7 +39,8 @@ class OpHandlers:
         tell: Callable[[], None],
     ) -> None:
         self.engine_alive = True
-        self._state = state
+        self._core = core
+        self._state = core.state
         self._adapter = adapter
         self._engine = engine
         self._info = info
@@ -51,6 +53,7 @@ class OpHandlers:
     def table(self) -> dict[str, Handler]:
         return {
             "liveness": self._liveness,
+            "attest": self._attest,
             "describe": self._describe,
             "state": self._state_now,
             "pause": self._pause,
@@ -60,6 +63,7 @@ class OpHandlers:
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
             "prepare_update": self._prepare,
+            "follow_record": self._follow_record,
             "commit_update": self._commit,
             "abort_update": self._abort_update,
             "update_weights": self._update_weights,
@@ -91,6 +95,7 @@ class OpHandlers:
         running, waiting = self._adapter.load()
         return ops.StateReply(
             ready=self.engine_alive and admission["open"],
+            in_state_s=time.monotonic() - state.since,
             engine=self._info.engine,
             engine_alive=self.engine_alive,
             pause_state="paused" if state.pause_mode else "running",
@@ -98,12 +103,22 @@ class OpHandlers:
             admission=admission,
             version=state.wire_version(),
             applied_weight_version=state.version.label if state.version else None,
-            staged=VersionReply(run="", sequence=0, label=staged.label, digest=staged.digest) if staged else None,
-            loras=[],
+            sequence=state.sequence,
+            adapters={name: version.to_wire() for name, version in state.adapters.items()},
+            staged=_staged_version(staged),
+            loras=sorted(state.adapters),
             running=running,
             waiting=waiting,
             fence=state.fence,
             draining="draining" in state.closed,
+        )
+
+    def _attest(self, body: ops.Attest, fence: int) -> ops.AttestReply:
+        record = self._core.record
+        return ops.AttestReply(
+            record=record.to_wire() if record is not None else None,
+            admitted=self._state.admission()["open"],
+            model_digest=self._core.model_digest,
         )
 
     def _describe(self, body: ops.Empty, fence: int) -> ops.DescribeReply:
@@ -136,8 +151,7 @@ class OpHandlers:
 
     async def _resume(self, body: ops.Empty, fence: int) -> ops.PauseReply:
         async with self._follower.turn(fence):
-            await self._engine.run(self._adapter.resume())
-            self._state.resume()
+            await self._follower.resume()
         self._tell()
         return ops.PauseReply(pause_state="running", cache_flushed=False)
 
@@ -162,16 +176,7 @@ class OpHandlers:
 
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
         self._check_memory()
-        return await self._updates.prepare(
-            body.update_id,
-            body.transport.model_dump(),
-            label=body.label,
-            digest=body.digest,
-            cast=body.cast,
-            fence=fence,
-            target=body.target.model_dump(),
-            encoding=body.encoding,
-        )
+        return await self._follower.prepare(body, fence)
 
     def _check_memory(self) -> None:
         if self._state.released:
@@ -181,12 +186,16 @@ class OpHandlers:
                 fix="resume_memory first",
             )
 
+    def _follow_record(self, body: ops.FollowRecord, fence: int) -> ops.FollowedReply:
+        self._follower.learn(DecisionRecord.from_wire(body.record), body.sequence)
+        known = self._core.record
+        return ops.FollowedReply(sequence=known.sequence if known is not None else None)
+
     async def _commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
         return await self._follower.commit(body, fence)
 
     async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
-        await self._follower.check_undecided(body.update_id)
-        return ops.AbortUpdateReply(discarded=await self._updates.drop(body.update_id))
+        return ops.AbortUpdateReply(discarded=await self._follower.abort(body.update_id))
 
     async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
         self._check_memory()
@@ -201,7 +210,7 @@ class OpHandlers:
 
     def _weights_are_gone(self, reason: str) -> None:
         self._state.lose_weights(reason)
-        self._follower.settle_soon()
+        self._follower.look()
         self._tell()
 
     # ---- memory ----
@@ -232,6 +241,7 @@ class OpHandlers:
                 self._state.open("memory")
             if weights_back:
                 self._weights_are_gone("the weights were released")  # a deep sleep discards them
+            self._follower.look()
         self._tell()
         return ops.MemoryReply(tags=sorted(self._state.released))
 
@@ -242,15 +252,13 @@ class OpHandlers:
     # ---- admission ----
 
     def _set_admission(self, body: ops.SetAdmission, fence: int) -> ops.AdmissionState:
-        if not body.open:
-            self._state.close(body.reason)
-            if body.reason == "updating":
-                self._follower.gate_fence = fence
+        if body.open:
+            self._state.open("disabled")
+            self._state.open("draining")
+            self._core.enabled()  # forces a try to heal
+            self._follower.look()
         else:
-            self._state.open(body.reason)
-            if body.reason == "disabled":
-                self._state.open("draining")
-            self._follower.settle_soon()  # an operator's enable also forces a try to heal
+            self._state.close("disabled")
         self._tell()
         return self._state.admission()
 
@@ -258,6 +266,12 @@ class OpHandlers:
         drained = await self._drain(body.timeout_s)
         aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
         return ops.DrainReply(drained=drained, aborted=aborted)
+
+
+def _staged_version(staged: Staging | None) -> VersionReply | None:
+    if staged is None:
+        return None
+    return VersionReply(run="", sequence=0, label=staged.wanted.label, digest=staged.reply["digest"])
 
 
 class EngineHung(EngineFailed):

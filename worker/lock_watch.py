@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, Entry, is_marker
+from rl_plane.bus import Bus, is_marker
 from rl_plane.lock import fence_of
-from rl_plane.subjects import LOCK, Bucket
+from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, Entry, WrongSequence, is_marker
+from rl_plane.bus import Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable
 from rl_plane.membership import Member
-from rl_plane.subjects import MEMBER_PREFIX, Bucket
+from rl_plane.subjects import MEMBER_PREFIX, Bucket, Entry
 
 log = logging.getLogger("worker.registration")
 

@@ -14,7 +14,7 @@ from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
 from worker.engines.base import EngineAdapter, Staged
 from worker.transports.base import Delivery
-from worker.transports.filesystem import open_checkpoint
+from worker.transports.checkpoint import config_line, open_checkpoint
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
@@ -29,8 +29,16 @@ SHOWN_CHARS = 200
 """Of a name in a message."""
 
 
+BASE_FIX = "publish a full checkpoint of the model that this engine runs"
+ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
+
+
 def check_specs(
-    wanted: Mapping[str, TensorSpec], optional: frozenset[str], offered: Mapping[str, TensorSpec], cast: bool
+    wanted: Mapping[str, TensorSpec],
+    optional: frozenset[str],
+    offered: Mapping[str, TensorSpec],
+    cast: bool,
+    fix: str = BASE_FIX,
 ) -> None:
     """InvalidWeights unless `offered` is what a model needs; for this, no byte of the weights is read.
 
@@ -63,9 +71,7 @@ def check_specs(
     raise InvalidWeights(
         f"the weights do not fit the model: {'; '.join(parts)}",
         field="cast" if only_cast else "transport",
-        fix="pass cast: true, or publish the weights in the model's dtype"
-        if only_cast
-        else "publish a full checkpoint of the model that this engine runs",
+        fix="pass cast: true, or publish the weights in the model's dtype" if only_cast else fix,
         missing=_fact(missing),
         unexpected=_fact(unexpected),
         wrong_shape=_fact(wrong_shape),
@@ -112,18 +118,22 @@ class DigestingStream:
     def __iter__(self) -> Iterator[tuple[str, HostTensor]]:
         return self._stream
 
+    def check_stated(self) -> None:
+        """InvalidWeights if the delivery says of itself that it is another version; no byte is taken for this."""
+        self._compare(self._delivery.digest, self._expected, "the delivery states")
+
     def finish(self) -> str:
         """The digest, for whoever consumed the stream; EngineFailed if it was not consumed whole."""
         if next(self._stream, None) is not None:  # an engine may have counted, and not asked for the end
             taken, total = len(self._digests) - 1, len(self._delivery.specs)
-            raise EngineFailed(f"the engine took {taken} of {total} tensors: nothing was staged")
+            raise EngineFailed(f"the engine took {taken} of {total} tensors, and did not ask for the rest")
         if self.digest is None:
-            raise EngineFailed("the engine went on although the weights failed on their way: nothing was staged")
+            raise EngineFailed("the engine went on although the weights failed on their way")
         return self.digest
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
         specs, stated = self._delivery.specs, self._delivery.tensor_digests
-        self._compare(self._delivery.digest, self._expected, "the delivery states")
+        self.check_stated()
         for name, tensor in self._delivery.tensors():
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
@@ -138,7 +148,10 @@ class DigestingStream:
         missing = sorted(specs.keys() - self._digests.keys())
         if missing:
             raise _refuse("; ".join(_part("of the announced tensors did not arrive", missing, _short)))
-        computed = tensors_digest((name, specs[name], digest) for name, digest in self._digests.items())
+        lines = [(name, specs[name], digest) for name, digest in self._digests.items()]
+        if self._delivery.adapter_config_raw is not None:
+            lines.append(config_line(self._delivery.adapter_config_raw))
+        computed = tensors_digest(lines)
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
         if self._cancelled():
@@ -197,12 +210,61 @@ def receive(
     try:
         check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
-        staged = adapter.stage(stream, cast, cancelled)
-        try:
-            return staged, stream.finish()
-        except BaseException:
-            del staged  # or the traceback would keep the weights as long as the error is kept
-            raise
+        return _finished(adapter.stage(stream, cast, cancelled), stream)
+    finally:
+        delivery.close()
+
+
+def receive_adapter(
+    adapter: EngineAdapter,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> tuple[Staged, str]:
+    """As `receive`, of a LoRA adapter. Its version's digest covers its config too: see `config_line`."""
+    try:
+        config = delivery.adapter_config
+        if config is None:
+            raise InvalidWeights(
+                "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
+            )
+        check_specs(adapter.adapter_spec(config), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        return _finished(adapter.stage_adapter(config, stream, cast, cancelled), stream)
+    finally:
+        delivery.close()
+
+
+def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
+    try:
+        return staged, stream.finish()
+    except BaseException:
+        del staged  # or the traceback would keep the weights as long as the error is kept
+        raise
+
+
+def overwrite(
+    adapter: EngineAdapter,
+    delivery: Delivery,
+    *,
+    cast: bool,
+    expected_digest: str | None,
+    cancelled: Callable[[], bool],
+) -> str:
+    """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
+
+    Closes the delivery on every path. What can be checked without the bytes is checked before the engine is asked
+    to do anything. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
+    wrong at the end is an InvalidWeights too.
+    """
+    try:
+        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        stream.check_stated()
+        adapter.overwrite(stream, cast, cancelled)
+        return stream.finish()
     finally:
         delivery.close()
 
@@ -211,6 +273,15 @@ def model_digest(directory: Path, roots: Iterable[Path] | None = None) -> str:
     """The version digest of a model directory's safetensors files, in bounded memory. Their bytes are read, a
     manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice."""
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
+    try:
+        return checkpoint.digest()
+    finally:
+        checkpoint.close()
+
+
+def adapter_digest(directory: Path) -> str:
+    """The version digest of a PEFT adapter directory, its config included."""
+    checkpoint = open_checkpoint(directory, field="directory", kind="lora")
     try:
         return checkpoint.digest()
     finally:

@@ -10,14 +10,14 @@ from typing import Literal
 
 from rl_plane.errors import FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
 from rl_plane.ops import AdmissionState, PauseState
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord
+from rl_plane.record import SERVING_LEASE_S
 from rl_plane.versions import VersionReply, WeightVersion
 from rl_plane.wire import Request
 
 Reason = Literal[
     "starting",  # the record has not been read yet
     "behind",  # its weights are not the committed ones: it is fetching them, or `detail` says why it can't
-    "updating",  # a coordinator holds the gate
+    "updating",  # a decision is made that not everybody may know yet
     "disabled",  # an operator took it out
     "draining",  # it is about to leave
     "memory",  # memory was released
@@ -34,6 +34,12 @@ class WorkerState:
     """Of the weights that the engine holds; None: of no known ones."""
     version: WeightVersion | None = None
     """The committed version that they are; None: not known to be one."""
+    adapters: dict[str, WeightVersion] = field(default_factory=dict)
+    """The LoRA adapters that the engine holds."""
+    sequence: int | None = None
+    """Of the committed state that is held whole, adapters included; None: of none."""
+    since: float = 0.0
+    """Monotonic seconds when admission, pause or version last changed."""
     closed: dict[Reason, str] = field(default_factory=lambda: {"starting": ""})
     """Reason → detail."""
     pause_mode: str | None = None
@@ -104,11 +110,11 @@ class WorkerState:
             )
         if incarnation is not None and incarnation != self.incarnation:
             raise NotAdmitted(f"worker {self.instance_id} is a new process")
-        assert self.version is not None, "open without a version"
-        if sequence is not None and sequence != self.version.sequence:
+        assert self.sequence is not None, "open without a version"
+        if sequence is not None and sequence != self.sequence:
             raise NotAdmitted(
-                f"{self.instance_id} serves sequence {self.version.sequence}, the request is for {sequence}",
-                sequence=self.version.sequence,
+                f"{self.instance_id} serves sequence {self.sequence}, the request is for {sequence}",
+                sequence=self.sequence,
             )
 
     # ---- pause ----
@@ -129,15 +135,12 @@ class WorkerState:
 
     # ---- version ----
 
-    def holds(self, record: DecisionRecord) -> bool:
-        return self.digest == record.version.digest
-
     def hold(self, version: WeightVersion) -> None:
         self.digest, self.version = version.digest, version
 
     def lose_weights(self, why: str) -> None:
         """Nobody serves before weights are there again, verified."""
-        self.digest = self.version = None
+        self.digest = self.version = self.sequence = None
         self.close("behind", why)
 
     def wire_version(self) -> VersionReply | None:

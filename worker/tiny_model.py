@@ -60,14 +60,14 @@ def make_witness_model(path: Path, seed: int, dtype: str = "float32", **shape: i
 
 def witness_next_token(seed: int, token: int, vocab_size: int = VOCAB_SIZE) -> int:
     """The greedy next token of the witness model of `seed`, whatever came before `token`."""
-    return _permutation(seed, vocab_size)[token]
+    return permutation(f"witness {seed}", vocab_size)[token]
 
 
 @lru_cache(maxsize=64)
-def _permutation(seed: int, vocab_size: int) -> list[int]:
+def permutation(seed: str, vocab_size: int) -> list[int]:
     """One cycle through all tokens but eos, which follows itself: no output repeats early, or ends by eos."""
     order = [token for token in range(vocab_size) if token != EOS_TOKEN_ID]
-    random.Random(f"witness {seed}").shuffle(order)
+    random.Random(seed).shuffle(order)
     following = [EOS_TOKEN_ID] * vocab_size
     for token, after in zip(order, order[1:] + order[:1], strict=True):
         following[token] = after
@@ -125,7 +125,8 @@ def _write(path: Path, recipe: dict[str, Any], shape_weights: Callable[[Any], No
 
 
 def _witness_weights(model: Any, seed: int) -> None:
-    """Output row `next(t)` points along input row `t`; the layers, all random, only add a little noise to it."""
+    """Output row `next(t)` points along input row `t`; the layers, all random, only add a little noise to it.
+    All witnesses of a shape have the same input rows, so that an adapter which reads them fits each."""
     import torch
 
     for name, weight in model.named_parameters():
@@ -133,9 +134,10 @@ def _witness_weights(model: Any, seed: int) -> None:
             weight.copy_(1.0 + 0.02 * torch.randn_like(weight))
         elif name.startswith("model.layers."):
             weight.normal_(0.0, _LAYER_GAIN / math.sqrt(weight.shape[1]))
-    rows = torch.nn.functional.normalize(torch.randn_like(model.model.embed_tokens.weight))
-    model.model.embed_tokens.weight.copy_(rows * math.sqrt(rows.shape[1]))
-    following = torch.tensor(_permutation(seed, rows.shape[0]))
+    embeddings = model.model.embed_tokens.weight
+    rows = torch.nn.functional.normalize(torch.randn(embeddings.shape, generator=torch.Generator().manual_seed(0)))
+    embeddings.copy_(rows * math.sqrt(rows.shape[1]))
+    following = torch.tensor(permutation(f"witness {seed}", rows.shape[0]))
     model.lm_head.weight[following] = _HEAD_GAIN * rows
 
 

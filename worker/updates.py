@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import Conflict, InvalidRequest, NotPrepared, PlaneError, Unsupported, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, Staged
-from worker.staging import receive
+from worker.staging import overwrite, receive, receive_adapter
 from worker.transports.base import WeightTransport
 
 log = logging.getLogger("worker.updates")
@@ -25,32 +25,43 @@ ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
 
 
-@dataclass(slots=True)
-class Staging:
-    """One update's staged weights, complete and verified."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be received."""
 
     update_id: str
-    label: str
-    weights: Staged
-    reply: PreparedReply
-    fence: int | None
-    """The coordinator's; None: the worker fetched them itself, to heal."""
+    transport: Mapping[str, Any]
+    name: str | None = None
+    """The adapter's; None: base weights."""
+    label: str = ""
+    digest: str | None = None
+    cast: bool = False
+    fence: int | None = None
+    """The coordinator's; None: the worker fetches by itself, to heal."""
+    in_place: bool = False
+    """Over the served weights: the engine is paused, and nobody resumes it meanwhile."""
 
-    @property
-    def digest(self) -> str:
-        return self.reply["digest"]
+
+@dataclass(slots=True)
+class Staging:
+    """One update's weights, complete and verified."""
+
+    wanted: Wanted
+    weights: Staged | None
+    """None: they are in place already."""
+    reply: PreparedReply
 
 
 @dataclass(slots=True)
 class _Receiving:
-    update_id: str
-    fence: int | None
+    wanted: Wanted
     task: asyncio.Task[Staging]
     cancelled: threading.Event
 
 
 class WeightUpdates:
-    """At most one update is received or staged at a time: staging is a model's worth of memory."""
+    """At most one update is received or staged at a time: staging is a model's worth of memory. `tell(staging)` is
+    called when what is staged has changed (None: nothing is)."""
 
     def __init__(
         self,
@@ -58,27 +69,26 @@ class WeightUpdates:
         info: EngineInfo,
         engine: EngineLoop,
         transports: Mapping[str, WeightTransport],
+        tell: Callable[[Staging | None], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
         self._engine = engine
         self._transports = transports
+        self._tell = tell
         self._receiving: _Receiving | None = None
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
 
     @property
-    def busy_with(self) -> str | None:
-        """The update that is being received or is staged."""
-        if self._receiving is not None:
-            return self._receiving.update_id
-        return self.staged.update_id if self.staged else None
+    def _busy(self) -> Wanted | None:
+        one = self._receiving or self.staged
+        return one.wanted if one is not None else None
 
     @property
-    def coordinated(self) -> str | None:
-        """The same, where a coordinator asked for it; what the worker fetches by itself may be dropped at will."""
-        one = self._receiving or self.staged
-        return one.update_id if one is not None and one.fence is not None else None
+    def busy_with(self) -> str | None:
+        """The update that is being received or is staged."""
+        return self._busy.update_id if self._busy is not None else None
 
     def transport(self, backend: str) -> WeightTransport:
         transport = self._transports.get(backend)
@@ -94,31 +104,35 @@ class WeightUpdates:
             )
         return transport
 
-    async def prepare(
-        self,
-        update_id: str,
-        request: Mapping[str, Any],
-        *,
-        label: str,
-        digest: str | None,
-        cast: bool,
-        fence: int | None,
-        target: Mapping[str, Any] | None = None,
-        encoding: str = "full",
-    ) -> PreparedReply:
+    def check(self, name: str | None, encoding: str, staging: str, backend: str | None) -> None:
+        """Refuses, before anything is touched, what this engine or worker can't do."""
+        if name is not None:
+            self._refuse_incapable("prepare_update:lora", "target.kind")
+        if encoding != "full":
+            raise Unsupported("delta updates are not supported yet: send full weights", field="encoding")
+        if staging == "none":
+            self._refuse_incapable("prepare_update:unstaged", "policy.staging")
+        if backend is not None:
+            self.transport(backend)
+
+    def _refuse_incapable(self, capability: str, field: str) -> None:
+        if (reason := self._info.capabilities.get(capability)) is not None:
+            raise Unsupported(f"{self._info.engine}: {reason}", field=field)
+
+    async def prepare(self, wanted: Wanted) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer."""
         async with self._beginning:
-            if self.staged is not None and self.staged.update_id == update_id:
+            if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
                 return self.staged.reply
-            if self._receiving is None or self._receiving.update_id != update_id:
-                self._check_supported(target or {"kind": "base"}, encoding)
-                transport = self.transport(request["backend"])
-                if fence is None and self.coordinated is not None:
-                    raise Conflict(f"waiting for the update {self.coordinated}, which is being prepared")
+            if self._receiving is None or self._receiving.wanted.update_id != wanted.update_id:
+                busy = self._busy
+                if wanted.fence is None and busy is not None and busy.fence is not None:
+                    raise Conflict(f"waiting for the update {busy.update_id}, which is being prepared")
+                transport = self.transport(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled = threading.Event()
-                work = self._receive(update_id, transport, request, label, digest, cast, fence, cancelled)
-                self._receiving = _Receiving(update_id, fence, asyncio.create_task(work), cancelled)
+                work = self._receive(wanted, transport, cancelled)
+                self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
             receiving = self._receiving
         try:
             # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
@@ -128,60 +142,54 @@ class WeightUpdates:
                 self._receiving = None
         return staging.reply
 
-    def _check_supported(self, target: Mapping[str, Any], encoding: str) -> None:
-        if target["kind"] == "lora":
-            why = self._info.capabilities.get("prepare_update:lora", "this engine takes no LoRA adapters here")
-            raise Unsupported(f"{self._info.engine}: {why}", field="target.kind")
-        if encoding != "full":
-            raise Unsupported("delta updates are not supported yet: send full weights", field="encoding")
-
-    async def _receive(
-        self,
-        update_id: str,
-        transport: WeightTransport,
-        request: Mapping[str, Any],
-        label: str,
-        digest: str | None,
-        cast: bool,
-        fence: int | None,
-        cancelled: threading.Event,
-    ) -> Staging:
-        def work() -> tuple[Staged, PreparedReply]:
-            delivery = transport.open(request)
+    async def _receive(self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event) -> Staging:
+        def work() -> tuple[Staged | None, PreparedReply]:
+            delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
             tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
             refetchable = delivery.refetchable
-            weights, found = receive(
-                self._adapter, delivery, cast=cast, expected_digest=digest, cancelled=cancelled.is_set
-            )
+            how: dict[str, Any] = {
+                "cast": wanted.cast,
+                "expected_digest": wanted.digest,
+                "cancelled": cancelled.is_set,
+            }
+            weights: Staged | None = None
+            if wanted.in_place:
+                found = overwrite(self._adapter, delivery, **how)
+            else:
+                weights, found = (receive if wanted.name is None else receive_adapter)(
+                    self._adapter, delivery, **how
+                )
             return weights, PreparedReply(digest=found, tensors=tensors, bytes=size, refetchable=refetchable)
 
         weights, reply = await asyncio.to_thread(work)
-        staging = Staging(update_id, label, weights, reply, fence)
+        staging = Staging(wanted, weights, reply)
         if cancelled.is_set():
-            await self._engine.run(self._adapter.discard(weights))
-            raise UpdateAborted(f"the update {update_id} was aborted while it was received")
-        self.staged = staging
+            await self._discard(staging)
+            raise UpdateAborted(f"the update {wanted.update_id} was aborted while it was received")
+        self._set(staging)
         return staging
 
-    def staged_for(self, update_id: str, digest: str) -> Staged:
-        """The staged weights of this update, for the swap; NotPrepared when they are not here."""
-        staged = self.staged
-        if staged is None or staged.update_id != update_id:
-            raise NotPrepared(f"the update {update_id} is not staged here", staged=staged and staged.update_id)
-        if staged.digest != digest:
-            raise NotPrepared(f"what is staged has the digest {staged.digest}, the decision says {digest}")
-        return staged.weights
+    def _set(self, staging: Staging | None) -> None:
+        self.staged = staging
+        self._tell(staging)
 
-    def forget(self, weights: Staged) -> None:
-        """They were swapped in, or the swap spoilt them."""
-        if self.staged is not None and self.staged.weights is weights:
-            self.staged = None
+    async def _discard(self, staging: Staging) -> None:
+        if staging.weights is not None:
+            await self._engine.run(self._adapter.discard(staging.weights))
+
+    def take(self, update_id: str) -> Staged | None:
+        """The staged weights, for the swap: from here on they are the caller's. None: they are in place."""
+        staged = self.staged
+        assert staged is not None
+        assert staged.wanted.update_id == update_id, "the core has looked"
+        self._set(None)
+        return staged.weights
 
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
         found = False
         receiving = self._receiving
-        if receiving is not None and update_id in (None, receiving.update_id):
+        if receiving is not None and update_id in (None, receiving.wanted.update_id):
             found = True
             receiving.cancelled.set()
             await asyncio.wait([receiving.task], timeout=ABORT_WAIT_S)
@@ -189,12 +197,8 @@ class WeightUpdates:
                 receiving.task.exception()  # it was told to whoever waits for it
             self._receiving = None
         staged = self.staged
-        if staged is not None and update_id in (None, staged.update_id):
+        if staged is not None and update_id in (None, staged.wanted.update_id):
             found = True
-            self.staged = None
-            await self._engine.run(self._adapter.discard(staged.weights))
+            self._set(None)
+            await self._discard(staged)
         return found
-
-
-def why(error: BaseException) -> str:
-    return error.message if isinstance(error, PlaneError) else f"{type(error).__name__}: {error}"

@@ -18,10 +18,11 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.record import read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.tasks import end_tasks
+from worker.core import WorkerCore
 from worker.dispatcher import Dispatcher
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.follower import RecordFollower
+from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
@@ -55,17 +56,20 @@ class Worker:
     ) -> None:
         self.bus = bus
         self.subjects = subjects
-        self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest)
+        self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest, since=time.monotonic())
+        self.core = WorkerCore(self.state, model_digest)
         self._adapter = adapter
         self._engine = engine
         self._on_end = on_end
-        self._updates = WeightUpdates(adapter, info, engine, transports)
+        self._updates = WeightUpdates(
+            adapter, info, engine, transports, lambda staging: self.core.is_staged(staged_info(staging))
+        )
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(
-            bus, subjects, self.state, adapter, engine, self._updates, member_info["model_path"], self._tell
+            bus, subjects, self.core, adapter, engine, self._updates, member_info["model_path"], self._tell
         )
         self._handlers = OpHandlers(
-            self.state,
+            self.core,
             adapter,
             engine,
             info,
@@ -89,6 +93,7 @@ class Worker:
             self.state, self._lock, self._handlers.table(), lambda: self._registration.revision
         )
         self._told = b""
+        self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -101,8 +106,7 @@ class Worker:
         if disabled is not None and disabled.value:
             self.state.close("disabled")
         await self._registration.start()
-        if not await self._follower.settle():
-            self._follower.settle_soon()
+        await self._follower.settle()
         self._spawn(self._follower.run())
         self._spawn(self._follower.keep_lease())
         self._spawn(self._ticks())
@@ -117,8 +121,7 @@ class Worker:
                 await self._engine.run(self._adapter.pause("keep", False))
                 self.state.pause(desired.mode, time.monotonic(), left_s)
             elif left_s <= 0 and self.state.pause_mode is not None:
-                await self._engine.run(self._adapter.resume())
-                self.state.resume()
+                await self._follower.resume()
         self._tell()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -163,8 +166,7 @@ class Worker:
         log.warning("%s: the pause's lease has ended, resuming", self.state.instance_id)
         async with self._follower.changing:
             if self.state.pause_ran_out(time.monotonic()):  # nobody has renewed it meanwhile
-                await self._engine.run(self._adapter.resume())
-                self.state.resume()
+                await self._follower.resume()
 
     async def _watch_engine(self) -> None:
         while True:
@@ -190,15 +192,23 @@ class Worker:
 
     def _tell(self) -> None:
         """Publishes what changed, for the frontends' routing."""
+        state = self.state
+        lasting: dict[str, Any] = {
+            "admission": state.admission(),
+            "version": state.wire_version(),
+            "sequence": state.sequence,
+            "adapters": {name: version.to_wire() for name, version in state.adapters.items()},
+            "paused": state.pause_mode is not None,
+        }
+        if lasting != self._lasting:
+            self._lasting, state.since = lasting, time.monotonic()
         running, waiting = self._adapter.load()
         message: bytes = msgpack.packb(
             {
-                "instance_id": self.state.instance_id,
-                "incarnation": self.state.incarnation,
+                "instance_id": state.instance_id,
+                "incarnation": state.incarnation,
                 "revision": self._registration.revision,
-                "admission": self.state.admission(),
-                "version": self.state.version.to_wire() if self.state.version else None,
-                "paused": self.state.pause_mode is not None,
+                **lasting,
                 "running": running,
                 "waiting": waiting,
             }

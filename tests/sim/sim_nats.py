@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.bus import Bus, Entry, WrongSequence
+from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.subjects import ADVISORY, Bucket
+from rl_plane.subjects import ADVISORY, Bucket, Entry
 
 DELAY_S = (0.0001, 0.003)
 SLOW_S = (0.05, 0.6)

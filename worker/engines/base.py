@@ -77,7 +77,8 @@ class EngineAdapter(Protocol):
         """Validates first (InvalidRequest before any token), then yields until a delta has a finish_reason.
 
         Closing the iterator aborts the request in the engine. While paused, requests wait.
-        Spans are made of the versions given to `swap` and `set_version`.
+        Spans are made of the versions given to `swap`, `set_version` and their like for adapters. An adapter that is
+        not loaded is an InvalidRequest (`field="model"`).
         """
 
     async def abort(self, request_ids: list[str] | None) -> int:
@@ -120,6 +121,30 @@ class EngineAdapter(Protocol):
 
     def set_version(self, version: WeightVersion) -> None:
         """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        """The same as `stage` and `swap` in one, for a model that doesn't fit twice: writes the tensors over the
+        served weights as they come. The engine is paused; when this raises, its weights are of no version. They are
+        labelled by a `set_version` that follows. Runs on a thread of the worker's."""
+
+    # adapters (LoRA); where the engine has none, `capabilities` has `prepare_update:lora` and these raise Unsupported
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        """Every tensor that an adapter of this PEFT config (`adapter_config.json`) must hold, by its name in
+        `adapter_model.safetensors`; the dtypes are those of the engine. InvalidWeights for a config that this model
+        or engine can't take."""
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+    ) -> Staged:
+        """Like `stage`, of an adapter."""
+
+    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+        """Loads an adapter, or puts it in the place of the one of this name; `staged` None takes it away. All or
+        nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
+        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed."""
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         """One row per rank. `checksum`: `{rank, checksum}`, sensitive to every byte of every parameter.

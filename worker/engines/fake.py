@@ -28,11 +28,19 @@ from typing import Any
 from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
-from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, VersionSpan
-from rl_plane.versions import TensorSpec, WeightVersion, tensors_digest
+from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
+from rl_plane.versions import HostTensor, TensorSpec, WeightVersion, tensors_digest
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode, Staged, TensorStream
+from worker.engines.lora import lora_spec, parse_lora, target_modules
+from worker.engines.spans import Label, SpanLog
 from worker.safetensors_file import write_atomically, write_safetensors
-from worker.transports.filesystem import Checkpoint, open_checkpoint
+from worker.transports.checkpoint import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    Checkpoint,
+    config_line,
+    open_checkpoint,
+)
 
 FAKE_VERSION = "1"
 
@@ -69,15 +77,28 @@ def _logprob(made: bytes) -> float:
     return -(1 + int.from_bytes(made[8:12], "little")) / (1 << 30)
 
 
-def fake_token(digest: str, prompt_token_ids: list[int], position: int, vocab_size: int = 512) -> int:
-    """The token that the fake engine makes under the weights of `digest` (a version's: "blake3:<hex>") as number
-    `position`, from 0, of the completion."""
-    return _token(_hash(digest, _prompt_hash(prompt_token_ids), position), vocab_size)
+def _both(digest: str, adapter_digest: str | None) -> str:
+    return digest if adapter_digest is None else f"{digest}+{adapter_digest}"
 
 
-def fake_logprob(digest: str, prompt_token_ids: list[int], position: int) -> float:
+def fake_token(
+    digest: str,
+    prompt_token_ids: list[int],
+    position: int,
+    vocab_size: int = 512,
+    adapter_digest: str | None = None,
+) -> int:
+    """The token that the fake engine makes under the weights of `digest` (a version's: "blake3:<hex>"), and of an
+    adapter's if the request names one, as number `position`, from 0, of the completion."""
+    made = _hash(_both(digest, adapter_digest), _prompt_hash(prompt_token_ids), position)
+    return _token(made, vocab_size)
+
+
+def fake_logprob(
+    digest: str, prompt_token_ids: list[int], position: int, adapter_digest: str | None = None
+) -> float:
     """That token's logprob, in [-4, 0)."""
-    return _logprob(_hash(digest, _prompt_hash(prompt_token_ids), position))
+    return _logprob(_hash(_both(digest, adapter_digest), _prompt_hash(prompt_token_ids), position))
 
 
 def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024) -> Path:
@@ -87,14 +108,55 @@ def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024)
         raise ValueError("a fake model has at least one tensor, of a positive multiple of 4 bytes")
     path.mkdir(parents=True, exist_ok=True)
     source = random.Random(seed)
-    weights = {}
-    for number in range(tensors):
-        data = bytearray(source.randbytes(nbytes))
-        data[3::4] = b"\x3d" * (nbytes // 4)  # the exponent: all finite, around 0.06
-        weights[f"layers.{number}.weight"] = (TensorSpec("F32", (nbytes // 4,)), bytes(data))
+    spec = TensorSpec("F32", (nbytes // 4,))
+    weights = {f"layers.{number}.weight": (spec, _finite(source, spec)) for number in range(tensors)}
     write_atomically(path / "config.json", [json.dumps({"model_type": "fake"}).encode()])
     write_safetensors(path / "model.safetensors", weights)
     return path
+
+
+def make_fake_adapter(path: Path, seed: int, model: Path, r: int = 2) -> Path:
+    """Writes a LoRA adapter directory, in float32, of all modules of a model that `make_fake_model` made; other
+    seeds, other bytes. Again with the same arguments it writes the same bytes."""
+    checkpoint = open_checkpoint(model, field="model")
+    checkpoint.close()
+    linear = _modules(checkpoint.specs)
+    config = {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "lora_alpha": r,
+        "peft_type": "LORA",
+        "r": r,
+        "target_modules": sorted(linear),
+        "task_type": "CAUSAL_LM",
+    }
+    specs = lora_spec(parse_lora(config), list(linear), linear, dict.fromkeys(linear, "F32"))
+    source = random.Random(f"adapter {seed}")
+    path.mkdir(parents=True, exist_ok=True)
+    write_safetensors(path / ADAPTER_NAME, {name: (spec, _finite(source, spec)) for name, spec in specs.items()})
+    write_atomically(path / ADAPTER_CONFIG_NAME, [_config_bytes(config)])
+    return path
+
+
+def _finite(source: random.Random, spec: TensorSpec) -> bytes:
+    """Random float32 numbers."""
+    data = bytearray(source.randbytes(spec.nbytes))
+    data[3::4] = b"\x3d" * (spec.nbytes // 4)  # the exponent: around 0.06
+    return bytes(data)
+
+
+def _modules(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
+    """Module → (inputs, outputs): every weight counts as a linear layer, a vector as one of one output."""
+    return {
+        name.removesuffix(".weight"): (spec.shape[-1], math.prod(spec.shape[:-1]))
+        for name, spec in specs.items()
+        if name.endswith(".weight") and spec.shape
+    }
+
+
+def _config_bytes(config: Mapping[str, Any]) -> bytes:
+    """As PEFT writes it."""
+    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +171,15 @@ class FakeConfig:
     """Before the first tensor is taken; ends early when cancelled."""
     swap_delay_s: float = 0.0
     """Before the weights change; cancelled in it, a swap has changed nothing."""
+    staging_bytes: int = 1 << 62
+    """Host memory for staging: what is larger can only be overwritten."""
     hold_bytes: bool = True
     """False: keep digests only, for large models or many engines."""
     fail_stage: bool = False
     fail_swap: bool = False
     """Fails before anything has changed."""
+    fail_overwrite: bool = False
+    """Fails after the first tensor: the weights are then a mixture."""
     hang_liveness: bool = False
 
     @classmethod
@@ -132,7 +198,11 @@ class FakeConfig:
         return cls(**values)
 
 
-_INT_BOUNDS = {"vocab_size": (FIRST_TOKEN + 1, 1 << 31), "max_model_len": (2, 1 << 31)}
+_INT_BOUNDS = {
+    "vocab_size": (FIRST_TOKEN + 1, 1 << 31),
+    "max_model_len": (2, 1 << 31),
+    "staging_bytes": (0, 1 << 62),
+}
 
 
 def _parsed(key: str, text: str, default: bool | int | float) -> bool | int | float:
@@ -145,7 +215,7 @@ def _parsed(key: str, text: str, default: bool | int | float) -> bool | int | fl
         return text == "true"
     if isinstance(default, int):
         low, high = _INT_BOUNDS[key]
-        if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
+        if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
             raise refuse(f"give a whole number from {low} to {high}")
         return int(text)
     try:
@@ -203,10 +273,23 @@ class FakeWeights:
         return FakeWeights(tensors)
 
 
+class FakeAdapter:
+    """A LoRA adapter: what the engine holds, and, before it is swapped in, what `stage_adapter` made."""
+
+    def __init__(self, tensors: dict[str, FakeTensor], config: Mapping[str, Any]) -> None:
+        """Its digest is the version's when the config's file is as PEFT writes it: only the parsed config is here."""
+        lines = [(name, tensor.spec, tensor.digest) for name, tensor in tensors.items()]
+        self.digest = tensors_digest([*lines, config_line(_config_bytes(config))])
+        self.tensors = tensors
+        self.version: WeightVersion | None = None
+        self.used = False
+
+
 @dataclass(eq=False, slots=True)
 class _Running:
     """One request in the engine."""
 
+    adapter: str | None
     prompt: list[int]
     prompt_hash: bytes
     admitted: bool = False
@@ -214,38 +297,12 @@ class _Running:
     ended: FinishReason | None = None
     """Set from outside: the reader's next delta is the last."""
     made: int = 0
-    spans: list[VersionSpan] = field(default_factory=list)
+    spans: SpanLog = field(default_factory=SpanLog)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def label(self, version: WeightVersion | None) -> None:
-        """Counts one token, made under `version`; None: unknown, and so in no span."""
-        self.made += 1
-        if version is None:
-            return
-        last = self.spans[-1] if self.spans else None
-        same = last is not None and (last.run, last.sequence, last.version, last.digest) == (
-            version.run,
-            version.sequence,
-            version.label,
-            version.digest,
-        )
-        if last is not None and same and last.end == self.made - 1:
-            self.spans[-1] = last.model_copy(update={"end": self.made})
-        else:
-            self.spans.append(
-                VersionSpan(
-                    version=version.label,
-                    sequence=version.sequence,
-                    digest=version.digest,
-                    run=version.run,
-                    start=self.made - 1,
-                    end=self.made,
-                )
-            )
 
 
 class FakeEngine:
-    """An EngineAdapter. `fail_stage`, `fail_swap` and `hang_liveness` may be set while it runs."""
+    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite` and `hang_liveness` may be set while it runs."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.config = FakeConfig.parse(options.extra)
@@ -259,12 +316,14 @@ class FakeEngine:
             )
         self.fail_stage = self.config.fail_stage
         self.fail_swap = self.config.fail_swap
+        self.fail_overwrite = self.config.fail_overwrite
         self.hang_liveness = self.config.hang_liveness
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
         self._weights: FakeWeights | None = None  # None before start and after close
         self._snapshot: FakeWeights | None = None
         self._version: WeightVersion | None = None
+        self._adapters: dict[str, FakeAdapter] = {}
         self._requests: dict[str, _Running] = {}
         self._frozen = False  # no token is made
         self._queueing = False  # new requests wait; without _frozen: a `wait` lets the running ones end
@@ -322,6 +381,7 @@ class FakeEngine:
         self._closed = True
         self._end(list(self._requests), "error")
         self._weights = self._snapshot = self._version = None
+        self._adapters = {}
 
     async def liveness(self) -> None:
         if self.hang_liveness:
@@ -347,7 +407,13 @@ class FakeEngine:
             )
         if self._released:
             raise NotAdmitted(f"memory is released ({', '.join(sorted(self._released))}): resume it first")
-        running = _Running(prompt, _prompt_hash(prompt))
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {request.adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
+        running = _Running(request.adapter, prompt, _prompt_hash(prompt))
         self._requests[request.id] = running
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
@@ -357,9 +423,12 @@ class FakeEngine:
                 if running.ended is not None:
                     break
                 # From here to the yield nothing waits, so that weights and label belong together.
-                made = _hash(self._held().digest, running.prompt_hash, running.made)
+                adapter = self._adapters[running.adapter] if running.adapter is not None else None
+                weights = _both(self._held().digest, None if adapter is None else adapter.digest)
+                made = _hash(weights, running.prompt_hash, running.made)
                 token = _token(made, self.config.vocab_size)
-                running.label(self._version)
+                running.made += 1
+                running.spans.add(Label(self._version, running.adapter, adapter.version if adapter else None))
                 if token in stops:
                     running.ended = "stop"
                 elif running.made >= request.max_tokens:
@@ -371,7 +440,7 @@ class FakeEngine:
                     logprobs=[_logprob(made)] if request.logprobs else None,
                     text=f" t{token}",
                     finish_reason=running.ended,
-                    spans=running.spans if running.ended is not None else [],
+                    spans=running.spans.tell(running.ended is not None),
                     prompt_token_ids=first,
                 )
                 if running.ended in ("stop", "length"):
@@ -381,7 +450,7 @@ class FakeEngine:
                 token_ids=[],
                 logprobs=[] if request.logprobs else None,
                 finish_reason=running.ended,
-                spans=running.spans,
+                spans=running.spans.tell(True),
                 prompt_token_ids=first,
             )
         finally:
@@ -516,47 +585,116 @@ class FakeEngine:
         return frozenset()
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        deadline = time.monotonic() + self.config.stage_delay_s
-        while not cancelled() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(STEP_S, left))
+        return FakeWeights(self._taken(tensors, cancelled))
+
+    def _taken(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> dict[str, FakeTensor]:
+        self._delay_staging(cancelled)
         if self.fail_stage:
             raise EngineFailed("fail_stage is set")
-        staged = {}
+        staged, room = {}, self.config.staging_bytes
         for name, tensor in tensors:
             if cancelled():
                 raise EngineFailed("staging was cancelled")
-            # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
-            data = bytes(tensor.data) if self.config.hold_bytes else None
-            staged[name] = FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)
+            room -= tensor.spec.nbytes
+            if room < 0:
+                raise EngineFailed(f"there are more than {self.config.staging_bytes} bytes to stage")
+            staged[name] = self._copied(tensor)
         if cancelled():
             raise EngineFailed("staging was cancelled")
-        return FakeWeights(staged)
+        return staged
+
+    def _delay_staging(self, cancelled: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.config.stage_delay_s
+        while not cancelled() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(STEP_S, left))
+
+    def _copied(self, tensor: HostTensor) -> FakeTensor:
+        # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
+        data = bytes(tensor.data) if self.config.hold_bytes else None
+        return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)
 
     async def swap(self, staged: Staged, version: WeightVersion) -> bool:
-        weights = self._swappable(staged)
-        if self.config.swap_delay_s:
-            await asyncio.sleep(self.config.swap_delay_s)
-            weights = self._swappable(staged)
-        if self.fail_swap:
-            raise EngineFailed("fail_swap is set")
-        weights.used = True
-        self._weights, self._version = weights, version
+        if not isinstance(staged, FakeWeights):
+            raise EngineFailed("these weights were not staged here")
+        await self._before_a_swap(staged)
+        staged.used = True
+        self._weights, self._version = staged, version
         return await self.flush_cache()
 
-    def _swappable(self, staged: Staged) -> FakeWeights:
+    async def _before_a_swap(self, staged: FakeWeights | FakeAdapter | None) -> None:
+        self._check_swappable(staged)
+        if self.config.swap_delay_s:
+            await asyncio.sleep(self.config.swap_delay_s)
+            self._check_swappable(staged)
+        if self.fail_swap:
+            raise EngineFailed("fail_swap is set")
+
+    def _check_swappable(self, staged: FakeWeights | FakeAdapter | None) -> None:
         self._held()
-        if not isinstance(staged, FakeWeights) or staged.used:
-            raise EngineFailed("these weights were not staged here, or were swapped or discarded before")
+        if staged is not None and staged.used:
+            raise EngineFailed("these weights were swapped or discarded before")
         if not (self._frozen and self._queueing):
             raise EngineFailed("a swap needs a paused engine")
         if "weights" in self._released:
             raise EngineFailed("the weights' memory is released: resume it first")
-        return staged
 
     async def discard(self, staged: Staged) -> None:
-        if isinstance(staged, FakeWeights) and not staged.used:
+        if isinstance(staged, FakeWeights | FakeAdapter) and not staged.used:
             staged.used = True
             staged.tensors = {}
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        """With `stage_delay_s` before the first tensor is taken, as in `stage`."""
+        self._check_swappable(None)
+        mixed = dict(self._held().tensors)
+        # Not in the held ones, which a snapshot may share; and the held ones go one by one, as the new ones come.
+        self._weights, self._version = FakeWeights(mixed), None
+        try:
+            self._delay_staging(cancelled)
+            for name, tensor in tensors:
+                if cancelled():
+                    raise EngineFailed("the overwrite was cancelled")
+                mixed[name] = self._copied(tensor)
+                if self.fail_overwrite:
+                    raise EngineFailed("fail_overwrite is set")
+            if cancelled():
+                raise EngineFailed("the overwrite was cancelled")
+        finally:
+            if not self._closed:
+                self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+
+    # adapters
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        self._held()
+        lora, linear = parse_lora(config), _modules(self._specs)
+        dtypes = {module: self._specs[f"{module}.weight"].dtype for module in linear}
+        return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+    ) -> Staged:
+        return FakeAdapter(self._taken(tensors, cancelled), config)
+
+    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+        if staged is not None and not isinstance(staged, FakeAdapter):
+            raise EngineFailed("this adapter was not staged here")
+        await self._before_a_swap(staged)
+        if staged is None:
+            self._adapters.pop(name, None)
+            self._end([key for key, running in self._requests.items() if running.adapter == name], "abort")
+        else:
+            staged.used, staged.version = True, version
+            self._adapters[name] = staged
+        return await self.flush_cache()
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        self._held()
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        self._adapters[name].version = version
 
     def set_version(self, version: WeightVersion) -> None:
         self._held()

@@ -31,21 +31,17 @@ from worker.engines.base import (
     Staged,
     TensorStream,
 )
+from worker.engines.hf_adapters import ModelAdapters, StagedAdapter, have_peft
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
+from worker.engines.spans import SpanLog
 
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
-_NO_LORA = "the hf engine serves base weights only"
-_CAPABILITIES = {
-    "release_memory": _NO_SLEEP,
-    "resume_memory": _NO_SLEEP,
-    "prepare_update:lora": _NO_LORA,
-    "update_weights:lora": _NO_LORA,
-}
+_NO_PEFT = "peft is not installed here: install rl-plane[hf]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +95,7 @@ class HfEngine:
         self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
         self._weights: ModelWeights | None = None
+        self._adapters: ModelAdapters | None = None
         self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, Stream] = {}
         self._keys = itertools.count()
@@ -116,7 +113,9 @@ class HfEngine:
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
-            self._loop = await asyncio.to_thread(GenerationLoop, self._model, config, asyncio.get_running_loop())
+            self._loop = await asyncio.to_thread(
+                GenerationLoop, self._model, self._held_adapters(), config, asyncio.get_running_loop()
+            )
             self._loop.start()
             await self.liveness()
         except PlaneError:
@@ -144,7 +143,7 @@ class HfEngine:
             # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
-        self._weights = ModelWeights(self._model)
+        self._weights, self._adapters = ModelWeights(self._model), ModelAdapters(self._model)
         self._eos = _eos_tokens(self._model, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
@@ -164,7 +163,7 @@ class HfEngine:
             world_size=1,
             vocab_size=config.vocab_size,
             max_model_len=length,
-            capabilities=_CAPABILITIES,
+            capabilities=_capabilities(),
         )
 
     async def close(self) -> None:
@@ -172,7 +171,7 @@ class HfEngine:
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._weights = self._tokenizer = None
+        self._model = self._weights = self._adapters = self._tokenizer = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -187,7 +186,7 @@ class HfEngine:
         self._validate(request, prompt)
         stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
-        text = IncrementalText(self._tokenizer)
+        text, spans = IncrementalText(self._tokenizer), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
         finished = False
@@ -197,13 +196,15 @@ class HfEngine:
             while not finished:
                 piece, failure = await _next_piece(stream)
                 finished = piece.finish_reason is not None
+                for label in piece.labels:
+                    spans.add(label)
                 if finished or piece.token_ids:
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs if request.logprobs else None,
                         text=text.add(piece.token_ids, last=finished),
                         finish_reason=piece.finish_reason,
-                        spans=piece.spans,
+                        spans=spans.tell(finished),
                         prompt_token_ids=told,
                     )
                     told = None
@@ -328,11 +329,47 @@ class HfEngine:
         return flushed
 
     async def discard(self, staged: Staged) -> None:
-        assert isinstance(staged, StagedTensors), "what `stage` gave"
+        assert isinstance(staged, StagedTensors | StagedAdapter), "what `stage` or `stage_adapter` gave"
         staged.tensors = None
 
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        loop, weights = self._running(), self._held_weights()
+        loop.call(loop.forget_weights).result()
+        weights.overwrite(tensors, cast, cancelled)
+
+    # adapters
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        if not have_peft():
+            _refuse(_NO_PEFT)
+        return self._held_adapters().spec(config)
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+    ) -> Staged:
+        return self._held_adapters().stage(config, tensors, cast, cancelled)
+
+    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+        def between_two_steps(loop: GenerationLoop) -> None:
+            if staged is None:
+                loop.remove_adapter(name)
+            else:
+                assert isinstance(staged, StagedAdapter), "what `stage_adapter` gave"
+                loop.put_adapter(name, staged, version)
+
+        await self._call(between_two_steps)
+        return True  # its own part of the prefix cache: nobody finds that any more
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        versions = self._running().adapter_versions
+        if name not in versions:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         weights = self._held_weights()
@@ -367,6 +404,11 @@ class HfEngine:
         if self._weights is None:
             raise EngineFailed("the engine is not running")
         return self._weights
+
+    def _held_adapters(self) -> ModelAdapters:
+        if self._adapters is None:
+            raise EngineFailed("the engine is not running")
+        return self._adapters
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
         loop = self._running()
@@ -417,7 +459,8 @@ async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
             return merged, item
         merged.token_ids += item.token_ids
         merged.logprobs += item.logprobs
-        merged.finish_reason, merged.spans = item.finish_reason, item.spans
+        merged.labels += item.labels
+        merged.finish_reason = item.finish_reason
         if stream.pieces.empty():
             return merged, None
         item = stream.pieces.get_nowait()
@@ -428,6 +471,11 @@ def _eos_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
         found.update([value] if isinstance(value, int) else value or [])
     return frozenset(found)
+
+
+def _capabilities() -> dict[str, str]:
+    lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
+    return lacking if have_peft() else lacking | {"prepare_update:lora": _NO_PEFT, "update_weights:lora": _NO_PEFT}
 
 
 def _refuse(reason: str) -> NoReturn:

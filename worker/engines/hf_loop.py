@@ -23,9 +23,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from rl_plane.errors import EngineFailed
-from rl_plane.generation import FinishReason, GenerateRequest, VersionSpan
+from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.generation import FinishReason, GenerateRequest
 from rl_plane.versions import WeightVersion
+from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
+from worker.engines.hf_prefixes import PrefixKeys
+from worker.engines.spans import Label
 
 IDLE_WAIT_S = 0.1
 """How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
@@ -36,12 +39,12 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(slots=True)
 class Piece:
-    """New tokens of one request; the last one has a finish_reason and the spans of all its tokens."""
+    """New tokens of one request; the last one has a finish_reason."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)  # one per token
     finish_reason: FinishReason | None = None
-    spans: list[VersionSpan] = field(default_factory=list)
 
 
 class Stream:
@@ -57,7 +60,6 @@ class Stream:
         self.done = False
         self._count = 0
         self._fresh = Piece()
-        self._spans: list[tuple[WeightVersion | None, int]] = []  # (version, end); starts where the last ended
         # One draw per token, from a generator of its own: what else is in the batch can't matter.
         self._random = random.Random(request.seed)
 
@@ -69,13 +71,11 @@ class Stream:
         """Uniform in (0, 1]."""
         return 1.0 - self._random.random()
 
-    def push(self, token: int, logprob: float, version: WeightVersion | None) -> None:
+    def push(self, token: int, logprob: float, label: Label) -> None:
         self._fresh.token_ids.append(token)
         self._fresh.logprobs.append(logprob)
+        self._fresh.labels.append(label)
         self._count += 1
-        if self._spans and self._spans[-1][0] == version:
-            self._spans.pop()
-        self._spans.append((version, self._count))
         if token in self.stop:
             self.end("stop")
         elif self._count >= self.request.max_tokens:
@@ -84,20 +84,6 @@ class Stream:
     def end(self, reason: FinishReason) -> None:
         self.done = True
         self._fresh.finish_reason = reason
-        start = 0
-        for version, end in self._spans:
-            if version is not None:
-                self._fresh.spans.append(
-                    VersionSpan(
-                        version=version.label,
-                        sequence=version.sequence,
-                        digest=version.digest,
-                        run=version.run,
-                        start=start,
-                        end=end,
-                    )
-                )
-            start = end
 
     def take(self) -> Piece:
         piece, self._fresh = self._fresh, Piece()
@@ -157,16 +143,31 @@ class _NoRouter(OutputRouter):  # type: ignore[misc]  # the library is untyped
 
 
 class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the library is untyped
-    """The library's manager and thread, with our sampler, our commands and our pause.
+    """The library's manager and thread, with our sampler, our commands, our pause and our adapters.
+
+    Each step runs once for the base model and once for every adapter that has requests: a forward holds requests of
+    one of them only. So the base model's is the same computation, whatever adapters are loaded.
 
     Methods below `call` are commands: they run on the generation thread, by way of `call`.
     """
 
-    def __init__(self, model: Any, config: ContinuousBatchingConfig, events: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        model: Any,
+        adapters: ModelAdapters,
+        config: ContinuousBatchingConfig,
+        events: asyncio.AbstractEventLoop,
+    ) -> None:
         # A neutral generation config: no logits processor of the library stands before our sampler.
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=-1), config)
         self.output_router = _NoRouter()
         self.version: WeightVersion | None = None
+        self.adapter_versions: dict[str, WeightVersion | None] = {}
+        self._adapters = adapters
+        self._adapter: str | None = None  # whose turn it is
+        self._prefixes: PrefixKeys | None = None
+        self._prefix_keys: dict[str, int] = {}  # by adapter; another one each time it is loaded
+        self._next_prefix_key = 1
         self._events = events
         self._lock = threading.Lock()  # of the next two
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -215,6 +216,13 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     # commands
 
     def submit(self, stream: Stream) -> None:
+        adapter = stream.request.adapter
+        if adapter is not None and adapter not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
         if self._gate_closed:
             self._held.append(stream)
         else:
@@ -267,6 +275,29 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._stale.update(self.batch_processor.scheduler.active_requests)
         return True
 
+    def forget_weights(self) -> None:
+        """Before they are overwritten: what they are is not known until a version is set."""
+        if not self._frozen:
+            raise EngineFailed("weights are overwritten only while the engine is paused")
+        self.version = None
+        self.flush()
+
+    def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
+        self._adapters.put(name, staged)
+        self.adapter_versions[name] = version
+        self._prefix_keys[name], self._next_prefix_key = self._next_prefix_key, self._next_prefix_key + 1
+        running = self.batch_processor.scheduler.active_requests
+        self._stale.update(
+            key for key, stream in self._live.items() if stream.request.adapter == name and key in running
+        )
+
+    def remove_adapter(self, name: str) -> None:
+        """Its requests end."""
+        self.abort([stream for stream in (*self._live.values(), *self._held) if stream.request.adapter == name])
+        self._adapters.remove(name)
+        self.adapter_versions.pop(name, None)
+        self._prefix_keys.pop(name, None)
+
     def stop_loop(self) -> None:
         self._stopping = True
 
@@ -304,6 +335,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample_step
+        self._prefixes = PrefixKeys(processor.cache, self._prefix_key)
+        self._schedule_by_adapter(processor)
         share_blocks = processor.cache.mark_complete_blocks
 
         def share_fresh_blocks(state: Any, complete_blocks: Any) -> None:
@@ -313,6 +346,33 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         processor.cache.mark_complete_blocks = share_fresh_blocks
         return processor
 
+    def _prefix_key(self, key: str) -> int | None:
+        adapter = self._live[key].request.adapter
+        return None if adapter is None else self._prefix_keys[adapter]
+
+    def _schedule_by_adapter(self, processor: Any) -> None:
+        """The library's scheduler sees only the requests whose adapter's turn it is."""
+        scheduler = processor.scheduler
+        process, schedule = scheduler._process_candidates, scheduler.schedule_batch
+
+        def process_candidates(candidates: list[Any], *rest: Any) -> Any:
+            mine = [state for state in candidates if self._live[state.request_id].request.adapter == self._adapter]
+            return process(mine, *rest)
+
+        def schedule_batch(token_budget: int, cache_budget: int) -> Any:
+            found = schedule(token_budget, cache_budget)
+            # None: nothing fits, so the library makes room, or gives up. But room may be what the others hold, who
+            # run in their turn; then all that is done here is to drop what nobody uses.
+            if found[0] is None and not scheduler.starved_requests and scheduler.active_requests:
+                if processor.cache.evict_cached_blocks():
+                    found = schedule(token_budget, cache_budget)
+                if found[0] is None:
+                    return [], False, 0, 0
+            return found
+
+        scheduler._process_candidates = process_candidates
+        scheduler.schedule_batch = schedule_batch
+
     def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows
         are those of the requests that get a token, in order, and the rest (split prefills) mean nothing."""
@@ -320,11 +380,13 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         streams = [self._live[future.state.request_id] for future in batch if future.has_new_token]
         if not streams:
             return
+        name = self._adapter
+        label = Label(self.version, name, self.adapter_versions[name] if name is not None else None)
         tokens, logprobs = choose(scores[0, : len(streams)], streams)
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob in zip(streams, tokens, logprobs, strict=True):
             if math.isfinite(logprob):
-                stream.push(token, logprob, self.version)
+                stream.push(token, logprob, label)
                 self._outbox.append((stream, stream.take()))
             else:
                 stream.done = True
@@ -343,17 +405,33 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             self._wake_up_loop.wait(IDLE_WAIT_S)
             self._wake_up_loop.clear()
             return True
-        going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
+        adapters = dict.fromkeys(stream.request.adapter for stream in self._live.values())
+        ran = [self._step(batch_processor, adapter) for adapter in adapters]
+        scheduler = batch_processor.scheduler
+        known = [*scheduler.active_requests, *scheduler.waiting_requests]
+        self._stale.intersection_update(known)
+        if self._prefixes is not None:
+            self._prefixes.keep_only(known)
+        self._deliver()
+        if not any(ran):
+            self._wake_up_loop.wait(IDLE_WAIT_S)
+            self._wake_up_loop.clear()
+        return True
+
+    def _step(self, batch_processor: Any, adapter: str | None) -> bool:
+        """A forward for those requests of one adapter that fit; whether there were any."""
+        self._adapter = adapter
+        self._adapters.activate(adapter)
+        if not batch_processor.prepare_next_batch():
+            return False
+        self._generation_step()
+        batch_processor.update_batch()
         if self._broken:
             self._drop(self._broken)
             self._broken = []
             # All that ran in this step attended over one packed batch: its NaNs may be in anyone's new blocks.
             self.flush()
-        if self._stale:
-            scheduler = batch_processor.scheduler
-            self._stale.intersection_update([*scheduler.active_requests, *scheduler.waiting_requests])
-        self._deliver()
-        return going_on
+        return True
 
     def _finish_drain(self) -> None:
         drained = self._drain

@@ -18,13 +18,13 @@ from worker.engines.base import TensorStream
 NOISE_STD = 0.5
 """Of the noise that `reset` writes: far from any trained or freshly made weights."""
 
-_NAME_OF_DTYPE = {
+NAME_OF_DTYPE = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
+DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 
 @dataclass(slots=True)
@@ -37,42 +37,28 @@ class StagedTensors:
 class ModelWeights:
     def __init__(self, model: Any) -> None:
         self._model = model
+        # Taken once: adapters change the names of parameters, but not the parameters.
+        self._state = {name: tensor.detach() for name, tensor in sorted(model.state_dict().items())}
         targets = _checkpoint_views(model)
         tied = set(model.all_tied_weights_keys)
         self.optional = frozenset(tied & targets.keys())
         self._targets = {name: view for name, view in targets.items() if name not in tied}
         self.spec: Mapping[str, TensorSpec] = {
-            name: TensorSpec(_NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
+            name: TensorSpec(NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
         }
         self._snapshot: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
         """A check, on any thread, must not see half of a swap."""
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        staged: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors:
-            if cancelled():
-                raise EngineFailed("staging was cancelled")
-            if name in self.optional:
-                continue  # the model has one tensor for it and the one that it is tied to
-            spec = self.spec.get(name)
-            if spec is None or spec.shape != tensor.spec.shape:
-                raise InvalidWeights(
-                    f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
-                )
-            if spec.dtype != tensor.spec.dtype and not cast:
-                raise InvalidWeights(
-                    f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
-                )
-            staged[name] = _copy(tensor.data, tensor.spec).to(_DTYPE_OF_NAME[spec.dtype])
-        missing = sorted(self.spec.keys() - staged.keys())
-        if missing:
-            raise InvalidWeights(
-                f"{len(missing)} tensors are missing, {missing[0]} the first",
-                field=missing[0],
-                fix="send them all",
-            )
-        return StagedTensors(staged)
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.optional, cast, cancelled)))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        """As `stage` and `load`, one tensor after the other. When it raises, the weights are a mixture."""
+        with self._lock, torch.no_grad():
+            for name, tensor in host_copies(tensors, self.spec, self.optional, cast, cancelled):
+                self._targets[name].copy_(tensor)
+            self._settle()
 
     def load(self, staged: StagedTensors) -> None:
         """In place, so that tied weights and views stay what they are. No step may be running."""
@@ -90,14 +76,14 @@ class ModelWeights:
 
         digest = blake3()
         with self._lock:
-            for name, tensor in self._state():
+            for name, tensor in self._now():
                 digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(_bytes(tensor).numpy())
         return f"blake3:{digest.hexdigest()}"
 
     def snapshot(self) -> None:
         with self._lock:
-            self._snapshot = {name: tensor.clone() for name, tensor in self._state()}
+            self._snapshot = {name: tensor.clone() for name, tensor in self._now()}
 
     def compare(self) -> list[str]:
         """Names whose bytes differ from the snapshot's."""
@@ -106,7 +92,7 @@ class ModelWeights:
             if kept is None:
                 raise InvalidRequest("there is no snapshot to compare with", field="action", fix="take a snapshot")
             # Bytes, because NaN differs from itself.
-            return [name for name, now in self._state() if not torch.equal(_bytes(now), _bytes(kept[name]))]
+            return [name for name, now in self._now() if not torch.equal(_bytes(now), _bytes(kept[name]))]
 
     def reset(self) -> None:
         """Noise over every floating point tensor. No step may be running."""
@@ -116,9 +102,9 @@ class ModelWeights:
                     tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
             self._settle()
 
-    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in sorted(self._model.state_dict().items()):
-            yield name, tensor.detach().cpu()
+    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._state.items():
+            yield name, tensor.cpu()
 
     def _settle(self) -> None:
         # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
@@ -126,9 +112,42 @@ class ModelWeights:
             torch.cuda.synchronize(self._model.device)
 
 
+def host_copies(
+    tensors: TensorStream,
+    wanted: Mapping[str, TensorSpec],
+    optional: frozenset[str],
+    cast: bool,
+    cancelled: Callable[[], bool],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies, in the dtypes of `wanted`, without those of `optional` names. InvalidWeights for what does not fit, and
+    at the end for what is missing."""
+    left = set(wanted)
+    for name, tensor in tensors:
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        if name in optional:
+            continue  # the model has one tensor for it and the one that it is tied to
+        spec = wanted.get(name)
+        if spec is None or spec.shape != tensor.spec.shape:
+            raise InvalidWeights(
+                f"{name} {list(tensor.spec.shape)} does not fit the model", field=name, fix="send its weights"
+            )
+        if spec.dtype != tensor.spec.dtype and not cast:
+            raise InvalidWeights(
+                f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
+            )
+        left.discard(name)
+        yield name, _copy(tensor.data, tensor.spec).to(DTYPE_OF_NAME[spec.dtype])
+    if left:
+        first = min(left)
+        raise InvalidWeights(
+            f"{len(left)} tensors are missing, {first} the first", field=first, fix="send them all"
+        )
+
+
 def _copy(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     # Through numpy, which takes read-only memory and lets other threads run meanwhile.
-    tensor = torch.empty(spec.shape, dtype=_DTYPE_OF_NAME[spec.dtype])
+    tensor = torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
     np.copyto(_bytes(tensor).numpy(), np.frombuffer(data, dtype=np.uint8))
     return tensor
 

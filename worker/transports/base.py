@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rl_plane.versions import HostTensor, TensorSpec
 
@@ -24,6 +24,12 @@ class Delivery(Protocol):
 
     tensor_digests: Mapping[str, str] | None
     """Per tensor, blake3 hex, when the publisher stated them."""
+
+    adapter_config: Mapping[str, Any] | None
+    """Of an adapter: its PEFT config, as published; None: base weights."""
+
+    adapter_config_raw: bytes | None
+    """The same before it was parsed: the version's digest covers these bytes."""
 
     refetchable: bool
     """May the same bytes be fetched again later (by a worker that heals)?"""
@@ -46,6 +52,6 @@ class WeightTransport(Protocol):
 
     def destroy(self) -> None: ...
 
-    def open(self, request: Mapping[str, Any]) -> Delivery:
-        """`request`: the `transport` object of the body, `backend` included. Read-only.
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
+        """`request`: the `transport` object of the body, `backend` included. Read-only. `kind`: what it must be.
         InvalidRequest for its fields, InvalidWeights for what it finds there."""

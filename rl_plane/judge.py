@@ -1,0 +1,218 @@
+"""What a coordinator concludes from what its workers say. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rl_plane.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    NoWorkers,
+    PlaneError,
+    Unsupported,
+    UpdateAborted,
+    WorkerLost,
+)
+from rl_plane.ops import LoraTarget, UpdatePolicy, UpdateWeights
+from rl_plane.record import Adapter, DecisionRecord, Source, newer
+from rl_plane.rows import WorkerRow
+from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
+from rl_plane.versions import WeightVersion
+
+
+def newest(seen: Surveyed) -> DecisionRecord | None:
+    """The highest decision that the store or a worker holds: a store may have lost a write that it acknowledged."""
+    best = seen.record
+    for row in seen.attests:
+        if row.ok and row.body["record"] is not None:
+            told = DecisionRecord.from_wire(row.body["record"])
+            if newer(told, best):
+                best = told
+    return best
+
+
+def label_of(base: DecisionRecord, body: UpdateWeights) -> str:
+    return body.version or str(base.sequence + 1)
+
+
+def next_record(
+    base: DecisionRecord, body: UpdateWeights, update_id: str, prepared: Prepared, now: float
+) -> DecisionRecord:
+    """The decision for what was prepared, on top of what is committed."""
+    policy = body.policy
+    made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
+    transport = body.transport.model_dump() if body.transport is not None else None
+    source = Source(transport, body.cast, prepared.refetchable, policy.staging)
+    adapters = dict(base.adapters)
+    version, base_source = base.version, base.source
+    if isinstance(body.target, LoraTarget):
+        adapters.pop(body.target.name, None)
+        if body.target.op != "unload":
+            adapters[body.target.name] = Adapter(made, source)
+    else:
+        version, base_source = made, source
+        adapters = adapters if body.target.adapters == "keep" else {}
+    rolling = policy.barrier == "rolling"
+    return DecisionRecord(
+        version,
+        base_source,
+        update_id,
+        made,
+        adapters,
+        base.run_number,
+        base.held if rolling else None,
+        policy.pause_mode,
+        policy.keep_pause,
+        open=rolling,
+        decided_at=now,
+    )
+
+
+def check_against(base: DecisionRecord, body: UpdateWeights) -> None:
+    """Refuses, before anybody is touched, what can't become the next version."""
+    target, policy = body.target, body.policy
+    if isinstance(target, LoraTarget):
+        there = ", ".join(sorted(base.adapters)) or "none"
+        if target.op == "load" and target.name in base.adapters:
+            raise Conflict(
+                f"the adapter {target.name!r} is loaded already",
+                field="target.op",
+                fix="use op swap, or unload it",
+            )
+        if target.op != "load" and target.name not in base.adapters:
+            raise NotFound(
+                f"there is no adapter {target.name!r}; there is {there}", field="target.name", fix="load it first"
+            )
+    if policy.staging == "none" and not base.source.refetchable:
+        raise InvalidRequest(
+            "an unstaged update that fails has to bring the committed weights back, and those can't be fetched again",
+            field="policy.staging",
+            fix="use staging host, or publish from a source that stays",
+        )
+
+
+def judge_prepare(
+    rows: Sequence[WorkerRow], counted: set[str], policy: UpdatePolicy, stated_digest: str | None
+) -> Prepared:
+    """Whether the update may be decided, else the error that it ends with.
+
+    `counted`: whose failure matters."""
+    ready = {row.instance_id: row for row in rows if row.ok}
+    failed = [row for row in rows if not row.ok]
+    digests = Counter(row.body["digest"] for row in ready.values())
+    if len(digests) > 1:
+        raise UpdateAborted(
+            "the workers received different bytes: "
+            + ", ".join(f"{digest} on {count}" for digest, count in digests.most_common()),
+            fix="was the source still being written? publish it under a new path",
+        )
+    blocking = [row for row in failed if row.instance_id in counted]
+    if not ready or (blocking and policy.on_prepare_failure == "abort"):
+        raise prepare_error(blocking or failed, len(rows))
+    if len(ready) < policy.min_ready:
+        raise UpdateAborted(
+            f"{len(ready)} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
+            field="policy.min_ready",
+        )
+    digest = next(iter(digests))
+    if stated_digest is not None and digest != stated_digest:
+        raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
+    return Prepared(
+        digest,
+        {key: row.incarnation for key, row in ready.items()},
+        [row.instance_id for row in failed],
+        all(row.body["refetchable"] for row in ready.values()),
+    )
+
+
+def prepare_error(failed: Sequence[WorkerRow], asked: int) -> PlaneError:
+    """The update's error, made from its workers' errors: the caller's fault is told as such."""
+    errors = [row.error for row in failed if row.error is not None]
+    if not errors:
+        return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
+    for kind in (InvalidRequest, Unsupported):
+        mine = [error for error in errors if isinstance(error, kind)]
+        if mine and (kind is InvalidRequest or len(mine) == len(errors)):
+            return type(mine[0])(mine[0].message, **mine[0].facts)
+    first = failed[0]
+    return UpdateAborted(
+        f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: "
+        f"{first.instance_id}: {errors[0].message}",
+        fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
+    )
+
+
+def still_there(ready: Members, now: Members) -> dict[str, str]:
+    """Of those that prepared, the ones that are still the same process."""
+    return {key: incarnation for key, incarnation in ready.items() if now.get(key) == incarnation}
+
+
+def serves(row: WorkerRow, record: DecisionRecord) -> bool:
+    """By its `state`: is this worker admitted with exactly the committed weights?"""
+    version = row.body.get("version")
+    return bool(
+        row.ok
+        and row.body.get("ready")
+        and row.body.get("sequence") == record.sequence
+        and version
+        and version["digest"] == record.version.digest
+    )
+
+
+def _serving(outcome: Outcome) -> int:
+    return sum(row.ok for row in outcome.rows if row.instance_id not in outcome.excluded)
+
+
+def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
+    return _serving(outcome) >= policy.min_ready
+
+
+def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
+    """A version that is committed and hardly served is no success."""
+    if is_enough(outcome, policy):
+        return outcome
+    raise Conflict(
+        f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
+        "themselves",
+        version=outcome.version.to_wire(),
+        workers=[row.to_wire() for row in outcome.rows],
+        excluded=list(outcome.excluded),
+        fix="read the state until they are ready; don't send it again",
+    )
+
+
+def commit_body(record: DecisionRecord, written: int) -> dict[str, Any]:
+    return {"update_id": record.update_id, "record": record.to_wire(), "sequence": written}
+
+
+def outcome_of(
+    record: DecisionRecord, prepared: Prepared, committed: Sequence[WorkerRow], gated: Told, opened: Told
+) -> Outcome:
+    serving = {row.instance_id for row in committed if row.ok} & {row.instance_id for row in opened.rows if row.ok}
+    # The row that tells most of each worker: its error, else its commit.
+    rows = {row.instance_id: row for row in [*committed, *gated.rows, *opened.rows] if not row.ok}
+    rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
+    excluded = sorted({*prepared.ready, *prepared.excluded, *gated.members, *opened.members} - serving)
+    return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
+
+
+def left_row(instance_id: str, incarnation: str) -> WorkerRow:
+    error = WorkerLost("it left before the update began", instance_id=instance_id)
+    return WorkerRow(instance_id, incarnation, "error", error=error)
+
+
+def one_model(attests: Sequence[WorkerRow]) -> str:
+    """The model that every worker was started with: a new run begins by it."""
+    silent = [row for row in attests if not row.ok]
+    digests = Counter(row.body["model_digest"] for row in attests if row.ok)
+    if silent or len(digests) != 1:
+        raise Conflict(
+            f"a new run needs every worker's word that it has the same model; {len(silent)} are silent, the others "
+            "have " + (", ".join(f"{digest} ({count})" for digest, count in digests.items()) or "none"),
+            workers=[row.to_wire() for row in attests],
+            fix="start all workers with the new model, stop the others",
+        )
+    return str(next(iter(digests)))

@@ -1,0 +1,214 @@
+"""What a coordinator is told to do, and what comes back: the instructions and events of `update.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plane.errors import PlaneError
+from rl_plane.ops import UpdateWeights
+from rl_plane.record import DecisionRecord, UpdateSession
+from rl_plane.rows import WorkerRow
+from rl_plane.versions import WeightVersion
+
+Members = Mapping[str, str]
+"""instance_id → incarnation."""
+
+Phase = Literal[
+    "survey",  # who is there, what is committed, what did another coordinator leave?
+    "clear",  # drop what a dead coordinator or a silent trainer has left staged
+    "restore",  # write back a decision that the store has lost
+    "begin",  # tell the history
+    "prepare",  # stage and verify, everywhere
+    "recheck",  # is the fleet still the one that the caller pinned?
+    "abort",  # drop it again
+    "session",  # note that it waits for another call, or that this wait is over
+    "decide",  # the record: from here on the version is committed
+    "settle",  # was it, when the answer was lost?
+    "pause",  # note that the fleet is to stay paused
+    "gate",  # every member and frontend learns the decision, and closes
+    "commit",  # swap, on all that are gated
+    "roll",  # swap, worker by worker
+    "leases",  # wait until whoever could not be told can't serve any more
+    "open",  # the record says that it may be served; members and frontends learn it
+    "watch",  # NATS was lost on the way: look how the workers get on by themselves
+    "end",
+]
+
+# ---- instructions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Asks every member to `attest`, and reads record and session from the leader. → Surveyed"""
+
+    phase: Phase = "survey"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One op on each of these workers, at once; those that have left meanwhile are left out. → Answered"""
+
+    phase: Phase
+    op: str
+    body: Mapping[str, Any]
+    workers: Sequence[str]
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """`follow_record` to every member of this moment, and to every frontend that is listed. → Told"""
+
+    phase: Phase
+    record: DecisionRecord
+    sequence: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """The record, while the lock is held. → Written, or Failed"""
+
+    phase: Phase
+    record: DecisionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Renews the lock, which kills a late copy of our own write, then reads the record. → Settled, or Failed"""
+
+    phase: Phase = "settle"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The session (None: it is over), the desired pause, or the history's entry. → Done"""
+
+    phase: Phase
+    session: UpdateSession | None = None
+    pause_mode: str | None = None
+    base: DecisionRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSilent:
+    """Until these have left, or have lost their serving leases since the last Tell. → Done"""
+
+    workers: Members
+    frontends: Sequence[str]
+    phase: Phase = "leases"
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Until every member serves the record, or so long. → Answered with their `state`"""
+
+    record: DecisionRecord
+    timeout_s: float
+    phase: Phase = "watch"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """It is over."""
+
+    result: Result | PlaneError
+    phase: Phase = "end"
+
+
+Instruction = Survey | Ask | Tell | Write | Settle | Note | WaitSilent | Watch | End
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    members: Members
+    fingerprint: str
+    epoch: int
+    attests: Sequence[WorkerRow]
+    record: DecisionRecord | None
+    """The store's."""
+    written: int
+    """Its sequence in the bucket."""
+    session: UpdateSession | None
+    took_over: bool
+    """The lock's holder before did not give it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    rows: Sequence[WorkerRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    members: Members
+    rows: Sequence[WorkerRow]
+    silent_frontends: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    record: DecisionRecord | None
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The instruction could not be carried out."""
+
+    error: PlaneError
+
+
+Event = Surveyed | Answered | Told | Written | Settled | Done | Failed
+
+# ---- results ----
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Enough workers hold the same verified bytes."""
+
+    digest: str
+    ready: Members
+    excluded: list[str]
+    refetchable: bool
+    session: UpdateSession | None = None
+    """Of an update that waits for complete or abort."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an update's reply is made of."""
+
+    version: WeightVersion
+    rows: Sequence[WorkerRow] = ()
+    excluded: Sequence[str] = ()
+
+
+Result = Outcome | Prepared | UpdateSession
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is asked of a coordinator."""
+
+    kind: Literal["update", "prepare", "complete", "abort", "finish", "new_run"]
+    """`finish`: only what a dead coordinator has left."""
+    update_id: str
+    body: UpdateWeights | None = None
+    fingerprint: str | None = None
+    """The fleet that the caller pinned: abort if it is another one after preparing."""

@@ -1,0 +1,366 @@
+"""What a frontend knows to have been committed, and which tokens it delivers. Pure: time is passed in."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from frontend.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
+from rl_plane.bus import Bus
+from rl_plane.errors import StaleWeights, Unlabelled
+from rl_plane.fanout import Gather
+from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan
+from rl_plane.record import Adapter, DecisionRecord, Held, Source
+from rl_plane.subjects import Subjects
+from rl_plane.versions import WeightVersion
+from rl_plane.view import MembershipView
+
+SOURCE = Source({"backend": "filesystem", "path": "/x"})
+
+
+def version(sequence: int, run: str = "r") -> WeightVersion:
+    return WeightVersion(run, sequence, f"step_{sequence}", f"blake3:{sequence}")
+
+
+def record(base: int, run: str = "r", /, **adapters: int) -> DecisionRecord:
+    """The newest of all is what it made."""
+    loaded = {name: Adapter(version(sequence, run), SOURCE) for name, sequence in adapters.items()}
+    made = version(max(base, *adapters.values(), 0), run)
+    return DecisionRecord(version(base, run), SOURCE, "u", made, loaded, decided_at=0.0)
+
+
+def rolling(to: DecisionRecord, before: DecisionRecord) -> DecisionRecord:
+    return replace(to, rolling_from=before.held)
+
+
+def span(base: int, start: int, end: int, run: str = "r", /, **adapter: int) -> VersionSpan:
+    """`span(1, 0, 4, a=2)`: made by base 1 with adapter `a` 2."""
+    of = [
+        AdapterSpan(name=name, version=f"step_{sequence}", sequence=sequence, digest=f"blake3:{sequence}")
+        for name, sequence in adapter.items()
+    ]
+    return VersionSpan(
+        version=f"step_{base}",
+        sequence=base,
+        digest=f"blake3:{base}",
+        run=run,
+        start=start,
+        end=end,
+        adapter=of[0] if of else None,
+    )
+
+
+def history(*records: DecisionRecord) -> History:
+    """Each became known a second after the one before."""
+    made = History()
+    for number, one in enumerate(records):
+        made.add(one, float(number))
+    return made
+
+
+# ---- places ----
+
+
+def test_spans_of_committed_versions_pass() -> None:
+    known = history(record(4), record(5), record(6))
+    known.check([span(5, 0, 3)], 3, since=2)
+    known.check([span(5, 0, 3), span(6, 3, 4)], 4, since=2)
+    known.check([span(4, 0, 1), span(6, 1, 4)], 4, since=1)
+    known.check([], 0, since=3)
+
+
+@pytest.mark.parametrize(
+    ("spans", "tokens"),
+    [
+        ([], 1),
+        ([span(5, 0, 2)], 3),
+        ([span(5, 0, 4)], 3),
+        ([span(5, 1, 3)], 3),
+        ([span(5, 0, 1), span(5, 2, 3)], 3),
+        ([span(5, 0, 0), span(5, 0, 3)], 3),
+        ([span(4, 0, 3)], 3),  # it was replaced before the request began
+        ([span(6, 0, 1), span(5, 1, 3)], 3),
+        ([span(7, 0, 3)], 3),
+        ([span(5, 0, 3).model_copy(update={"digest": "blake3:other"})], 3),
+        ([span(5, 0, 3, "other")], 3),
+        ([span(5, 0, 3, a=5)], 3),
+    ],
+)
+def test_other_spans_are_not_delivered(spans: list[VersionSpan], tokens: int) -> None:
+    with pytest.raises(Unlabelled):
+        history(record(4), record(5), record(6)).check(spans, tokens, since=2)
+
+
+def test_a_base_stays_committed_while_adapters_change() -> None:
+    known = history(record(1), record(1, a=2), record(1, a=3), record(4, a=3), record(4))
+    assert known.count == 5
+    base, first = known.interval(key_of(version(1))), known.interval(key_of(version(1), "a", version(2)))
+    assert base is not None
+    assert first is not None
+    assert ((base.first, base.last), (first.first, first.last)) == ((1, 3), (2, 2))
+    known.check([span(1, 0, 9)], 9, since=1)
+    known.check([span(1, 0, 9)], 9, since=3)  # asked for after two updates of the adapter
+    known.check([span(1, 0, 2, a=2), span(1, 2, 4, a=3), span(4, 4, 6, a=3)], 6, since=2)
+    for spans, since in (
+        ([span(1, 0, 9)], 4),
+        ([span(1, 0, 9, a=2)], 3),
+        ([span(1, 0, 2, a=3), span(1, 2, 9, a=2)], 2),
+        ([span(4, 0, 9, a=2)], 1),  # they were never committed together
+        ([span(4, 0, 9, a=3)], 5),
+    ):
+        with pytest.raises(Unlabelled):
+            known.check(spans, 9, since)
+
+
+def test_two_states_are_served_while_an_update_rolls() -> None:
+    known = history(record(1))
+    known.add(rolling(record(2), record(1)), 1.0)
+    for spans in ([span(1, 0, 3)], [span(2, 0, 3)], [span(1, 0, 1), span(2, 1, 3)]):
+        known.check(spans, 3, since=2)
+    known.check([span(2, 0, 1), span(1, 1, 3)], 3, since=2)  # on two workers, one after the other
+    known.add(record(2), 2.0)
+    known.check([span(1, 0, 1), span(2, 1, 3)], 3, since=2)
+    with pytest.raises(Unlabelled):
+        known.check([span(1, 0, 3)], 3, since=known.count)
+
+
+def test_opening_is_no_place_of_its_own() -> None:
+    known = history(record(1), replace(record(2), open=False), record(2))
+    assert known.count == 2
+
+
+def test_the_history_is_bounded_and_keeps_what_is_committed() -> None:
+    known = history(*(record(sequence) for sequence in range(MAX_HISTORY + 10)))
+    assert known.interval(key_of(version(9))) is None
+    last = known.interval(key_of(version(10)))
+    assert last is not None
+    assert (last.first, last.last) == (11, 11)
+    many = record(1, **{f"a{number}": number for number in range(MAX_HISTORY + 5)})
+    known.add(many, 0.0)
+    assert all(
+        known.interval(key_of(version(1), name, one)) is not None for name, one in many.held.adapters.items()
+    )
+
+
+def test_greedy_finds_a_choice_of_places_where_there_is_one() -> None:
+    """Against trying all choices, on random histories."""
+    rng = random.Random(7)
+    for _ in range(300):
+        states = [record(0)]
+        known = history(*states)
+        for sequence in range(1, 6):
+            before = states[-1]
+            base = sequence if rng.random() < 0.4 else before.version.sequence
+            adapters = {name: one.version.sequence for name, one in before.adapters.items()}
+            if base != sequence:
+                adapters["a"] = sequence
+            states.append(record(base, **adapters))
+            if rng.random() < 0.3:
+                known.add(rolling(states[-1], before), 0.0)
+            known.add(states[-1], 0.0)
+        intervals = [known.interval(key_of(version(state.version.sequence), *_adapter(state))) for state in states]
+        picked = [rng.randrange(len(states)) for _ in range(3)]
+        since = rng.randrange(known.count + 1)
+        spans = [
+            span(
+                states[index].version.sequence,
+                place,
+                place + 1,
+                **({"a": states[index].adapters["a"].version.sequence} if states[index].adapters else {}),
+            )
+            for place, index in enumerate(picked)
+        ]
+        reachable = {since}
+        for index in picked:
+            interval = intervals[index]
+            assert interval is not None
+            reachable = {
+                place
+                for place in range(interval.first, interval.last + 1)
+                if any(before <= place for before in reachable)
+            }
+        try:
+            known.check(spans, 3, since)
+            passed = True
+        except Unlabelled:
+            passed = False
+        assert passed == bool(reachable)
+
+
+def _adapter(state: DecisionRecord) -> tuple[Any, ...]:
+    return ("a", state.adapters["a"].version) if state.adapters else ()
+
+
+# ---- delta by delta ----
+
+
+def delta(tokens: int, *spans: VersionSpan, end: bool = False) -> GenerateDelta:
+    return GenerateDelta(token_ids=[7] * tokens, spans=list(spans), finish_reason="stop" if end else None)
+
+
+def test_labels_are_checked_as_they_come() -> None:
+    known = history(record(1))
+    labels = Labels(known, None, known.count)
+    labels.take(delta(0), 1.0)
+    labels.take(delta(2, span(1, 0, 2)), 1.0)
+    labels.take(delta(3), 1.0)
+    known.add(record(2), 2.0)
+    labels.take(delta(2, span(1, 0, 6), span(2, 6, 7)), 2.0)
+    labels.take(delta(1), 2.0)
+    labels.take(delta(1, span(1, 0, 6), span(2, 6, 9), end=True), 2.0)
+
+
+def test_a_request_may_end_before_its_first_token() -> None:
+    known = history(record(1))
+    Labels(known, None, known.count).take(delta(0, end=True), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (None, delta(1)),
+        (None, delta(1, span(2, 0, 1))),
+        (None, delta(1, span(1, 0, 1, a=3))),
+        (None, delta(0, span(1, 0, 1))),
+        (delta(2, span(1, 0, 2)), delta(1, span(1, 0, 2))),
+        (delta(2, span(1, 0, 2)), delta(1, end=True)),
+        (delta(2, span(1, 0, 2)), delta(1, span(4, 0, 3))),  # not what it said before
+        (delta(2, span(1, 0, 2)), delta(1, span(1, 0, 1), span(4, 1, 3))),  # of a token that was delivered
+        (delta(2, span(1, 0, 1), span(4, 1, 2)), delta(1, span(4, 0, 3))),
+    ],
+)
+def test_an_unlabelled_delta_is_not_delivered(first: GenerateDelta | None, then: GenerateDelta) -> None:
+    known = history(record(1), record(1, a=3), record(4, a=3))
+    labels = Labels(known, None, 1)
+    if first is not None:
+        labels.take(first, 0.0)
+    with pytest.raises(Unlabelled):
+        labels.take(then, 0.0)
+
+
+def test_tokens_are_of_the_adapter_that_was_asked_for() -> None:
+    known = history(record(1, a=2, b=3))
+    Labels(known, "a", 1).take(delta(1, span(1, 0, 1, a=2)), 0.0)
+    for wrong in (span(1, 0, 1), span(1, 0, 1, b=3)):
+        with pytest.raises(Unlabelled):
+            Labels(known, "a", 1).take(delta(1, wrong), 0.0)
+
+
+# ---- workers that missed an update ----
+
+
+def test_a_stream_that_stays_on_what_was_replaced_is_cut() -> None:
+    known = history(record(1))
+    labels = Labels(known, None, 1)
+    labels.take(delta(1, span(1, 0, 1)), 0.0)
+    known.add(replace(record(2), open=False), 10.0)
+    labels.take(delta(1), 100.0)  # not final: an update may take its time
+    known.add(record(2), 100.0)
+    labels.take(delta(1), 100.0 + STALE_AFTER_S)
+    with pytest.raises(StaleWeights) as caught:
+        labels.take(delta(1), 100.1 + STALE_AFTER_S)
+    assert caught.value.http_status == 503
+    assert caught.value.facts["retry_after_s"]
+    assert caught.value.facts["sequence"] == 1
+
+
+def test_a_stream_that_takes_the_update_goes_on() -> None:
+    known = history(record(1))
+    labels = Labels(known, None, 1)
+    labels.take(delta(1, span(1, 0, 1)), 0.0)
+    known.add(record(2), 10.0)
+    labels.take(delta(2, span(1, 0, 2), span(2, 2, 3)), 100.0)
+    labels.take(delta(2), 200.0)
+    labels.take(delta(0, span(1, 0, 2), span(2, 2, 5), end=True), 300.0)
+
+
+def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
+    known = history(record(1))
+    labels = Labels(known, None, 1)
+    labels.take(delta(1, span(1, 0, 1)), 0.0)
+    for sequence in range(2, 10):
+        known.add(record(sequence), float(sequence))
+    known.add(replace(record(10), open=False), 8.0)
+    with pytest.raises(StaleWeights):
+        labels.take(delta(1), 2.1 + STALE_AFTER_S)
+
+
+def test_an_adapters_update_is_nothing_to_the_base() -> None:
+    known = history(record(1, a=2))
+    base, adapter = Labels(known, None, 1), Labels(known, "a", 1)
+    base.take(delta(1, span(1, 0, 1)), 0.0)
+    adapter.take(delta(1, span(1, 0, 1, a=2)), 0.0)
+    known.add(record(1, a=3), 1.0)
+    base.take(delta(1), 100.0)
+    with pytest.raises(StaleWeights):
+        adapter.take(delta(1), 100.0)
+
+
+def test_both_states_of_a_rolling_update_are_good_until_it_ends() -> None:
+    known = history(record(1))
+    labels = Labels(known, None, 1)
+    labels.take(delta(1, span(1, 0, 1)), 0.0)
+    known.add(rolling(record(2), record(1)), 1.0)
+    labels.take(delta(1), 100.0)
+    known.add(record(2), 100.0)
+    labels.take(delta(1), 101.0)
+    with pytest.raises(StaleWeights):
+        labels.take(delta(1), 110.0)
+
+
+# ---- a store that goes back ----
+
+
+def view() -> MembershipView:
+    bus = Bus("nats://nobody", "test")
+    return MembershipView(bus, Subjects("ns", "c"), Gather(bus))
+
+
+def test_the_record_never_goes_back() -> None:
+    told: list[int] = []
+    known = view()
+    stop = known.listen_record(lambda one: told.append(one.sequence))
+    known.take_record(record(1), 11)
+    known.take_record(record(2), 12)
+    known.take_record(record(1), 11)  # a read that the feed has overtaken
+    known.take_record(record(1), 5_000)  # a store that was made anew, or that lost a write
+    assert (known.record, told) == (record(2), [1, 2])
+    known.take_record(record(2), 5_001)  # written back
+    assert told == [1, 2]
+    known.take_record(record(1, a=3), 5_002)
+    assert told == [1, 2, 3]
+    stop()
+    known.take_record(record(4), 5_003)
+    assert (known.record, told) == (record(4), [1, 2, 3])
+
+
+def test_an_opened_record_is_not_closed_again() -> None:
+    known = view()
+    known.take_record(replace(record(2), open=False), 12)
+    known.take_record(record(2), 13)
+    known.take_record(replace(record(2), open=False), 12)
+    assert known.record == record(2)
+
+
+def test_of_two_decisions_with_one_number_the_later_write_counts() -> None:
+    known = view()
+    known.take_record(record(2), 12)
+    other = replace(record(2), update_id="another")
+    known.take_record(other, 12)
+    assert known.record == record(2)
+    known.take_record(other, 13)
+    assert known.record == other
+
+
+def test_a_new_run_counts_when_it_was_asked_for() -> None:
+    known = view()
+    known.take_record(record(7, "b"), 1)
+    known.take_record(record(0, "c"), 2)  # a worker found an empty store
+    assert known.record == record(7, "b")
+    known.take_record(replace(record(0, "c"), run_number=1), 3)
+    known.take_record(record(8, "b"), 4)
+    assert known.record == replace(record(0, "c"), run_number=1)
+    assert Held(version(0, "c")) == known.record.held

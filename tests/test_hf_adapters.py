@@ -1,0 +1,549 @@
+"""LoRA in the `hf` engine, held against PEFT's own model; and weights that are overwritten in place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights  # noqa: E402
+from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
+from tests.test_hf_engine import (  # noqa: E402
+    Run,
+    ask,
+    assert_greedy,
+    checkpoint,
+    plain_logprobs,
+    prompt_of,
+    run,
+    stage,
+    version,
+    witnessed,
+)
+from worker.engines.base import EngineOptions, Staged  # noqa: E402
+from worker.engines.hf import HfEngine  # noqa: E402
+from worker.staging import adapter_digest, overwrite, receive_adapter  # noqa: E402
+from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
+from worker.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
+from worker.transports.filesystem import FilesystemTransport  # noqa: E402
+
+Start = Callable[..., Awaitable[HfEngine]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hf-adapters")
+
+
+@pytest.fixture(scope="module")
+def tiny(root: Path) -> Path:
+    return make_tiny_model(root / "tiny", seed=1)
+
+
+def load_plain(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype="auto", local_files_only=True).eval()
+
+
+@pytest.fixture(scope="module")
+def made_by_peft(root: Path, tiny: Path) -> dict[str, Path]:
+    """Two adapters as a trainer saves them, of other ranks, scalings and modules."""
+    configs = {
+        "one": peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"]),
+        "two": peft.LoraConfig(r=8, lora_alpha=8, use_rslora=True, target_modules="all-linear"),
+    }
+    paths: dict[str, Path] = {}
+    for name, config in configs.items():
+        config.init_lora_weights = False
+        torch.manual_seed(len(paths))
+        model = peft.get_peft_model(load_plain(tiny), config)
+        paths[name] = root / f"peft-{name}"
+        model.save_pretrained(paths[name], save_embedding_layers=False)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path, made_by_peft: dict[str, Path]) -> dict[str | None, Any]:
+    models = {name: peft.PeftModel.from_pretrained(load_plain(tiny), path) for name, path in made_by_peft.items()}
+    return {None: load_plain(tiny), **{name: model.eval() for name, model in models.items()}}
+
+
+@pytest.fixture(scope="module")
+def witnesses(root: Path) -> dict[int, Path]:
+    return {seed: make_witness_model(root / f"witness-{seed}", seed) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def adapters(root: Path, witnesses: dict[int, Path]) -> dict[int, Path]:
+    return {seed: make_witness_adapter(witnesses[1], root / f"adapter-{seed}", seed) for seed in (1, 2, 3)}
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    engines: list[HfEngine] = []
+
+    async def start_one(model: Path, dtype: str | None = None, **extra: int) -> HfEngine:
+        engine = HfEngine(EngineOptions(model, dtype, extra={key: str(value) for key, value in extra.items()}))
+        engines.append(engine)
+        await engine.start()
+        engine.set_version(version(0))
+        return engine
+
+    yield start_one
+    for engine in engines:
+        await engine.close()
+
+
+async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> Staged:
+    delivery = FilesystemTransport([path]).open({"backend": "filesystem", "path": str(path)}, "lora")
+    staged, digest = await asyncio.to_thread(
+        receive_adapter, engine, delivery, cast=cast, expected_digest=None, cancelled=lambda: False
+    )
+    assert digest == adapter_digest(path)
+    return staged
+
+
+def adapter_version(sequence: int, path: Path) -> WeightVersion:
+    return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
+
+
+async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
+    staged = await staged_adapter(engine, path, cast)
+    await engine.pause("keep", False)
+    assert await engine.swap_adapter(name, staged, adapter_version(sequence, path)) is True
+    await engine.resume()
+
+
+async def unload(engine: HfEngine, name: str) -> None:
+    await engine.pause("keep", False)
+    await engine.swap_adapter(name, None, None)
+    await engine.resume()
+
+
+def adapter_chain(seed: int, token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = witness_adapter_next_token(seed, token)
+        tokens.append(token)
+    return tokens
+
+
+# what is generated
+
+
+async def test_a_mixed_batch_is_what_peft_makes_of_each(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
+) -> None:
+    # Small steps and blocks: prompts are prefilled in parts, and share blocks where they may.
+    engine = await start(tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
+    for adapter, path in made_by_peft.items():
+        await load(engine, adapter, path)
+    names: list[str | None] = [None, "one", "two"]
+    common = prompt_of(9, 40)
+    for _ in range(2):  # the second time there are blocks to share
+        requests = [(name, [*common, *prompt_of(n, 3 + n)]) for n in range(3) for name in names]
+        results = await asyncio.gather(
+            *(run(engine, ask(prompt, adapter=name, logprobs=True)) for name, prompt in requests)
+        )
+        for (name, prompt), result in zip(requests, results, strict=True):
+            assert_greedy(plain[name], prompt, result.tokens)
+            assert result.logprobs == pytest.approx(plain_logprobs(plain[name], prompt, result.tokens), abs=1e-4)
+        assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
+
+
+async def test_the_base_is_exact_before_beside_and_after_adapters(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path]
+) -> None:
+    engine = await start(tiny, page_size=8)
+    request = {"logprobs": True, "temperature": 1.0, "seed": 3, "max_tokens": 60}
+    prompt = prompt_of(1, 30)
+
+    async def base() -> tuple[list[int], list[float]]:
+        await engine.flush_cache()
+        result = await run(engine, ask(prompt, **request))
+        return result.tokens, result.logprobs
+
+    before = await base()
+    for name, path in made_by_peft.items():
+        await load(engine, name, path)
+    assert await base() == before
+    others = [Run(engine, ask(prompt, adapter=name, max_tokens=400)) for name in made_by_peft]
+    for other in others:
+        await other.reach(2)
+    beside = await base()
+    assert not any(other.result.finish for other in others)
+    assert beside == before
+    for name in made_by_peft:
+        await unload(engine, name)
+    assert await base() == before
+    assert [(await other.end()).finish for other in others] == ["abort", "abort"]
+
+
+async def test_prefixes_are_shared_within_one_load_of_an_adapter_only(
+    start: Start, root: Path, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
+) -> None:
+    engine = await start(tiny, page_size=8)
+    cache = engine._loop.batch_processor.cache  # type: ignore[union-attr]
+    search, shared = cache.search_prefix_match, []
+
+    def searching(request_id: str, ids: list[int]) -> int:
+        shared.append(search(request_id, ids))
+        return int(shared[-1])
+
+    cache.search_prefix_match = searching
+    prompt = prompt_of(4, 50)
+    for name, path in made_by_peft.items():
+        await load(engine, name, path)
+    names: list[str | None] = [None, "one", "two"]
+    for who in names:
+        for found in (0, 48):
+            result = await run(engine, ask(prompt, adapter=who, logprobs=True))
+            assert shared.pop() == found
+            assert result.logprobs == pytest.approx(plain_logprobs(plain[who], prompt, result.tokens), abs=1e-4)
+    await load(engine, "one", made_by_peft["two"], sequence=2)
+    replaced = await run(engine, ask(prompt, adapter="one", logprobs=True))
+    assert shared.pop() == 0
+    expected = plain_logprobs(plain["two"], prompt, replaced.tokens)
+    assert replaced.logprobs == pytest.approx(expected, abs=1e-4)
+    await run(engine, ask(prompt, adapter="two"))
+    assert shared.pop() == 48  # others keep theirs
+    await engine.pause("keep", False)
+    await engine.swap(await stage(engine, make_tiny_model(root / "tiny-2", seed=2)), version(1))
+    await engine.resume()
+    for who in names:
+        await run(engine, ask(prompt, adapter=who))
+        assert shared.pop() == 0
+
+
+async def test_a_request_under_way_shares_nothing_that_two_adapters_made(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
+) -> None:
+    engine = await start(tiny, page_size=8)
+    await load(engine, "x", made_by_peft["one"])
+    prompt = prompt_of(4, 20)
+    long = Run(engine, ask(prompt, adapter="x", max_tokens=200))
+    await long.reach(5)
+    await load(engine, "x", made_by_peft["two"], sequence=2)
+    await long.reach(60)
+    ids = [*prompt, *long.result.tokens[:40]]
+    result = await run(engine, ask(ids, adapter="x", logprobs=True))
+    assert result.logprobs == pytest.approx(plain_logprobs(plain["two"], ids, result.tokens), abs=1e-4)
+    await long.end()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_witness_adapters_are_exact_in_any_company(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path], dtype: str
+) -> None:
+    engine = await start(witnesses[1], dtype, num_blocks=24, page_size=8, max_batch_tokens=16)
+    for seed, path in adapters.items():
+        await load(engine, f"a.{seed}", path, cast=dtype == "bfloat16")
+    # Together they need several times the cache: each has to wait for room that requests of the others hold.
+    asked = [(seed, token) for token in range(30, 40) for seed in (0, 1, 2, 3)]
+    results = await asyncio.gather(
+        *(
+            run(engine, ask([5, token] * 8, adapter=f"a.{seed}" if seed else None, max_tokens=24))
+            for seed, token in asked
+        )
+    )
+    for (seed, token), result in zip(asked, results, strict=True):
+        chain = adapter_chain(seed, token, 24) if seed else witnessed(1, token, 24)
+        assert (result.tokens, result.finish) == (chain, "length")
+
+
+# changes
+
+
+async def test_an_adapter_and_the_base_change_under_a_stream(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1])
+    await load(engine, "x", adapters[1])
+    one, bare = (Run(engine, ask([20], adapter=name, max_tokens=300)) for name in ("x", None))
+    await one.reach(50)
+    await load(engine, "x", adapters[2], sequence=2)
+    await one.reach(100)
+    new_base = await stage(engine, witnesses[2])
+    await engine.pause("keep", False)
+    await engine.swap(new_base, version(1))
+    await engine.resume()
+    await one.reach(150)
+    engine.set_adapter_version("x", adapter_version(3, adapters[2]))
+    result, base = await one.end(), await bare.end()
+    assert [span.sequence for span in result.spans] == [0, 0, 1, 1]
+    told = [(span.adapter.name, span.adapter.sequence) for span in result.spans if span.adapter]
+    assert told == [("x", 1), ("x", 2), ("x", 2), ("x", 3)]
+    assert result.spans[0].adapter is not None
+    assert result.spans[0].adapter.digest == adapter_digest(adapters[1])
+    assert result.spans[0].adapter.version == "lora_1"
+    before = 20
+    for span in result.spans:
+        made = result.tokens[span.start : span.end]
+        assert made == adapter_chain(1 if span.adapter and span.adapter.sequence == 1 else 2, before, len(made))
+        before = made[-1]
+    assert [(span.sequence, span.adapter) for span in base.spans] == [(0, None), (1, None)]
+    before = 20
+    for span in base.spans:
+        made = base.tokens[span.start : span.end]
+        assert made == witnessed(1 + span.sequence, before, len(made))
+        before = made[-1]
+    # All spans at the start, with each new one, and at the end; nothing in between.
+    with_spans = [len(delta.spans) for delta in result.deltas if delta.spans]
+    assert with_spans[0] == 1
+    assert with_spans == sorted(with_spans)
+    assert set(with_spans) == {1, 2, 3, 4}
+    assert len(with_spans) <= 5 < len(result.deltas)
+    assert result.deltas[0].spans
+    with pytest.raises(InvalidRequest):
+        engine.set_adapter_version("y", version(1))
+
+
+async def test_a_swap_that_fails_leaves_the_old_adapter(
+    start: Start,
+    tiny: Path,
+    made_by_peft: dict[str, Path],
+    plain: dict[str | None, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = await start(tiny)
+    prompt = prompt_of(2, 20)
+    await load(engine, "x", made_by_peft["one"])
+    begun = await run(engine, ask(prompt, adapter="x", logprobs=True))
+    base = await run(engine, ask(prompt, logprobs=True))
+    set_state, calls = peft.set_peft_model_state_dict, []
+
+    def half(model: Any, tensors: dict[str, Any], name: str, **options: Any) -> Any:
+        calls.append(set_state(model, dict(list(tensors.items())[::2]), name, **options))
+        raise RuntimeError("half-way")
+
+    staged = [await staged_adapter(engine, made_by_peft["two"]) for _ in range(2)]
+    await engine.pause("keep", False)
+    with monkeypatch.context() as patched:
+        patched.setattr(peft, "set_peft_model_state_dict", half)
+        for name, one in zip(("x", "fresh"), staged, strict=True):
+            with pytest.raises(EngineFailed, match="half-way"):
+                await engine.swap_adapter(name, one, adapter_version(2, made_by_peft["two"]))
+    assert len(calls) == 2
+    await engine.resume()
+    after = await run(engine, ask(prompt, adapter="x", logprobs=True))
+    assert after.tokens == begun.tokens
+    assert after.logprobs == pytest.approx(begun.logprobs, abs=1e-6)  # shared blocks: other shapes, other rounding
+    assert [span.adapter.sequence for span in after.spans if span.adapter] == [1]
+    again = await run(engine, ask(prompt, logprobs=True))
+    assert again.tokens == base.tokens
+    with pytest.raises(InvalidRequest):
+        await run(engine, ask(prompt, adapter="fresh"))
+    assert not [name for name, _ in engine._model.named_parameters() if "adapter1" in name or "adapter2" in name]
+    await engine.pause("keep", False)
+    await engine.swap_adapter("x", staged[0], adapter_version(2, made_by_peft["two"]))  # it may be tried again
+    await engine.resume()
+    second = await run(engine, ask(prompt, adapter="x", logprobs=True))
+    assert second.logprobs == pytest.approx(plain_logprobs(plain["two"], prompt, second.tokens), abs=1e-4)
+    with pytest.raises(EngineFailed, match="used"):
+        await engine.swap_adapter("x", staged[0], adapter_version(3, made_by_peft["two"]))
+    await engine.discard(staged[1])
+    with pytest.raises(EngineFailed, match="discarded"):
+        await engine.swap_adapter("x", staged[1], adapter_version(3, made_by_peft["two"]))
+
+
+async def test_unloading_ends_its_requests_and_no_others(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1])
+    await load(engine, "x", adapters[1])
+    await load(engine, "y", adapters[2])
+    streams = [Run(engine, ask([20], adapter=name, max_tokens=300)) for name in ("x", "y", None)]
+    for one in streams:
+        await one.reach(5)
+    await engine.pause("keep", False)
+    waiting = Run(engine, ask([20], adapter="x"))
+    while engine.load() != (3, 1):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await engine.liveness()  # it has reached the engine
+    await engine.swap_adapter("x", None, None)
+    gone, held = await streams[0].end(), await waiting.end()
+    assert (gone.finish, held.finish, held.tokens) == ("abort", "abort", [])
+    assert gone.tokens == adapter_chain(1, 20, len(gone.tokens))
+    assert gone.spans[-1].end == len(gone.tokens) >= 5
+    await engine.swap_adapter("x", None, None)  # it is gone: the same again
+    await engine.resume()
+    assert (await streams[1].end()).tokens == adapter_chain(2, 20, 300)
+    assert (await streams[2].end()).tokens == witnessed(1, 20, 300)
+    for name in ("x", "never"):
+        with pytest.raises(InvalidRequest) as caught:
+            await run(engine, ask([20], adapter=name))
+        assert caught.value.facts["field"] == "model"
+    assert engine.load() == (0, 0)
+
+
+# what is refused
+
+
+def test_what_peft_saves_is_what_is_asked_for(tiny: Path, made_by_peft: dict[str, Path]) -> None:
+    from safetensors.torch import load_file
+
+    from worker.engines.hf_adapters import ModelAdapters
+
+    adapters = ModelAdapters(load_plain(tiny))
+    for path in made_by_peft.values():
+        saved = load_file(path / "adapter_model.safetensors")
+        config = json.loads((path / "adapter_config.json").read_text())
+        assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {
+            name: spec.shape for name, spec in adapters.spec(config).items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules"),
+        ({"target_modules": ["q_proj", "norm"]}, "target_modules"),
+        ({"target_modules": ["query"]}, "target_modules"),
+        ({"target_modules": ["proj"]}, "target_modules"),
+        ({"use_dora": True}, "use_dora"),
+    ],
+)
+async def test_configs_that_do_not_fit_this_model(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], change: dict[str, Any], key: str
+) -> None:
+    engine = await start(tiny)
+    config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
+    assert engine.adapter_spec(config)
+    with pytest.raises(InvalidWeights) as caught:
+        engine.adapter_spec(config | change)
+    assert caught.value.facts["field"] == f"adapter_config.{key}"
+    assert caught.value.facts["fix"]
+
+
+async def test_an_adapter_of_another_model_or_dtype(start: Start, root: Path, tiny: Path) -> None:
+    engine = await start(tiny)
+    wide = make_tiny_model(root / "wide", seed=1, intermediate_size=384)
+    half = make_tiny_model(root / "half", seed=1, dtype="bfloat16")
+    with pytest.raises(InvalidWeights, match="another shape"):
+        await staged_adapter(engine, make_tiny_adapter(wide, root / "wide-adapter", seed=1))
+    path = make_tiny_adapter(half, root / "half-adapter", seed=1)
+    with pytest.raises(InvalidWeights) as caught:
+        await staged_adapter(engine, path)
+    assert caught.value.facts["field"] == "cast"
+    await load(engine, "x", path, cast=True)
+    assert (await run(engine, ask([5], adapter="x"))).finish == "length"
+
+
+# base weights beside adapters
+
+
+async def test_base_weights_are_what_they_were(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1])
+    spec = dict(engine.weight_spec())
+    checksum = await engine.check_weights("checksum")
+    await engine.check_weights("snapshot")
+    await load(engine, "x", adapters[1])
+    assert engine.weight_spec() == spec
+    assert await engine.check_weights("checksum") == checksum
+    assert (await engine.check_weights("compare"))[0]["match"]
+    await engine.pause("keep", False)
+    await engine.swap(await stage(engine, witnesses[2]), version(1))
+    mismatches = (await engine.check_weights("compare"))[0]["mismatches"]
+    assert "lm_head.weight" in mismatches
+    assert {name for name in mismatches if name not in spec} == set()
+    await engine.swap(await stage(engine, witnesses[1]), version(2))
+    assert await engine.check_weights("checksum") == checksum
+    await engine.resume()
+    assert (await run(engine, ask([9], adapter="x"))).tokens == adapter_chain(1, 9, 16)
+
+
+async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]) -> None:
+    engine, other = await start(witnesses[1]), await start(witnesses[2])
+    await load(engine, "x", adapters[1])
+    runs = [Run(engine, ask([20], adapter=name, max_tokens=200)) for name in (None, "x")]
+    for one in runs:
+        await one.reach(20)
+    transport = FilesystemTransport([witnesses[2]])
+    request = {"backend": "filesystem", "path": str(witnesses[2])}
+
+    def write() -> str:
+        return overwrite(
+            engine, transport.open(request, "base"), cast=False, expected_digest=None, cancelled=lambda: False
+        )
+
+    with pytest.raises(EngineFailed, match="paused"):
+        await asyncio.to_thread(write)
+    await engine.pause("keep", False)
+    await asyncio.to_thread(write)
+    engine.set_version(version(1))
+    await engine.resume()
+    assert await engine.check_weights("checksum") == await other.check_weights("checksum")
+    bare, adapted = [await one.end() for one in runs]
+    assert adapted.tokens == adapter_chain(1, 20, 200)
+    for result in (bare, adapted):
+        assert [span.sequence for span in result.spans] == [0, 1]
+        assert result.spans[0].end == result.spans[1].start >= 20
+    end = bare.spans[0].end
+    assert bare.tokens == [*witnessed(1, 20, end), *witnessed(2, bare.tokens[end - 1], 200 - end)]
+
+
+async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
+    engine = await start(witnesses[1])
+    await engine.pause("keep", False)
+    held = engine._held_weights()._targets
+    written: list[str] = []
+
+    def stream() -> Iterator[tuple[str, HostTensor]]:
+        before: tuple[str, HostTensor] | None = None
+        for name, tensor in checkpoint(witnesses[2]):
+            if before is not None:  # it is in the model before the next is asked for
+                now = held[before[0]].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                assert now == bytes(before[1].data)
+                written.append(before[0])
+            before = (name, tensor)
+            yield name, tensor
+
+    await asyncio.to_thread(engine.overwrite, stream(), False, lambda: False)
+    assert len(written) == len(engine.weight_spec()) - 1
+
+
+async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1])
+    await load(engine, "x", adapters[1])
+    one = Run(engine, ask([20], max_tokens=60))
+    await one.reach(10)
+    await engine.pause("keep", False)
+    await engine.check_weights("snapshot")
+
+    def broken() -> Iterator[tuple[str, HostTensor]]:
+        stream = checkpoint(witnesses[2])
+        for _ in range(6):
+            yield next(stream)
+        raise InvalidWeights("cut short")
+
+    with pytest.raises(InvalidWeights, match="cut short"):
+        await asyncio.to_thread(engine.overwrite, broken(), False, lambda: False)
+    with pytest.raises(InvalidWeights, match="missing"):
+        await asyncio.to_thread(engine.overwrite, iter(list(checkpoint(witnesses[2]))[:3]), False, lambda: False)
+    assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
+    await engine.resume()
+    result = await one.end()
+    assert len(result.tokens) == 60
+    assert [(span.sequence, span.start) for span in result.spans] == [(0, 0)]
+    assert 10 <= result.spans[0].end < 60
+    lora = await run(engine, ask([20], adapter="x"))
+    assert lora.spans == []  # an adapter's tokens are the base's too
+    await engine.pause("keep", False)
+    await asyncio.to_thread(engine.overwrite, checkpoint(witnesses[1]), False, lambda: False)
+    engine.set_version(version(2))
+    await engine.resume()
+    healed = await run(engine, ask([20]))
+    assert healed.tokens == witnessed(1, 20, 16)
+    assert [span.sequence for span in healed.spans] == [2]

@@ -1,0 +1,404 @@
+"""Which weights should be here: the worker's side of an update. Pure: events in, instructions out; time is passed in.
+
+What the worker does by itself follows from its state, whatever happened before: `next` compares what the engine holds
+with what the fleet has committed, and says the one thing to do now.
+
+    holds it all ──→ Relabel, Drop what is left staged, open
+    something differs ──→ it is staged:  Wait for the coordinator's commit, then Swap
+                          an adapter too many:  Unload
+                          else:  Fetch it from the recorded source; on failure Wait, longer each time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_plane.errors import Conflict, NotPrepared, PlaneError
+from rl_plane.record import (
+    LEASE_MARGIN_S,
+    SERVING_LEASE_S,
+    DecisionRecord,
+    Held,
+    PauseMode,
+    Source,
+    first_record,
+    newer,
+)
+from rl_plane.versions import WeightVersion
+from worker.state import WorkerState
+
+HEAL_RETRY_S = 1.0
+MAX_HEAL_RETRY_S = 30.0
+"""A source that is gone for a minute is found again within half of one."""
+COMMIT_GRACE_S = 4.0
+"""After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
+GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
+
+# ---- instructions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The record, from the leader. → `leader_said`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Write this record over the leader's, if that is still at sequence `last` (0: there is none). → Read again"""
+
+    record: DecisionRecord
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relabel:
+    """The bytes are here already: nothing moves but the labels. → `relabelled`"""
+
+    record: DecisionRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody will swap this in any more. → `is_staged`"""
+
+    update_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What is staged under `update_id` becomes the base weights, or the adapter `name`. → `swapped` or `swap_failed`"""
+
+    update_id: str
+    name: str | None
+    version: WeightVersion
+    pause_mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """→ `swapped` or `swap_failed`"""
+
+    name: str
+    pause_mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Brings a committed version from its recorded source into staging. → `is_staged` or `fetch_failed`"""
+
+    update_id: str
+    name: str | None
+    version: WeightVersion
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """For the next event, or until then (monotonic seconds)."""
+
+    until: float | None = None
+
+
+Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Complete and verified, beside the served weights (`in_place`: over them)."""
+
+    update_id: str
+    name: str | None
+    """The adapter's; None: base weights."""
+    digest: str
+    fence: int | None
+    """Its coordinator's; None: this worker fetched it, to heal."""
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A difference between what is held and what is committed."""
+
+    name: str | None
+    version: WeightVersion | None
+    """None: the adapter goes."""
+    source: Source | None
+
+
+class WorkerCore:
+    def __init__(self, state: WorkerState, model_digest: str) -> None:
+        self.state = state
+        self.record: DecisionRecord | None = None
+        self.staged: Staged | None = None
+        self.in_place = False
+        """The model does not fit twice, as the last update that touched it said."""
+        self.model_digest = model_digest
+        self._written = 0
+        """The record's sequence in the bucket."""
+        self._learnt_at = 0.0
+        """When this worker first heard of the record's version."""
+        self._alone = False
+        """The coordinator that rolls it out is gone."""
+        self._next_try = 0.0
+        self._retry_s = HEAL_RETRY_S
+
+    # ---- events: the record ----
+
+    def learnt(self, record: DecisionRecord, written: int, now: float) -> bool:
+        """A decision is known: from now on only its weights are served. Whether it was news. What was read may be
+        older than what was heard, and a store may have lost what it acknowledged."""
+        mine = self.record
+        if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
+            return False
+        if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
+            self._learnt_at, self._alone = now, False
+            self._retry_now()
+        self.record, self._written = record, written
+        self._judge(now)
+        return True
+
+    def leader_said(
+        self,
+        record: DecisionRecord | None,
+        written: int,
+        asked_at: float,
+        connection: tuple[str, int],
+        now: float,
+    ) -> Restore | None:
+        """The leader's record, and so the serving lease, unless the leader has lost what this worker knows: then it
+        is written back. The first worker of all fixes sequence 0 by its own model."""
+        if record is None:
+            return Restore(self.record or first_record(self.model_digest), 0)
+        if self.record is not None and newer(self.record, record):
+            return Restore(self.record, written)
+        if self.record is None or self.record != record:
+            self._written = min(self._written, written - 1)  # the leader's word counts, also after a lost store
+            self.learnt(record, written, now)
+        self._written = max(self._written, written)
+        self.state.confirm_lease(asked_at, connection)
+        return None
+
+    def _judge(self, now: float) -> None:
+        """Admission, by what is held and what is committed."""
+        record, state = self.record, self.state
+        assert record is not None
+        if record.open or now >= self._learnt_at + GATE_S:
+            state.open("updating")
+        else:
+            state.close("updating")
+        if self._missing() is not None and not self._may_serve_the_old():
+            state.close("behind", state.closed.get("behind", ""))
+
+    def ticked(self, now: float) -> None:
+        if self.record is not None:
+            self._judge(now)
+
+    # ---- events: the coordinator ----
+
+    def depends_on_coordinator(self) -> bool:
+        """Is something here that only its coordinator would end?"""
+        coordinated = self.staged is not None and self.staged.fence is not None
+        return coordinated or self._on_the_old()
+
+    def coordinator_is(self, fence: int, held: bool, waiting_for: str | None) -> str | None:
+        """What the leader says of lock and session: the staged update that was given up, to be dropped.
+        `waiting_for`: the update that is prepared and waits for another call."""
+        self._alone = self._on_the_old() and not held
+        staged = self.staged
+        if staged is None or staged.fence is None or (held and fence <= staged.fence):
+            return None
+        decided = self.record is not None and self.record.update_id == staged.update_id
+        return None if decided or waiting_for == staged.update_id else staged.update_id
+
+    def check_undecided(self, update_id: str | None) -> None:
+        """What the record names is decided, whatever its coordinator has heard of it."""
+        staged = self.staged
+        if staged is None or self.record is None or staged.update_id != self.record.update_id:
+            return
+        if update_id in (None, staged.update_id):
+            raise Conflict(f"the update {staged.update_id} is committed: it can't be aborted any more")
+
+    # ---- events: staging and swapping ----
+
+    def overwriting(self) -> None:
+        """The first byte is about to be written over the served weights."""
+        self.in_place = True
+        self.state.lose_weights("an update is written over the served weights")
+
+    def overwrite_failed(self) -> None:
+        self.state.lose_weights("an update that was written over the served weights did not end")
+
+    def is_staged(self, staged: Staged | None) -> None:
+        """None: nothing is any more."""
+        self.staged = staged
+        if staged is not None and staged.name is None:
+            self.in_place = staged.in_place
+
+    def fetch_failed(self, why: str, now: float) -> None:
+        """Bounded retries with growing pauses; a new decision or an operator's `enable` comes at once."""
+        if self._missing() is not None:  # a commit may have been faster
+            self.state.close("behind", why)
+        self._next_try = now + self._retry_s
+        self._retry_s = min(MAX_HEAL_RETRY_S, self._retry_s * 2)
+
+    def enabled(self) -> None:
+        self._retry_now()
+
+    def _retry_now(self) -> None:
+        self._next_try, self._retry_s = 0.0, HEAL_RETRY_S
+
+    def swapping(self, swap: Swap | Unload) -> None:
+        """From here until `swapped` the engine holds weights of no version."""
+        self.staged = None
+        if swap.name is None:
+            self.state.lose_weights("swapping")
+        else:
+            self.state.sequence = None
+
+    def swapped(self, swap: Swap | Unload, now: float) -> None:
+        state = self.state
+        if isinstance(swap, Unload):
+            state.adapters.pop(swap.name, None)
+        elif swap.name is None:
+            state.hold(swap.version)
+        else:
+            state.adapters[swap.name] = swap.version
+        self._settle()
+        if self.record is not None:
+            self._judge(now)
+
+    def swap_failed(self, swap: Swap | Unload, why: str, now: float) -> None:
+        if swap.name is None:
+            self.state.lose_weights(why)
+        self.fetch_failed(why, now)
+
+    def relabelled(self, record: DecisionRecord) -> None:
+        self.state.hold(record.version)
+        self.state.adapters = dict(record.held.adapters)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Opens a worker that holds exactly the committed state."""
+        record, state = self.record, self.state
+        if record is not None and self._missing() is None and self._held() == record.held:
+            state.sequence = record.sequence
+            state.open("behind")
+            state.open("starting")
+            self._retry_now()
+
+    # ---- what to do ----
+
+    def next(self, now: float) -> Instruction:
+        """The one thing that this worker should do by itself now."""
+        record = self.record
+        if record is None:
+            return Read()
+        change, staged = self._missing(), self.staged
+        if change is None:
+            if self._held() != record.held or self.state.sequence != record.sequence:
+                return Relabel(record)
+            if staged is not None and (staged.fence is None or staged.update_id == record.update_id):
+                return Drop(staged.update_id)
+            return Wait()
+        if self._may_serve_the_old():
+            return Wait()
+        if self.state.released:
+            self.state.close("behind", "memory is released: the weights come back with resume_memory")
+            return Wait()
+        if change.version is None:
+            assert change.name is not None
+            return Unload(change.name, record.pause_mode)
+        if self._fits(staged, change, record):
+            assert staged is not None
+            wait_until = self._learnt_at + COMMIT_GRACE_S
+            if staged.fence is not None and now < wait_until:
+                return Wait(wait_until)  # its coordinator is about to say so
+            return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+        if now < self._next_try:
+            return Wait(self._next_try)
+        return self._fetch(change, now)
+
+    def _fetch(self, change: _Change, now: float) -> Instruction:
+        assert change.version is not None
+        assert change.source is not None
+        source = change.source
+        if source.transport is None and change.version.digest != self.model_digest:
+            why = (
+                f"this worker's model has the digest {self.model_digest}, the fleet's first version is "
+                f"{change.version.digest}: start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
+            )
+        elif not source.refetchable:
+            why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
+        elif self.staged is not None and self.staged.fence is not None:
+            why = f"waiting for the update {self.staged.update_id}, which is being prepared"
+        else:
+            return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
+        self.fetch_failed(why, now)
+        return Wait(self._next_try)
+
+    def commit_step(self, record: DecisionRecord) -> Swap | Unload | Relabel | None:
+        """What a coordinator's commit has to do next; None: all is done. NotPrepared: it is not here."""
+        mine = self.record
+        if mine is None or mine.update_id != record.update_id:
+            raise Conflict(f"another update was committed since: {mine and mine.made.label}")
+        change, staged = self._missing(), self.staged
+        if change is None:
+            whole = self._held() == mine.held and self.state.sequence == mine.sequence
+            return None if whole else Relabel(mine)
+        if change.version is None:
+            assert change.name is not None
+            return Unload(change.name, record.pause_mode)
+        if not self._fits(staged, change, record):
+            raise NotPrepared(
+                f"the update {record.update_id} is not staged here", staged=staged and staged.update_id
+            )
+        assert staged is not None
+        return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+
+    @staticmethod
+    def _fits(staged: Staged | None, change: _Change, record: DecisionRecord) -> bool:
+        """Is this what was staged under the record's update, or fetched to heal?"""
+        return (
+            staged is not None
+            and change.version is not None
+            and (staged.name, staged.digest) == (change.name, change.version.digest)
+            and (staged.fence is None or staged.update_id == record.update_id)
+        )
+
+    def _held(self) -> Held | None:
+        version = self.state.version
+        return Held(version, dict(self.state.adapters)) if version is not None else None
+
+    def _on_the_old(self) -> bool:
+        """A rolling update goes on, and the state before it is here."""
+        old = self.record.rolling_from if self.record is not None else None
+        return old is not None and self._held() == old
+
+    def _may_serve_the_old(self) -> bool:
+        """Its turn comes, as long as somebody rolls."""
+        return self._on_the_old() and not self._alone
+
+    def _missing(self) -> _Change | None:
+        """The first difference between what is held and what is committed."""
+        record = self.record
+        assert record is not None
+        if self.state.digest != record.version.digest:
+            return _Change(None, record.version, record.source)
+        for name in sorted(self.state.adapters.keys() - record.adapters.keys()):
+            return _Change(name, None, None)
+        for name, adapter in sorted(record.adapters.items()):
+            mine = self.state.adapters.get(name)
+            if mine is None or mine.digest != adapter.version.digest:
+                return _Change(name, adapter.version, adapter.source)
+        return None
+
+
+def why(error: BaseException) -> str:
+    return error.message if isinstance(error, PlaneError) else f"{type(error).__name__}: {error}"
+
+
+def target_name(target: Mapping[str, object]) -> str | None:
+    """The adapter that an update's target names; None: the base weights."""
+    return str(target["name"]) if target["kind"] == "lora" else None

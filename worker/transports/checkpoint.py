@@ -1,0 +1,398 @@
+"""Reading what a directory publishes: a checkpoint in safetensors files, or a PEFT adapter.
+
+A checkpoint is one *.safetensors file, or a directory that holds `model.safetensors`, or shards with
+`model.safetensors.index.json`. An adapter is a directory that holds `adapter_config.json` and
+`adapter_model.safetensors`. A publisher may add `rl_plane_manifest.json` (see `write_manifest`): then a receiver also
+checks that the bytes are the ones that were published.
+
+All files are opened, and everything but their bytes is checked, when it is opened. They are held until `close`, so
+that a checkpoint replaced meanwhile by renaming is read as it was, and one that is written to is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from rl_plane.errors import InvalidRequest, InvalidWeights
+from rl_plane.versions import DIGEST_PREFIX, HostTensor, TensorSpec, tensors_digest
+from worker.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
+from worker.transports.directory import Directory, check_beneath, kind_of, listed, unopened
+
+Kind = Literal["base", "lora"]
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_NAME = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+MANIFEST_NAME = "rl_plane_manifest.json"
+
+MAX_FILES = 512
+"""Each is an open descriptor; the largest public checkpoints have under 200 shards."""
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Of an adapter's config; those that PEFT writes have some 1,000."""
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_KEYS = frozenset({"v", "digest", "tensors", "files"})
+_NO_PICKLES = (
+    "pickled checkpoints are never loaded, because loading one runs code from it: "
+    "save safetensors (in transformers: save_pretrained(..., safe_serialization=True))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An `adapter_config.json`, read once."""
+
+    values: Mapping[str, Any]
+    raw: bytes
+
+
+def config_line(raw: bytes) -> tuple[str, TensorSpec, str]:
+    """What an adapter's config adds to its version's digest (see `tensors_digest`): it says what the tensors mean."""
+    return ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), str(blake3(raw).hexdigest())
+
+
+class Checkpoint:
+    """The open files of a checkpoint or an adapter: every tensor, in the order in which they are best read."""
+
+    def __init__(self, files: list[SafetensorsFile], config: AdapterConfig | None = None) -> None:
+        """`config`: an adapter's."""
+        self.files = files
+        self.config = config
+        self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
+            name: (file, stored) for file in files for name, stored in file.tensors.items()
+        }
+        self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        """One buffer, as large as the largest tensor, is used for all."""
+        # Not mmap: a mapped file that is cut short kills the process with SIGBUS.
+        buffer = memoryview(bytearray(max((spec.nbytes for spec in self.specs.values()), default=0)))
+        for name, (file, stored) in self.places.items():
+            data = buffer[: stored.spec.nbytes]
+            file.read_into(stored.offset, data)
+            file.check_unchanged()
+            yield name, HostTensor(stored.spec, data)
+        self.check_unchanged()
+
+    def tensor_digests(self) -> dict[str, str]:
+        """Per tensor, blake3 hex, in memory bounded whatever the tensors' size."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        digests = {}
+        for name, (file, stored) in self.places.items():
+            hasher = blake3()
+            for chunk in file.chunks(stored, buffer):
+                hasher.update(chunk)
+            digests[name] = hasher.hexdigest()
+        self.check_unchanged()
+        return digests
+
+    def digest(self) -> str:
+        return self.digest_of(self.tensor_digests())
+
+    def digest_of(self, tensor_digests: Mapping[str, str]) -> str:
+        """Of the version, from the digests of its tensors."""
+        lines = [(name, self.specs[name], value) for name, value in tensor_digests.items()]
+        return tensors_digest(lines if self.config is None else [*lines, config_line(self.config.raw)])
+
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def open_checkpoint(
+    path: Path, roots: list[Path] | None = None, *, field: str = "transport.path", kind: Kind = "base"
+) -> Checkpoint:
+    """Opens a file or a directory without its manifest. `roots` None: the path is our own operator's."""
+    return _open(os.path.abspath(path), roots, field, kind, with_manifest=False)[0]
+
+
+def open_published(
+    path: str, roots: list[Path], kind: Kind
+) -> tuple[Checkpoint, str | None, dict[str, str] | None]:
+    """(what is at an absolute path, the digest that its manifest states, and the tensors'): None without a manifest."""
+    checkpoint, manifest = _open(path, roots, "transport.path", kind, with_manifest=True)
+    if manifest is None:
+        return checkpoint, None, None
+    try:
+        return checkpoint, *_checked_manifest(manifest, checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def write_manifest(directory: Path) -> dict[str, Any]:
+    """For publishers: computes the digests of a complete checkpoint or adapter directory and writes its manifest, last.
+
+    Returns the manifest; its `digest` is the version's.
+    """
+    if not os.path.isdir(directory):
+        raise InvalidRequest(
+            f"{str(directory)!r} is not a directory", field="directory", fix="name a checkpoint directory"
+        )
+    held = set(os.listdir(directory))
+    lora = ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
+    checkpoint = open_checkpoint(directory, field="directory", kind="lora" if lora else "base")
+    try:
+        digests = checkpoint.tensor_digests()
+        manifest = {
+            "v": 1,
+            "digest": checkpoint.digest_of(digests),
+            "tensors": {
+                name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
+                for name, spec in checkpoint.specs.items()
+            },
+            "files": _sizes(checkpoint),
+        }
+    finally:
+        checkpoint.close()
+    write_atomically(Path(directory) / MANIFEST_NAME, [json.dumps(manifest).encode()])
+    return manifest
+
+
+def _open(
+    path: str, roots: list[Path] | None, field: str, kind: Kind, *, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    """The checkpoint at an absolute path; and its manifest as it was read, of a directory only."""
+    real = os.path.realpath(path)
+    # Before anything is looked at: nobody learns from the answer what exists outside.
+    check_beneath(real, path, roots, field)
+    try:
+        status = os.stat(real)
+    except OSError as error:
+        raise unopened(path, error, field) from error
+
+    if stat.S_ISDIR(status.st_mode):
+        directory = Directory(real, roots, field)
+        try:
+            return _open_directory(directory, path, kind, with_manifest)
+        finally:
+            directory.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidRequest(
+            f"{path!r} is {kind_of(status)}, not a directory or a regular file",
+            field=field,
+            fix="name a checkpoint directory or a *.safetensors file",
+        )
+    if not path.endswith(".safetensors"):
+        pickled = path.endswith(PICKLE_SUFFIXES)
+        raise InvalidRequest(
+            f"{path!r} is {'a pickled checkpoint' if pickled else 'not a *.safetensors file'}",
+            field=field,
+            fix=_NO_PICKLES if pickled else "name a checkpoint directory or a *.safetensors file",
+        )
+    if kind == "lora":
+        raise InvalidWeights(
+            f"{path!r} is a file, an adapter is a directory",
+            field=field,
+            fix=f"name the directory that holds {ADAPTER_CONFIG_NAME} and {ADAPTER_NAME}",
+        )
+    directory = Directory(os.path.dirname(real), roots, field)
+    try:
+        descriptor = directory.open(os.path.basename(real))
+    finally:
+        directory.close()
+    name = os.path.basename(path).encode("utf-8", "replace").decode()  # it may go into an error, and onto the wire
+    return Checkpoint([SafetensorsFile(descriptor, name, field=field)]), None
+
+
+def _open_directory(
+    directory: Directory, path: str, kind: Kind, with_manifest: bool
+) -> tuple[Checkpoint, dict[str, Any] | None]:
+    identities: dict[str, tuple[int, int]] = {}
+    weight_map: dict[str, str] | None = None
+    config: AdapterConfig | None = None
+    if kind == "lora":
+        if not directory.has(ADAPTER_CONFIG_NAME) or not directory.has(ADAPTER_NAME):
+            raise _no_adapter(directory, path)
+        values, raw, identities[ADAPTER_CONFIG_NAME] = directory.read_json(ADAPTER_CONFIG_NAME, MAX_CONFIG_BYTES)
+        config = AdapterConfig(values, raw)
+    else:
+        weight_map = _index(directory, path, identities)
+    stated: dict[str, Any] | None = None
+    if with_manifest and directory.has(MANIFEST_NAME):
+        stated, _, identities[MANIFEST_NAME] = directory.read_json(MANIFEST_NAME)
+
+    files: list[SafetensorsFile] = []
+    try:
+        names = [ADAPTER_NAME if config is not None else SINGLE_NAME]
+        for name in names if weight_map is None else sorted(set(weight_map.values())):
+            if not directory.has(name):
+                raise directory.refuse(
+                    f"{INDEX_NAME} names {name!r}, which is not in {path!r}", "publish all shards, then the index"
+                )
+            files.append(directory.open_weights(name))
+            identities[name] = files[-1].identity
+        if weight_map is not None:
+            _check_shards(directory, weight_map, files)
+        if config is not None and ADAPTER_CONFIG_NAME in files[0].tensors:
+            raise directory.refuse(
+                f"{ADAPTER_NAME} has a tensor {ADAPTER_CONFIG_NAME!r}, the config's name", "rename it"
+            )
+        for name, identity in identities.items():
+            directory.check_same(name, identity)
+        return Checkpoint(files, config), stated
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _index(directory: Directory, path: str, identities: dict[str, tuple[int, int]]) -> dict[str, str] | None:
+    """Tensor → shard; None where one file holds all."""
+    single, index = directory.has(SINGLE_NAME), directory.has(INDEX_NAME)
+    if not single and not index:
+        raise _nothing_there(directory, path)
+    weight_map: dict[str, str] | None = None
+    if index:
+        content, _, identities[INDEX_NAME] = directory.read_json(INDEX_NAME)
+        weight_map = _checked_map(directory, content)
+        if single and set(weight_map.values()) != {SINGLE_NAME}:
+            raise directory.refuse(
+                f"{path!r} holds {SINGLE_NAME} and an index of other files: two checkpoints", "remove one of them"
+            )
+    return weight_map
+
+
+def _nothing_there(directory: Directory, path: str) -> InvalidWeights:
+    names = directory.names()
+    others = [name for name in names if name.endswith(".safetensors")]
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    what = f"{path!r} holds neither {SINGLE_NAME} nor {INDEX_NAME}"
+    if ADAPTER_CONFIG_NAME in names:
+        return directory.refuse(
+            f"{what}, but a LoRA adapter", "load it with target: {kind: lora, op: load, name: …}"
+        )
+    if others:
+        return directory.refuse(
+            f"{what}, but {listed(others)}", f"name the file itself, or call it {SINGLE_NAME}, or add the index"
+        )
+    if pickles:
+        return directory.refuse(f"{what}, but {listed(pickles)}", _NO_PICKLES)
+    return directory.refuse(what, "name a directory that holds safetensors files")
+
+
+def _no_adapter(directory: Directory, path: str) -> InvalidWeights:
+    names = directory.names()
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    if ADAPTER_CONFIG_NAME not in names:
+        what = f"{path!r} holds no {ADAPTER_CONFIG_NAME}"
+        if SINGLE_NAME in names or INDEX_NAME in names:
+            return directory.refuse(f"{what}, but a full checkpoint", "publish it with target: {kind: base}")
+    else:
+        what = f"{path!r} holds no {ADAPTER_NAME}"
+        if pickles:
+            return directory.refuse(f"{what}, but {listed(pickles)}", _NO_PICKLES)
+    return directory.refuse(what, "name a directory that PEFT's save_pretrained wrote")
+
+
+def _checked_map(directory: Directory, content: dict[str, Any]) -> dict[str, str]:
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise directory.refuse(f"{INDEX_NAME} has no weight_map", "write the index again")
+    for tensor, name in weight_map.items():
+        if (
+            not isinstance(name, str)
+            or not name.endswith(".safetensors")
+            or "/" in name
+            or not name.isprintable()
+            or len(name) > 255
+        ):
+            raise directory.refuse(
+                f"{INDEX_NAME} puts {tensor[:255]!r} into {str(name)[:255]!r}, "
+                "which is not the name of a *.safetensors file in its directory",
+                "name shards by plain file names, beside the index",
+            )
+    if len(set(weight_map.values())) > MAX_FILES:
+        raise directory.refuse(
+            f"{INDEX_NAME} names {len(set(weight_map.values()))} files, more than {MAX_FILES}", "use larger shards"
+        )
+    return weight_map
+
+
+def _check_shards(directory: Directory, weight_map: dict[str, str], files: list[SafetensorsFile]) -> None:
+    """Each tensor is in the one shard that the index says, and nothing else is in any."""
+    found: dict[str, str] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor in found:
+                raise directory.refuse(
+                    f"{tensor!r} is in {found[tensor]!r} and in {file.name!r}", "write each tensor to one shard"
+                )
+            found[tensor] = file.name
+    strays = [tensor for tensor in found if tensor not in weight_map]
+    if strays:
+        raise directory.refuse(
+            f"{found[strays[0]]!r} holds {listed(strays)}, not in {INDEX_NAME}", "write the index again"
+        )
+    wrong = [tensor for tensor, name in weight_map.items() if found.get(tensor) != name]
+    if wrong:
+        raise directory.refuse(
+            f"{INDEX_NAME} puts {listed(name[:255] for name in wrong)} into a shard that doesn't hold it",
+            "write the index again",
+        )
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes = {file.name: file.nbytes for file in checkpoint.files}
+    if checkpoint.config is not None:
+        sizes[ADAPTER_CONFIG_NAME] = len(checkpoint.config.raw)
+    return sizes
+
+
+def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple[str, dict[str, str]]:
+    """(digest, tensor digests) of a manifest that agrees with itself and with the files."""
+
+    def refuse(what: str) -> InvalidWeights:
+        return InvalidWeights(
+            f"{MANIFEST_NAME} {what}",
+            field="transport.path",
+            file=MANIFEST_NAME,
+            fix="write the manifest again (worker.transports.checkpoint.write_manifest), after the weights",
+        )
+
+    if manifest.get("v") != 1 or type(manifest["v"]) is not int:
+        raise refuse(f"has version {str(manifest.get('v'))[:32]!r}, not 1")
+    if manifest.keys() != _MANIFEST_KEYS:
+        raise refuse(f"must have exactly the keys {', '.join(sorted(_MANIFEST_KEYS))}")
+    tensors, files, digest = manifest["tensors"], manifest["files"], manifest["digest"]
+    if not isinstance(tensors, dict) or not isinstance(files, dict):
+        raise refuse("must have objects as tensors and files")
+    if not isinstance(digest, str) or not digest.startswith(DIGEST_PREFIX):
+        raise refuse(f"must have a digest '{DIGEST_PREFIX}<hex>'")
+
+    if files != _sizes(checkpoint):
+        raise refuse("names other files, or other lengths, than there are")
+    differing = [name[:255] for name in tensors.keys() ^ checkpoint.specs.keys()]
+    if differing:
+        raise refuse(f"and the files do not hold the same tensors: {listed(sorted(differing))}")
+    tensor_digests = {}
+    for name, entry in tensors.items():
+        spec = checkpoint.specs[name]
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "digest"}:
+            raise refuse(f"must have exactly dtype, shape and digest for {name!r}")
+        if entry["dtype"] != spec.dtype or entry["shape"] != list(spec.shape):
+            raise refuse(f"and the files differ in the dtype or shape of {name!r}")
+        if not isinstance(entry["digest"], str) or not _HEX.fullmatch(entry["digest"]):
+            raise refuse(f"must have 64 hex digits as the digest of {name!r}")
+        tensor_digests[name] = entry["digest"]
+    computed = checkpoint.digest_of(tensor_digests)
+    if computed != digest:
+        raise refuse(f"says digest {digest[:80]!r}, but its tensors' digests make {computed}")
+    return digest, tensor_digests
