@@ -550,9 +550,12 @@ class RealFleet:
 
     # ---- holds ----
 
-    def hold(self, point: str, instance_ids: Sequence[str]) -> None:
+    def hold(self, point: str, instance_ids: Sequence[str], update_id: str) -> None:
+        """Of this update alone: a coordinator may begin by finishing the one before."""
         for instance_id in instance_ids:
-            (self.holds / f"{point}.{instance_id}").touch()
+            made = self.holds / f"new.{instance_id}"
+            made.write_text(update_id)
+            made.rename(self.holds / f"{point}.{instance_id}")
 
     def release(self) -> None:
         for file in self.holds.iterdir():
@@ -610,7 +613,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     victim = {"worker": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
-    fleet.hold(case.point, held)
+    fleet.hold(case.point, held, key)
     update = asyncio.create_task(fleet.update(coordinator, body, key))
     try:
         await fleet.reached(case.point, held, update)

@@ -46,8 +46,8 @@ async def test_an_op_is_held_before_and_after_its_handler(
         return at_once(body, fence)
 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    handle: Any = with_holds({"set_admission": at_once if plain else later}, ME)["set_admission"]
-    gate = ops.SetAdmission(open=False, reason="updating")
+    handle: Any = with_holds({"follow_record": at_once if plain else later}, ME)["follow_record"]
+    gate = ops.FollowRecord(record={"open": False}, sequence=1)
     (tmp_path / "gate.before").touch()
     (tmp_path / f"gate.after.{ME}").touch()
     (tmp_path / "gate.after.another").touch()
@@ -59,10 +59,20 @@ async def test_an_op_is_held_before_and_after_its_handler(
     assert (done, held.done()) == ([7], False)
     (tmp_path / f"gate.after.{ME}").unlink()
     assert await asyncio.wait_for(held, BOUND_S) == {"fence": 7}
-    # The other side of the gate, and what an operator closes, are other points.
+    # The other side of the gate is another point.
     (tmp_path / "gate.before").touch()
-    for body in (ops.SetAdmission(open=True, reason="updating"), ops.SetAdmission(open=False, reason="disabled")):
-        assert await asyncio.wait_for(handle(body, 8), BOUND_S) == {"fence": 8}
+    opened = ops.FollowRecord(record={"open": True}, sequence=2)
+    assert await asyncio.wait_for(handle(opened, 8), BOUND_S) == {"fence": 8}
+    # And so is another update.
+    (tmp_path / "gate.before").write_text("mine")
+    other = ops.FollowRecord(record={"open": False, "update_id": "other"}, sequence=3)
+    assert await asyncio.wait_for(handle(other, 9), BOUND_S) == {"fence": 9}
+    (tmp_path / f"reached.gate.before.{ME}").unlink()
+    mine = ops.FollowRecord(record={"open": False, "update_id": "mine"}, sequence=4)
+    held = asyncio.create_task(handle(mine, 10))
+    await until((tmp_path / f"reached.gate.before.{ME}").exists)
+    (tmp_path / "gate.before").unlink()
+    assert await asyncio.wait_for(held, BOUND_S) == {"fence": 10}
 
 
 async def test_reading_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """A test hook: holds a changing op open at a phase boundary, so that a kill can meet it there. Off unless
-`RL_PLANE_TEST_HOLD_DIR` names a directory; then a file `<point>` in it, or `<point>.<instance_id>`, holds.
+`RL_PLANE_TEST_HOLD_DIR` names a directory; then a file `<point>` in it, or `<point>.<instance_id>`, holds. One that is
+not empty holds the ops of the update alone whose id it has.
 
-Points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, the answer not sent). What closes
-and opens admission around a swap is told apart as `gate` and `open`.
+Points are `<op>.before` (the handler has not begun) and `<op>.after` (it is done, the answer not sent). `follow_record`
+is called `gate` with a record that is not open yet, `open` with one that is.
 """
 
 from __future__ import annotations
@@ -41,30 +42,42 @@ def with_holds(handlers: Mapping[str, Handler], instance_id: str) -> Mapping[str
 
 def _held(directory: Path, op: str, handler: Handler, instance_id: str) -> Handler:
     async def handle(body: Any, fence: int) -> Mapping[str, Any]:
-        point = _point(op, body)
-        await _hold(directory, f"{point}.before", instance_id)
+        point, update_id = _point(op, body), _update_id(body)
+        await _hold(directory, f"{point}.before", instance_id, update_id)
         outcome = handler(body, fence)
         outcome = await outcome if isinstance(outcome, Awaitable) else outcome
-        await _hold(directory, f"{point}.after", instance_id)
+        await _hold(directory, f"{point}.after", instance_id, update_id)
         return outcome
 
     return handle
 
 
 def _point(op: str, body: Any) -> str:
-    if op == "set_admission" and body.reason == "updating":
-        return "open" if body.open else "gate"
+    if op == "follow_record":
+        return "open" if body.record["open"] else "gate"
     return op
 
 
-async def _hold(directory: Path, point: str, instance_id: str) -> None:
+def _update_id(body: Any) -> str:
+    record = getattr(body, "record", None) or {}
+    return str(record.get("update_id") or getattr(body, "update_id", None) or "")
+
+
+def _holds(file: Path, update_id: str) -> bool:
+    try:
+        return file.read_text() in ("", update_id)
+    except FileNotFoundError:
+        return False
+
+
+async def _hold(directory: Path, point: str, instance_id: str, update_id: str) -> None:
     files = (directory / point, directory / f"{point}.{instance_id}")
-    if not any(file.exists() for file in files):
+    if not any(_holds(file, update_id) for file in files):
         return
     log.warning("%s is held at %s", instance_id, point)
     (directory / f"reached.{point}.{instance_id}").touch()
     give_up = time.monotonic() + MAX_HOLD_S
-    while any(file.exists() for file in files):
+    while any(_holds(file, update_id) for file in files):
         if time.monotonic() > give_up:
             log.warning("%s was held at %s for too long", instance_id, point)
             return
