@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -561,13 +561,20 @@ class RealFleet:
         for file in self.holds.iterdir():
             file.unlink()
 
-    async def reached(self, point: str, instance_ids: Sequence[str], update: asyncio.Task[Answer]) -> None:
+    async def begun(
+        self, point: str, instance_ids: Sequence[str], call: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> asyncio.Task[Answer]:
+        """The update, once it stands at this point; one that finds the lock of the case before is called again."""
         give_up = time.monotonic() + REACH_S
         files = [self.holds / f"reached.{point}.{instance_id}" for instance_id in instance_ids]
+        update = asyncio.create_task(call())
         while not all(file.exists() for file in files):
-            check(not update.done(), f"{point} was never reached: {update.done() and update.result()}")
             check(time.monotonic() < give_up, f"{point} was not reached within {REACH_S:g} s")
+            if update.done():
+                check(update.result().code == "locked", f"{point} was never reached: {update.result()}")
+                update = asyncio.create_task(call())
             await asyncio.sleep(POLL_S)
+        return update
 
 
 # ---- a case ----
@@ -614,9 +621,9 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
     fleet.hold(case.point, held, key)
-    update = asyncio.create_task(fleet.update(coordinator, body, key))
+    update = None
     try:
-        await fleet.reached(case.point, held, update)
+        update = await fleet.begun(case.point, held, lambda: fleet.update(coordinator, body, key))
         answer = await _strike(
             fleet, case, victim, update, chance.random() < 0.8, lambda: fleet.clear_answer(other, body, key)
         )
@@ -628,13 +635,14 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         after = (await fleet.whole())["version"]
     finally:
         fleet.release()
-        update.cancel()
+        if update is not None:
+            update.cancel()
     await _check_outcome(fleet, case, before, after, [update.result(), answer], policy, worker)
     check(
         await fleet.outcome_of(key) == ["committed" if answer.version else "aborted"], f"the history tells {key}"
     )
     if not answer.version:  # what was undone stands in nobody's way
-        again = await fleet.update(other, {**body, "version": f"{label}-again"}, uuid.uuid4().hex)
+        again = await fleet.clear_answer(other, {**body, "version": f"{label}-again"}, uuid.uuid4().hex)
         check(again.status == 200, f"the update after it: {again}")
         after = (await fleet.whole())["version"]
     expected = (before["sequence"] + 1, weights.digest)
