@@ -741,6 +741,7 @@ class Matrix:
         self._closing: list[asyncio.Task[None]] = []
         for engine, count in lanes.items():
             own = [case for case in cases if case.engine == engine]
+            random.Random(SEED).shuffle(own)  # what follows on what is another thing each time
             for number in range(min(count, len(own))):
                 self._lanes.append(asyncio.create_task(self._lane(f"{engine}-{number}", own[number::count])))
 
