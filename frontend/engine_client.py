@@ -140,6 +140,7 @@ class EngineClient:
         """Under the serving lease."""
         loop = asyncio.get_running_loop()
         if pinned is not None:
+            await self._lease.wait(give_up)
             await self._check_pin(pinned)
         while True:
             await self._lease.wait(give_up)

@@ -154,7 +154,7 @@ class FrontendLease:
             self._flushed = connection
         facts = json.dumps({"name": self._bus.name}).encode()
         await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)
-        await self._view.read_record()
+        await self._view.keep_record()
         self.lease.confirm(asked_at, connection)
 
     # ---- what coordinators tell ----

@@ -19,6 +19,7 @@ from frontend.calls import FleetCalls
 from frontend.committed import Committed
 from frontend.engine_client import EngineClient
 from frontend.events import FleetEvents
+from frontend.finisher import Finisher
 from frontend.fleet_service import FleetService
 from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation, make_generation_app
@@ -61,6 +62,7 @@ class Frontend:
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
+        self.finisher = Finisher(fleet, view)
         self.calls = FleetCalls(fleet)
         self.service = FleetService(client.bus, view.subjects.fleet, self.calls)
 
@@ -89,6 +91,8 @@ class Frontend:
             if frontend.delivers:
                 await frontend.lease.start()
                 stack.push_async_callback(frontend.lease.stop)
+            frontend.finisher.start()
+            stack.push_async_callback(frontend.finisher.stop)
             stack.push_async_callback(frontend.calls.close, GRACE_S)
             await frontend.service.start()
             stack.push_async_callback(frontend.service.stop, GRACE_S)

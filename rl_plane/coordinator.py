@@ -148,6 +148,7 @@ class Coordinator:
             record_of(entry),
             entry.sequence if entry else 0,
             session,
+            self._view.record,
             self._held.took_over,
         )
 

@@ -24,13 +24,12 @@ from rl_plane.versions import WeightVersion
 
 
 def newest(seen: Surveyed) -> DecisionRecord | None:
-    """The highest decision that the store or a worker holds: a store may have lost a write that it acknowledged."""
+    """The highest decision that anybody holds: a store may have lost a write that it acknowledged."""
     best = seen.record
-    for row in seen.attests:
-        if row.ok and row.body["record"] is not None:
-            told = DecisionRecord.from_wire(row.body["record"])
-            if newer(told, best):
-                best = told
+    told = [row.body["record"] for row in seen.attests if row.ok]
+    for record in [seen.witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
+        if record is not None and newer(record, best):
+            best = record
     return best
 
 

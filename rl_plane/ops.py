@@ -186,8 +186,8 @@ class Prepare(Body):
 
     update_id: str = Field(min_length=1, max_length=128)
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
-    transport: Transport | None
-    """None to unload an adapter."""
+    transport: Transport | None = None
+    """None only to unload an adapter."""
     encoding: Literal["full", "delta"] = "full"
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
@@ -311,7 +311,7 @@ def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, i
 class UpdateWeights(_Update):
     """One body for every update (seed of the shape: Dynamo PR 9131)."""
 
-    transport: Transport | None
+    transport: Transport | None = None
     """None only to unload an adapter."""
 
     @model_validator(mode="after")

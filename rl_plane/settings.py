@@ -193,6 +193,28 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("min_ready", "with exclude: how many must be ready", parse.whole(1, MAX_COUNT), 1, metavar="N"),
         Setting(
+            "barrier",
+            "strict: two versions are never served at once; rolling: worker by worker",
+            parse.one_of("strict", "rolling"),
+            "strict",
+            metavar="HOW",
+        ),
+        Setting(
+            "staging",
+            "host: beside the served weights; none: over them, for a model that doesn't fit twice",
+            parse.one_of("host", "none"),
+            "host",
+            metavar="WHERE",
+        ),
+        Setting("adapter", "the update is of this LoRA adapter", parse.label, metavar="NAME"),
+        Setting(
+            "adapter_op",
+            "load: a new name; swap: in place of this one; unload: it goes, without a PATH",
+            parse.one_of("load", "swap", "unload"),
+            "load",
+            metavar="OP",
+        ),
+        Setting(
             "digest",
             "what the trainer published: blake3:<64 hex digits>",
             parse.matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),

@@ -134,6 +134,8 @@ class Surveyed:
     written: int
     """Its sequence in the bucket."""
     session: UpdateSession | None
+    witness: DecisionRecord | None
+    """The newest that this process has heard of."""
     took_over: bool
     """The lock's holder before did not give it back."""
 

@@ -110,16 +110,30 @@ class MembershipView:
             for listener in list(self._record_listeners):
                 listener(record)
 
-    async def read_record(self) -> None:
+    async def read_record(self) -> Entry | None:
         """Learns the record that the leader has now."""
         known = self._record_sequence
         entry = await self.bus.get(self.subjects.state, RECORD)
         record = record_of(entry)
-        if entry is None or record is None:
+        if entry is not None and record is not None:
+            if self._record_sequence == known and entry.sequence <= known:
+                self._record_sequence = entry.sequence - 1  # no feed was faster: the leader's store is another one
+            self.take_record(record, entry.sequence)
+        return entry
+
+    async def keep_record(self) -> None:
+        """Learns the record that the leader has now, and writes one back that it has lost: a frontend that has seen a
+        decision is as good a witness as a worker."""
+        entry = await self.read_record()
+        mine = self.record
+        if mine is None or not newer(mine, record_of(entry)):
             return
-        if self._record_sequence == known and entry.sequence <= known:
-            self._record_sequence = entry.sequence - 1  # no feed was faster: the leader's store is another one
-        self.take_record(record, entry.sequence)
+        with contextlib.suppress(WrongSequence):  # somebody was faster: it is read again
+            if entry is None:
+                await self.bus.create(self.subjects.state, RECORD, mine.encode())
+            else:
+                await self.bus.put(self.subjects.state, RECORD, mine.encode(), last=entry.sequence)
+            log.warning("the store has lost %s: written back", mine.made.label)
 
     async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
         """Whether it came to hold within the time-out."""

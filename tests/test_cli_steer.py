@@ -182,12 +182,15 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
         "digest": DIGEST,
         "cast": True,
         "policy": {
+            "barrier": "strict",
+            "staging": "host",
             "pause_mode": "wait",
             "on_prepare_failure": "exclude",
             "min_ready": 2,
             "keep_pause": True,
             "flush_cache": False,
             "prepare_timeout_s": 33.0,
+            "gate_timeout_s": 2.0,
             "commit_timeout_s": 60.0,
         },
     }
@@ -195,6 +198,73 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     assert "committed version 3 (step_3) blake3:abababababab on 1 worker" in out
     assert "prepare 0.200 s" in out
     assert f"excluded, until healed: {ID_B}" in out
+
+
+COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {}}
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["--barrier", "rolling"], {"barrier": "rolling", "staging": "host"}),
+        (["--staging", "none"], {"barrier": "strict", "staging": "none"}),
+    ],
+)
+def test_update_says_how(facade: Facade, argv: list[str], wanted: dict[str, str]) -> None:
+    facade.answers(COMMITTED)
+    assert main.run(["update", "ckpt", *argv]) == 0
+    assert facade.asked[0]["body"]["policy"].items() >= wanted.items()
+    assert "target" not in facade.asked[0]["body"]
+
+
+@pytest.mark.parametrize("op", ["load", "swap", "unload"])
+def test_update_of_an_adapter(facade: Facade, op: str) -> None:
+    facade.answers(COMMITTED)
+    path = [] if op == "unload" else ["adapters/a"]
+    assert main.run(["update", *path, "--adapter", "a", "--adapter-op", op]) == 0
+    body = facade.asked[0]["body"]
+    del body["policy"]
+    assert body.pop("target") == {"kind": "lora", "op": op, "name": "a"}
+    transport = {"backend": "filesystem", "path": os.path.abspath("adapters/a")}
+    assert body == ({"transport": transport, "cast": False} if path else {})
+
+
+def test_an_adapter_is_loaded_unless_said_otherwise(facade: Facade) -> None:
+    facade.answers(COMMITTED)
+    assert main.run(["update", "adapters/a", "--adapter", "a"]) == 0
+    assert facade.asked[0]["body"]["target"]["op"] == "load"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "PATH"),
+        (["--adapter", "a"], "PATH"),
+        (["x", "--adapter", "a", "--adapter-op", "unload"], "PATH"),
+        (["x", "--adapter-op", "swap"], "--adapter NAME"),
+        (["x", "--adapter", "a", "--adapter-op", "eat"], "load, swap, unload"),
+        (["x", "--barrier", "none"], "strict, rolling"),
+        (["x", "--staging", "disk"], "host, none"),
+    ],
+)
+def test_an_update_that_is_not_sent(
+    facade: Facade, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert main.run(["update", *argv]) == 2
+    assert words in capsys.readouterr().err
+    assert facade.asked == []
+
+
+def test_new_run(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
+    version = {**VERSION, "sequence": 0, "label": "initial"}
+    rows = [{"instance_id": ID_A, "incarnation": "i", "status": "ok"}]
+    facade.answers({**COMMITTED, "version": version, "workers": rows})
+    assert main.run(["new-run", "--component", "engine"]) == 0
+    (asked,) = facade.asked
+    assert (asked["method"], asked["path"]) == ("POST", "/v1/rl/new_run")
+    assert asked["body"] == {"component": ["engine"]}
+    out = capsys.readouterr().out
+    assert out.startswith("began a new run with version 0 (initial) blake3:abababababab on 1 worker\n")
 
 
 def test_check(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:

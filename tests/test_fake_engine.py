@@ -340,9 +340,12 @@ async def test_abort_some_and_all(base: Path) -> None:
 class Reader:
     """A request that is read as fast as it comes."""
 
-    def __init__(self, engine: FakeEngine, name: str = "r", max_tokens: int = 1000) -> None:
+    def __init__(
+        self, engine: FakeEngine, name: str = "r", max_tokens: int = 1000, adapter: str | None = None
+    ) -> None:
+        request = ask(name, max_tokens=max_tokens, adapter=adapter)
         self.deltas: list[GenerateDelta] = []
-        self.task = asyncio.create_task(self._read(engine.generate(ask(name, max_tokens=max_tokens))))
+        self.task = asyncio.create_task(self._read(engine.generate(request)))
 
     async def _read(self, stream: AsyncIterator[GenerateDelta]) -> None:
         async for delta in stream:
@@ -496,6 +499,24 @@ async def test_a_swap_in_the_middle_of_a_stream(base: Path, new: Path, hold_byte
     assert [(span.sequence, span.digest, span.start, span.end) for span in last.spans] == [
         (0, old_digest, 0, 4),
         (1, new_digest, 4, 40),
+    ]
+
+
+async def test_spans_come_first_with_each_change_and_last(base: Path, new: Path) -> None:
+    engine = await started(base)
+    staged = stage(engine, new)
+    reader = Reader(engine, max_tokens=9)
+    await until(lambda: len(reader.deltas) == 4)
+    await engine.pause("keep", False)
+    await engine.swap(staged, version(1, new))
+    await engine.resume()
+    await reader.end()
+    assert [[(span.start, span.end) for span in delta.spans] for delta in reader.deltas] == [
+        [(0, 1)],
+        *[[]] * 3,
+        [(0, 4), (4, 5)],
+        *[[]] * 3,
+        [(0, 4), (4, 9)],
     ]
 
 

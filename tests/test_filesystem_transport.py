@@ -22,7 +22,13 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavai
 from rl_plane.versions import TensorSpec, tensors_digest
 from worker.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
 from worker.transports.base import Delivery, WeightTransport
-from worker.transports.checkpoint import INDEX_NAME, MANIFEST_NAME, SINGLE_NAME, open_checkpoint, write_manifest
+from worker.transports.checkpoint import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SINGLE_NAME,
+    open_checkpoint,
+    write_manifest,
+)
 from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 Tensors = dict[str, tuple[TensorSpec, bytes]]

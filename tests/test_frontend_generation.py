@@ -142,8 +142,7 @@ async def test_tokens_in_tokens_out(plane: Plane, http: httpx.AsyncClient) -> No
 async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(2)
     client = await plane.client()
-    for worker in workers:
-        await until_running(plane, client, worker.instance_id, 0)
+    await client.run("ready", {"min_workers": 2, "wait_s": 30})
     await ask(http, nvext={"instance_id": workers[0].instance_id})
     await ask(http, nvext={"instance_id": workers[1].instance_id})
     reply = await ask(http, n=4, seed=3, max_tokens=2, return_token_ids=True)
@@ -292,7 +291,8 @@ async def test_an_update_under_way_labels_each_token(plane: Plane, http: httpx.A
     assert (await ask(http))["nvext"]["weight_version"] == new
 
 
-async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClient) -> None:
+@pytest.mark.parametrize("barrier", ["strict", "rolling"])
+async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClient, barrier: str) -> None:
     plane.spawn_many(2)
     await ask(http)
     digests: dict[int, str] = {}
@@ -310,7 +310,7 @@ async def test_updates_cost_callers_nothing(plane: Plane, http: httpx.AsyncClien
 
     tasks = [asyncio.create_task(callers()) for _ in range(4)]
     for seed in range(1, 6):
-        version = await update(plane, seed)
+        version = await update(plane, seed, barrier=barrier)
         # What is asked after the answer is made by the new version.
         assert (await ask(http))["nvext"]["weight_version"] == version
     done.set()

@@ -21,6 +21,7 @@ from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
+from rl_plane.subjects import FRONTEND_PREFIX, Entry
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
 from tests.scripted_worker import ScriptedWorker, Stream, decide
@@ -158,15 +159,17 @@ async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: py
     put, read = Bus.put, MembershipView.read_record
 
     async def watched_put(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
+        if not key.startswith(FRONTEND_PREFIX):
+            return await put(bus, bucket, key, *args, **more)
         reply = await tell(client, "0" * 16, follow(first_record("blake3:0"), 1))
         steps.append(f"told {reply['status']}")
         written = await put(bus, bucket, key, *args, **more)
         steps.append(f"listed {not one.holds()}")
         return written
 
-    async def watched_read(view: MembershipView) -> None:
+    async def watched_read(view: MembershipView) -> Entry | None:
         steps.append(f"asks {await listed(client) == ['0' * 16]}")
-        await read(view)
+        return await read(view)
 
     monkeypatch.setattr(Bus, "put", watched_put)
     monkeypatch.setattr(MembershipView, "read_record", watched_read)

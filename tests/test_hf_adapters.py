@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights  # noqa: E402
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
 from tests.test_hf_engine import (  # noqa: E402
     Run,
@@ -159,6 +159,23 @@ async def test_a_mixed_batch_is_what_peft_makes_of_each(
         assert len({tuple(result.tokens) for result in results[:3]}) == 3  # the adapters matter
 
 
+async def test_more_modules_than_peft_takes_by_name(start: Start, root: Path) -> None:
+    """From 20 names on PEFT looks for shorter ones that mean the same."""
+    deep = make_tiny_model(root / "deep", seed=1, num_hidden_layers=5, hidden_size=64)
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    paths = [
+        make_tiny_adapter(deep, root / f"deep-{seed}", seed, targets=targets)
+        for seed, targets in enumerate((every, every[1:6], every))
+    ]
+    engine, prompt = await start(deep), prompt_of(3, 20)
+    for number, path in enumerate(paths):
+        await load(engine, f"a{number % 2}", path, sequence=number)
+    for number in (1, 2):
+        result = await run(engine, ask(prompt, adapter=f"a{number % 2}", logprobs=True))
+        model = peft.PeftModel.from_pretrained(load_plain(deep), paths[number]).eval()
+        assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
+
+
 async def test_the_base_is_exact_before_beside_and_after_adapters(
     start: Start, tiny: Path, made_by_peft: dict[str, Path]
 ) -> None:
@@ -232,7 +249,10 @@ async def test_a_request_under_way_shares_nothing_that_two_adapters_made(
     long = Run(engine, ask(prompt, adapter="x", max_tokens=200))
     await long.reach(5)
     await load(engine, "x", made_by_peft["two"], sequence=2)
+    (allocator,) = engine._loop.batch_processor.cache.cache_allocators.values()  # type: ignore[union-attr]
+    named = set(allocator.ledger.hash_to_block)
     await long.reach(60)
+    assert set(allocator.ledger.hash_to_block) == named
     ids = [*prompt, *long.result.tokens[:40]]
     result = await run(engine, ask(ids, adapter="x", logprobs=True))
     assert result.logprobs == pytest.approx(plain_logprobs(plain["two"], ids, result.tokens), abs=1e-4)
@@ -257,6 +277,21 @@ async def test_witness_adapters_are_exact_in_any_company(
     for (seed, token), result in zip(asked, results, strict=True):
         chain = adapter_chain(seed, token, 24) if seed else witnessed(1, token, 24)
         assert (result.tokens, result.finish) == (chain, "length")
+
+
+async def test_an_adapter_waits_for_room_that_others_hold(
+    start: Start, witnesses: dict[int, Path], adapters: dict[int, Path]
+) -> None:
+    engine = await start(witnesses[1], num_blocks=16, page_size=8)
+    await load(engine, "x", adapters[1])
+    held = [Run(engine, ask([n + 20] * 40, max_tokens=80 if n else 24)) for n in range(2)]
+    for one in held:
+        await one.reach(1)
+    waiting = Run(engine, ask([30] * 40, adapter="x", max_tokens=24))
+    await held[0].reach(4)
+    assert (await waiting.end()).tokens == adapter_chain(1, 30, 24)
+    for n, one in enumerate(held):
+        assert (await one.end()).tokens == witnessed(1, n + 20, 80 if n else 24)
 
 
 # changes
@@ -437,6 +472,21 @@ async def test_an_adapter_of_another_model_or_dtype(start: Start, root: Path, ti
     assert (await run(engine, ask([5], adapter="x"))).finish == "length"
 
 
+async def test_without_peft_there_are_no_adapters(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
+    engine = await start(tiny)
+    assert engine._info is not None
+    assert not [op for op in engine._info.capabilities if "update" in op]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bare = await start(tiny)
+    assert bare._info is not None
+    assert "rl-plane[hf]" in bare._info.capabilities["prepare_update:lora"]
+    with pytest.raises(Unsupported):
+        bare.adapter_spec(config)
+
+
 # base weights beside adapters
 
 
@@ -490,6 +540,18 @@ async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], ad
         assert result.spans[0].end == result.spans[1].start >= 20
     end = bare.spans[0].end
     assert bare.tokens == [*witnessed(1, 20, end), *witnessed(2, bare.tokens[end - 1], 200 - end)]
+
+
+async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, root: Path, tiny: Path) -> None:
+    other = make_tiny_model(root / "tiny-3", seed=3)
+    engine, prompt = await start(tiny, page_size=8), prompt_of(5, 50)
+    await run(engine, ask(prompt))
+    await engine.pause("keep", False)
+    await asyncio.to_thread(engine.overwrite, checkpoint(other), False, lambda: False)
+    await engine.resume()
+    result = await run(engine, ask(prompt, logprobs=True))
+    expected = plain_logprobs(load_plain(other), prompt, result.tokens)
+    assert result.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:

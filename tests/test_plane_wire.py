@@ -247,7 +247,9 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("prepare_update", {"label": "x", "transport": {"backend": "b"}}, "update_id"),
     ("prepare_update", {"update_id": "u", "label": "", "transport": {"backend": "b"}}, "label"),
     ("prepare_update", {"update_id": "u", "label": "x", "transport": {}}, "transport.backend"),
-    ("commit_update", {"update_id": "u", "version": {"run": "r"}}, "version.sequence"),
+    ("commit_update", {"update_id": "u", "sequence": 3}, "record"),
+    ("commit_update", {"update_id": "u", "record": {}, "sequence": -1}, "sequence"),
+    ("follow_record", {"record": {}, "sequence": "x"}, "sequence"),
     ("update_weights", {"transport": {"backend": "b"}, "policy": {"min_ready": 0}}, "policy.min_ready"),
     ("update_weights", {"transport": {"backend": "b"}, "policy": {"prepare_timeout_s": math.nan}},
      "policy.prepare_timeout_s"),
@@ -278,16 +280,17 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
         prepare_update commit_update abort_update update_weights release_memory resume_memory check_weights
-        set_admission drain"""
+        set_admission drain attest follow_record"""
     assert set(named.split()) | {"ping"} == set(ops.OPS)
-    assert {name for name, op in ops.OPS.items() if not op.changes} == {"ping", "liveness", "describe", "state"}
+    reading = {"ping", "liveness", "describe", "state", "attest"}
+    assert {name for name, op in ops.OPS.items() if not op.changes} == reading
     assert all(op.doc and op.timeout_s > 0 for op in ops.OPS.values())
 
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
         prepare_weights_update complete_weights_update abort_weights_update release_memory resume_memory
-        check_weights load_lora_adapter unload_lora_adapter workers/{id}/enable workers/{id}/disable"""
+        check_weights load_lora_adapter unload_lora_adapter new_run workers/{id}/enable workers/{id}/disable"""
     gets = "ready liveness state workers weight_version updates"
     paths = {op.path: op.method for op in FLEET_OPS.values()}
     assert set(posts.split()) == {path for path, method in paths.items() if method == "POST"}

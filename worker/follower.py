@@ -271,14 +271,18 @@ class RecordFollower:
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
-        if self._state.pause_mode is None:
-            await self._engine.run(self._adapter.pause(mode, False))
-        self._core.overwriting()
-        self._tell()
+
+        async def taint() -> None:
+            if self._state.pause_mode is None:
+                await self._engine.run(self._adapter.pause(mode, False))
+            self._core.overwriting()
+            self._tell()
+
         try:
-            return await self._updates.prepare(wanted)
+            return await self._updates.prepare(wanted, taint)
         except BaseException:
-            self._core.overwrite_failed()
+            if self._state.digest is None:
+                self._core.overwrite_failed()
             self.look()
             raise
 

@@ -245,6 +245,18 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
+def check_overwrite(
+    adapter: EngineAdapter, delivery: Delivery, *, cast: bool, expected_digest: str | None
+) -> None:
+    """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
+    try:
+        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        DigestingStream(delivery, expected_digest=expected_digest).check_stated()
+    except BaseException:
+        delivery.close()
+        raise
+
+
 def overwrite(
     adapter: EngineAdapter,
     delivery: Delivery,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, Staged
-from worker.staging import overwrite, receive, receive_adapter
-from worker.transports.base import WeightTransport
+from worker.staging import check_overwrite, overwrite, receive, receive_adapter
+from worker.transports.base import Delivery, WeightTransport
 
 log = logging.getLogger("worker.updates")
 
@@ -23,6 +23,13 @@ KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
 
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
+
+
+Taint = Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,10 @@ class WeightUpdates:
         if (reason := self._info.capabilities.get(capability)) is not None:
             raise Unsupported(f"{self._info.engine}: {reason}", field=field)
 
-    async def prepare(self, wanted: Wanted) -> PreparedReply:
-        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer."""
+    async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
+        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
+
+        `taint`: of one in place, awaited when all is checked that can be, before the first byte is written."""
         async with self._beginning:
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
                 return self.staged.reply
@@ -131,7 +140,7 @@ class WeightUpdates:
                 transport = self.transport(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled = threading.Event()
-                work = self._receive(wanted, transport, cancelled)
+                work = self._receive(wanted, transport, cancelled, taint)
                 self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
             receiving = self._receiving
         try:
@@ -142,16 +151,24 @@ class WeightUpdates:
                 self._receiving = None
         return staging.reply
 
-    async def _receive(self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event) -> Staging:
-        def work() -> tuple[Staged | None, PreparedReply]:
+    async def _receive(
+        self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, taint: Taint
+    ) -> Staging:
+        how: dict[str, Any] = {
+            "cast": wanted.cast,
+            "expected_digest": wanted.digest,
+            "cancelled": cancelled.is_set,
+        }
+
+        def open_it() -> Delivery:
             delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
+            if wanted.in_place:
+                check_overwrite(self._adapter, delivery, cast=wanted.cast, expected_digest=wanted.digest)
+            return delivery
+
+        def work() -> tuple[Staged | None, PreparedReply]:
             tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
             refetchable = delivery.refetchable
-            how: dict[str, Any] = {
-                "cast": wanted.cast,
-                "expected_digest": wanted.digest,
-                "cancelled": cancelled.is_set,
-            }
             weights: Staged | None = None
             if wanted.in_place:
                 found = overwrite(self._adapter, delivery, **how)
@@ -161,6 +178,13 @@ class WeightUpdates:
                 )
             return weights, PreparedReply(digest=found, tensors=tensors, bytes=size, refetchable=refetchable)
 
+        delivery = await asyncio.to_thread(open_it)
+        if wanted.in_place:
+            try:
+                await taint()
+            except BaseException:
+                delivery.close()
+                raise
         weights, reply = await asyncio.to_thread(work)
         staging = Staging(wanted, weights, reply)
         if cancelled.is_set():

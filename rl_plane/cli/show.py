@@ -56,6 +56,8 @@ def show(op: str, reply: Reply, body: Reply) -> str:
         return "\n".join([*_heads(reply), *_rows(reply, WORKER_COLUMNS)])
     if op == "updates":
         return "\n".join(_updates(reply))
+    if op == "new_run":
+        return "\n".join(_updated(reply, "began a new run with"))
     if op in ("update_weights", "rollback"):
         return "\n".join(_updated(reply))
     if op == "check_weights":
@@ -122,12 +124,12 @@ def _version(version: Any, digest: bool = False) -> str:
     return f"{words} {str(version.get('digest'))[:DIGEST_CHARS]}" if digest else words
 
 
-def _updated(reply: Reply) -> list[str]:
+def _updated(reply: Reply, did: str = "committed") -> list[str]:
     components: Mapping[str, Reply] = reply.get("components") or {"": reply}
     lines = []
     for name, head in components.items():
         version = _version(head.get("version"), digest=True)
-        lines.append(one_line(f"{name + ': ' if name else ''}committed version {version} on {_count(reply)}"))
+        lines.append(one_line(f"{name + ': ' if name else ''}{did} version {version} on {_count(reply)}"))
         phases = head.get("phases") or {}
         spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
         lines.append(f"  in {_seconds(head.get('elapsed_s'))}" + (f": {spent}" if spent else ""))

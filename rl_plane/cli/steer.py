@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,17 @@ TICK_S = 0.5
 
 SELECT = ("components", "select_workers")
 REACH = ("url", "admin_key", "nats_url", "namespace", "timeout_s", "json")
-POLICY = ("version", "keep_pause", "pause_mode", "flush", "on_prepare_failure", "min_ready")
-UPDATE = (*POLICY, "cast", "digest")
+POLICY = (
+    "version",
+    "barrier",
+    "staging",
+    "keep_pause",
+    "pause_mode",
+    "flush",
+    "on_prepare_failure",
+    "min_ready",
+)
+UPDATE = (*POLICY, "adapter", "adapter_op", "cast", "digest")
 
 Call = Callable[[], dict[str, Any]]
 
@@ -61,7 +70,12 @@ def add_to(commands: Subparsers) -> None:
         steer("update_weights"),
         (*UPDATE, *common),
     )
-    update.add_argument("path", metavar="PATH", help="a checkpoint, beneath the workers' weight roots")
+    update.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="a checkpoint, or an adapter's directory, beneath the workers' weight roots",
+    )
     rollback = add_command(
         commands,
         "rollback",
@@ -70,6 +84,13 @@ def add_to(commands: Subparsers) -> None:
         ("sequence", *POLICY, *common),
     )
     rollback.add_argument("label", metavar="LABEL", nargs="?", help="the version's label; or give --sequence")
+    add_command(
+        commands,
+        "new-run",
+        "Begin a new run: sequence 0 is the model that every worker was started with.",
+        steer("new_run"),
+        ("components", *REACH),
+    )
     add_command(
         commands,
         "updates",
@@ -118,6 +139,8 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
         body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
     elif op in ("update_weights", "rollback"):
         policy = UpdatePolicy(
+            barrier=values["barrier"],
+            staging=values["staging"],
             pause_mode=values["pause_mode"],
             on_prepare_failure=values["on_prepare_failure"],
             min_ready=values["min_ready"],
@@ -130,11 +153,28 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
         if op == "rollback":
             body["rollback"] = _earlier(command.flags.get("label"), values["sequence"])
         else:
-            path = os.path.abspath(os.path.expanduser(command.flags["path"]))
-            body["transport"] = {"backend": "filesystem", "path": path}
-            body["cast"] = values["cast"]
+            if "adapter_op" in command.flags and values["adapter"] is None:
+                raise BadSetting(
+                    "--adapter-op is of no adapter", field="--adapter-op", fix="name it: --adapter NAME"
+                )
+            body |= _source(command.flags.get("path"), values)
         return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     return body, timeout_s or CHANGE_S
+
+
+def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the new weights are of, and where they are."""
+    body: dict[str, Any] = {}
+    unload = values["adapter"] is not None and values["adapter_op"] == "unload"
+    if values["adapter"] is not None:
+        body["target"] = {"kind": "lora", "op": values["adapter_op"], "name": values["adapter"]}
+    if unload != (path is None):
+        fix = "leave it out" if unload else "say where the weights are; without one, --adapter-op unload"
+        raise BadSetting(f"{'a' if unload else 'no'} PATH is given", field="PATH", fix=fix)
+    if path is not None:
+        transport = {"backend": "filesystem", "path": os.path.abspath(os.path.expanduser(path))}
+        body |= {"transport": transport, "cast": values["cast"]}
+    return body
 
 
 def _earlier(label: str | None, sequence: int | None) -> dict[str, Any]:

@@ -12,40 +12,52 @@ change nothing. With `cast`, bytes are kept as they came.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
-import random
 import time
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
-from rl_plane.versions import HostTensor, TensorSpec, WeightVersion, tensors_digest
+from rl_plane.versions import HostTensor, TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode, Staged, TensorStream
+from worker.engines.fake_model import (
+    FIRST_TOKEN,
+    FakeAdapter,
+    FakeTensor,
+    FakeWeights,
+    both_digests,
+    fake_logprob,
+    fake_token,
+    hash_of,
+    hash_of_prompt,
+    linear_modules,
+    logprob_of,
+    make_fake_adapter,
+    make_fake_model,
+    token_of,
+)
 from worker.engines.lora import lora_spec, parse_lora, target_modules
 from worker.engines.spans import Label, SpanLog
-from worker.safetensors_file import write_atomically, write_safetensors
-from worker.transports.checkpoint import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
-    Checkpoint,
-    config_line,
-    open_checkpoint,
-)
+from worker.transports.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = [
+    "FakeAdapter",
+    "FakeConfig",
+    "FakeEngine",
+    "FakeWeights",
+    "build",
+    "fake_logprob",
+    "fake_token",
+    "make_fake_adapter",
+    "make_fake_model",
+]
 
 FAKE_VERSION = "1"
-
-FIRST_TOKEN = 3
-"""0, 1 and 2 are never made: most tokenizers have padding, begin and end there."""
 
 MAX_DELAY_S = 3600.0
 """Longer than any time-out that a test of one could want."""
@@ -57,106 +69,6 @@ MEMORY_TAGS = ("weights", "kv_cache")
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
-
-
-def _hash(digest: str, prompt_hash: bytes, position: int) -> bytes:
-    return blake2b(
-        prompt_hash + position.to_bytes(8, "little"), key=blake2b(digest.encode()).digest(), digest_size=16
-    ).digest()
-
-
-def _prompt_hash(prompt_token_ids: list[int]) -> bytes:
-    return blake2b(array("Q", prompt_token_ids).tobytes(), digest_size=32).digest()
-
-
-def _token(made: bytes, vocab_size: int) -> int:
-    return FIRST_TOKEN + int.from_bytes(made[:8], "little") % (vocab_size - FIRST_TOKEN)
-
-
-def _logprob(made: bytes) -> float:
-    return -(1 + int.from_bytes(made[8:12], "little")) / (1 << 30)
-
-
-def _both(digest: str, adapter_digest: str | None) -> str:
-    return digest if adapter_digest is None else f"{digest}+{adapter_digest}"
-
-
-def fake_token(
-    digest: str,
-    prompt_token_ids: list[int],
-    position: int,
-    vocab_size: int = 512,
-    adapter_digest: str | None = None,
-) -> int:
-    """The token that the fake engine makes under the weights of `digest` (a version's: "blake3:<hex>"), and of an
-    adapter's if the request names one, as number `position`, from 0, of the completion."""
-    made = _hash(_both(digest, adapter_digest), _prompt_hash(prompt_token_ids), position)
-    return _token(made, vocab_size)
-
-
-def fake_logprob(
-    digest: str, prompt_token_ids: list[int], position: int, adapter_digest: str | None = None
-) -> float:
-    """That token's logprob, in [-4, 0)."""
-    return _logprob(_hash(_both(digest, adapter_digest), _prompt_hash(prompt_token_ids), position))
-
-
-def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024) -> Path:
-    """Writes a model directory of `tensors` float32 tensors of `nbytes` each; other seeds, other bytes. Again with
-    the same seed it writes the same bytes."""
-    if tensors < 1 or nbytes < 4 or nbytes % 4:
-        raise ValueError("a fake model has at least one tensor, of a positive multiple of 4 bytes")
-    path.mkdir(parents=True, exist_ok=True)
-    source = random.Random(seed)
-    spec = TensorSpec("F32", (nbytes // 4,))
-    weights = {f"layers.{number}.weight": (spec, _finite(source, spec)) for number in range(tensors)}
-    write_atomically(path / "config.json", [json.dumps({"model_type": "fake"}).encode()])
-    write_safetensors(path / "model.safetensors", weights)
-    return path
-
-
-def make_fake_adapter(path: Path, seed: int, model: Path, r: int = 2) -> Path:
-    """Writes a LoRA adapter directory, in float32, of all modules of a model that `make_fake_model` made; other
-    seeds, other bytes. Again with the same arguments it writes the same bytes."""
-    checkpoint = open_checkpoint(model, field="model")
-    checkpoint.close()
-    linear = _modules(checkpoint.specs)
-    config = {
-        "base_model_name_or_path": None,
-        "bias": "none",
-        "lora_alpha": r,
-        "peft_type": "LORA",
-        "r": r,
-        "target_modules": sorted(linear),
-        "task_type": "CAUSAL_LM",
-    }
-    specs = lora_spec(parse_lora(config), list(linear), linear, dict.fromkeys(linear, "F32"))
-    source = random.Random(f"adapter {seed}")
-    path.mkdir(parents=True, exist_ok=True)
-    write_safetensors(path / ADAPTER_NAME, {name: (spec, _finite(source, spec)) for name, spec in specs.items()})
-    write_atomically(path / ADAPTER_CONFIG_NAME, [_config_bytes(config)])
-    return path
-
-
-def _finite(source: random.Random, spec: TensorSpec) -> bytes:
-    """Random float32 numbers."""
-    data = bytearray(source.randbytes(spec.nbytes))
-    data[3::4] = b"\x3d" * (spec.nbytes // 4)  # the exponent: around 0.06
-    return bytes(data)
-
-
-def _modules(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[int, int]]:
-    """Module → (inputs, outputs): every weight counts as a linear layer, a vector as one of one output."""
-    return {
-        name.removesuffix(".weight"): (spec.shape[-1], math.prod(spec.shape[:-1]))
-        for name, spec in specs.items()
-        if name.endswith(".weight") and spec.shape
-    }
-
-
-def _config_bytes(config: Mapping[str, Any]) -> bytes:
-    """As PEFT writes it."""
-    return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,64 +137,6 @@ def _parsed(key: str, text: str, default: bool | int | float) -> bool | int | fl
     if not 0 <= value <= MAX_DELAY_S:
         raise refuse(f"give seconds from 0 to {MAX_DELAY_S:g}")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class FakeTensor:
-    spec: TensorSpec
-    digest: str  # blake3 hex of the bytes
-    data: bytes | None  # None without hold_bytes
-
-    def digest_now(self) -> str:
-        """From the bytes themselves where they are held."""
-        return self.digest if self.data is None else str(blake3(self.data).hexdigest())
-
-
-class FakeWeights:
-    """A full set of weights: what the engine holds, and, before it is swapped in, what `stage` made."""
-
-    def __init__(self, tensors: dict[str, FakeTensor]) -> None:
-        self.tensors = tensors
-        self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
-        self.used = False
-
-    def checksum(self) -> str:
-        lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())
-        return str(blake3("\n".join(["fake", *lines]).encode()).hexdigest())
-
-    def mismatches(self, other: FakeWeights) -> list[str]:
-        return sorted(
-            name
-            for name in self.tensors.keys() | other.tensors.keys()
-            if self._digest_now(name) != other._digest_now(name)
-        )
-
-    def _digest_now(self, name: str) -> str | None:
-        tensor = self.tensors.get(name)
-        return None if tensor is None else tensor.digest_now()
-
-    def noise(self) -> FakeWeights:
-        """Other weights of the same shapes."""
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            if tensor.data is None:
-                tensors[name] = FakeTensor(tensor.spec, os.urandom(32).hex(), None)
-            else:
-                data = os.urandom(tensor.spec.nbytes)
-                tensors[name] = FakeTensor(tensor.spec, str(blake3(data).hexdigest()), data)
-        return FakeWeights(tensors)
-
-
-class FakeAdapter:
-    """A LoRA adapter: what the engine holds, and, before it is swapped in, what `stage_adapter` made."""
-
-    def __init__(self, tensors: dict[str, FakeTensor], config: Mapping[str, Any]) -> None:
-        """Its digest is the version's when the config's file is as PEFT writes it: only the parsed config is here."""
-        lines = [(name, tensor.spec, tensor.digest) for name, tensor in tensors.items()]
-        self.digest = tensors_digest([*lines, config_line(_config_bytes(config))])
-        self.tensors = tensors
-        self.version: WeightVersion | None = None
-        self.used = False
 
 
 @dataclass(eq=False, slots=True)
@@ -413,7 +267,7 @@ class FakeEngine:
                 field="model",
                 fix="name one that is loaded, or the base model",
             )
-        running = _Running(request.adapter, prompt, _prompt_hash(prompt))
+        running = _Running(request.adapter, prompt, hash_of_prompt(prompt))
         self._requests[request.id] = running
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
@@ -424,9 +278,9 @@ class FakeEngine:
                     break
                 # From here to the yield nothing waits, so that weights and label belong together.
                 adapter = self._adapters[running.adapter] if running.adapter is not None else None
-                weights = _both(self._held().digest, None if adapter is None else adapter.digest)
-                made = _hash(weights, running.prompt_hash, running.made)
-                token = _token(made, self.config.vocab_size)
+                weights = both_digests(self._held().digest, None if adapter is None else adapter.digest)
+                made = hash_of(weights, running.prompt_hash, running.made)
+                token = token_of(made, self.config.vocab_size)
                 running.made += 1
                 running.spans.add(Label(self._version, running.adapter, adapter.version if adapter else None))
                 if token in stops:
@@ -437,7 +291,7 @@ class FakeEngine:
                     self._forget(request.id, running)
                 yield GenerateDelta(
                     token_ids=[token],
-                    logprobs=[_logprob(made)] if request.logprobs else None,
+                    logprobs=[logprob_of(made)] if request.logprobs else None,
                     text=f" t{token}",
                     finish_reason=running.ended,
                     spans=running.spans.tell(running.ended is not None),
@@ -667,7 +521,7 @@ class FakeEngine:
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         self._held()
-        lora, linear = parse_lora(config), _modules(self._specs)
+        lora, linear = parse_lora(config), linear_modules(self._specs)
         dtypes = {module: self._specs[f"{module}.weight"].dtype for module in linear}
         return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
 

@@ -72,7 +72,9 @@ def parse_lora(config: Mapping[str, Any]) -> LoraConfig:
             "save it as a LoRA of the original weights (PEFT: path_initial_model_for_weight_conversion)",
         )
     for key, value in config.items():
-        if key not in _READ and key not in _IGNORED and value not in (None, False, [], {}, ""):
+        # By identity: 0 is not False, but the first layer.
+        neutral = value is None or value is False or value in ([], {}, "")
+        if not neutral and key not in _READ and key not in _IGNORED:
             raise _refuse(key[:64], f"is {_shown(value)}, which is not supported", "train the adapter without it")
     return LoraConfig(r, float(alpha), rslora, frozenset(targets))
 

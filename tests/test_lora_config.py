@@ -1,0 +1,127 @@
+"""Which `adapter_config.json` is taken, and which tensors it asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import InvalidWeights
+from rl_plane.versions import TensorSpec
+from worker.engines.lora import lora_spec, parse_lora, target_modules
+
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "1.up"]}
+LINEAR = {"model.0.q_proj": (3, 5), "model.1.q_proj": (3, 5), "model.1.up": (3, 7), "model.11.up": (3, 7)}
+
+
+def test_what_is_asked_for() -> None:
+    lora = parse_lora(CONFIG)
+    assert lora.scaling == 2.0
+    modules = target_modules(lora, LINEAR, frozenset({"model.norm", "eq_proj"}))
+    assert modules == ["model.0.q_proj", "model.1.q_proj", "model.1.up"]
+    spec = lora_spec(lora, modules, LINEAR, dict.fromkeys(LINEAR, "BF16"))
+    assert len(spec) == 6
+    assert spec["base_model.model.model.1.up.lora_A.weight"] == TensorSpec("BF16", (4, 3))
+    assert spec["base_model.model.model.1.up.lora_B.weight"] == TensorSpec("BF16", (7, 4))
+
+
+def test_rank_stabilized_scaling() -> None:
+    assert parse_lora(CONFIG | {"use_rslora": True}).scaling == 4.0
+
+
+def test_whole_names_fit_too() -> None:
+    lora = parse_lora(CONFIG | {"target_modules": ["model.1.up"]})
+    assert target_modules(lora, LINEAR) == ["model.1.up"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {
+            "bias": "none",
+            "use_dora": False,
+            "modules_to_save": None,
+            "rank_pattern": {},
+            "layers_to_transform": None,
+        },
+        {"lora_dropout": 0.1, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": "main"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"a_key_of_a_later_peft": False},
+    ],
+)
+def test_what_changes_nothing_is_taken(extra: dict[str, Any]) -> None:
+    assert parse_lora(CONFIG | extra) == parse_lora(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "IA3"),
+        ("peft_type", None),
+        ("r", 0),
+        ("r", True),
+        ("r", 4.0),
+        ("r", "4"),
+        ("r", 1 << 40),
+        ("r", None),
+        ("lora_alpha", 0),
+        ("lora_alpha", -1),
+        ("lora_alpha", True),
+        ("lora_alpha", float("inf")),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", 10**400),
+        ("lora_alpha", "8"),
+        ("target_modules", ".*_proj"),
+        ("target_modules", "all-linear"),
+        ("target_modules", []),
+        ("target_modules", None),
+        ("target_modules", ["q_proj", 3]),
+        ("target_modules", [""]),
+        ("use_rslora", 1),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_4"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", ["x"]),
+        ("modules_to_save", ["lm_head"]),
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("lora_bias", True),
+        ("fan_in_fan_out", True),
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("layers_to_transform", [0]),
+        ("layers_to_transform", 0),
+        ("layer_replication", [[0, 1]]),
+        ("exclude_modules", ["up"]),
+        ("target_parameters", ["experts.w"]),
+        ("trainable_token_indices", [1]),
+        ("alora_invocation_tokens", [1]),
+        ("a_key_of_a_later_peft", True),
+        ("k" * 5000, {"x": "y" * 5000}),
+    ],
+)
+def test_what_is_refused_names_the_key_and_a_fix(key: str, value: Any) -> None:
+    with pytest.raises(InvalidWeights) as caught:
+        parse_lora(CONFIG | {key: value})
+    assert caught.value.facts["field"] == f"adapter_config.{key[:64]}"
+    assert caught.value.facts["fix"]
+    assert len(caught.value.message) < 400
+
+
+@pytest.mark.parametrize("missing", ["peft_type", "r", "lora_alpha", "target_modules"])
+def test_what_must_be_there(missing: str) -> None:
+    with pytest.raises(InvalidWeights) as caught:
+        parse_lora({key: value for key, value in CONFIG.items() if key != missing})
+    assert caught.value.facts["field"] == f"adapter_config.{missing}"
+
+
+def test_targets_that_are_not_there_or_no_linear_layers() -> None:
+    with pytest.raises(InvalidWeights, match="no linear layer of this model"):
+        target_modules(parse_lora(CONFIG | {"target_modules": ["proj"]}), LINEAR)
+    with pytest.raises(InvalidWeights, match=r"'model\.norm', which is no linear layer"):
+        target_modules(
+            parse_lora(CONFIG | {"target_modules": ["q_proj", "norm"]}), LINEAR, frozenset({"model.norm"})
+        )
