@@ -582,6 +582,10 @@ class RealFleet:
 Engine = Literal["fake", "hf"]
 Fault = Literal["kill", "stop"]
 Victim = Literal["worker", "coordinator", "nats"]
+DECIDE = "decide"
+"""No worker stands at it: some milliseconds after all have prepared."""
+DECIDE_S = 0.015
+"""From the last answer to the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,15 +594,19 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """Of `worker/holds.py`."""
+    """Of `worker/holds.py`; or DECIDE."""
 
     def __str__(self) -> str:
         return f"{self.engine}-{self.fault}-{self.victim}-{self.point}"
 
     @property
-    def decided(self) -> bool:
-        """The decision is written before the gate."""
-        return not self.point.startswith("prepare_update")
+    def held_at(self) -> str:
+        return "prepare_update.after" if self.point == DECIDE else self.point
+
+    @property
+    def decided(self) -> bool | None:
+        """The decision is written before the gate. None: who knows?"""
+        return None if self.point == DECIDE else not self.point.startswith("prepare_update")
 
 
 async def run_case(fleet: RealFleet, case: Case) -> None:
@@ -620,10 +628,13 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     victim = {"worker": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
-    fleet.hold(case.point, held, key)
+    fleet.hold(case.held_at, held, key)
     update = None
     try:
-        update = await fleet.begun(case.point, held, lambda: fleet.update(coordinator, body, key))
+        update = await fleet.begun(case.held_at, held, lambda: fleet.update(coordinator, body, key))
+        if case.point == DECIDE:
+            fleet.release()
+            await asyncio.sleep(chance.uniform(0.0, DECIDE_S))
         answer = await _strike(
             fleet, case, victim, update, chance.random() < 0.8, lambda: fleet.clear_answer(other, body, key)
         )
@@ -705,7 +716,7 @@ async def _check_outcome(
     check(not (moved and first.code == "update_aborted"), f"called undone, and committed: {words}")
     if case.decided:
         check(moved == 1 and last.status == 200, f"the decision does not stand: {words}")
-    elif case.victim == "worker":
+    elif case.decided is False and case.victim == "worker":
         spared = policy["on_prepare_failure"] == "exclude"
         check(last.status == (200 if spared else 409), f"a worker that could not prepare: {words}")
         check(not spared or worker in last.body["excluded"], f"it is not excluded: {last.body}")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from tests.killing import Case, Engine, Fault, Matrix, Victim
+from tests.killing import DECIDE, Case, Engine, Fault, Matrix, Victim
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
@@ -22,7 +22,7 @@ BOUNDARIES = [f"{phase}.{side}" for phase in PHASES for side in ("before", "afte
 FAULTS: tuple[Fault, ...] = ("kill", "stop")
 VICTIMS: tuple[Victim, ...] = ("worker", "coordinator", "nats")
 POINTS: dict[Engine, Sequence[str]] = {
-    "fake": BOUNDARIES,
+    "fake": [*BOUNDARIES, DECIDE],
     "hf": ("prepare_update.after", "commit_update.after"),  # real weights around the decision and the swap
 }
 CASES = [
