@@ -381,18 +381,25 @@ class WorkerCore:
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed."""
+        """The first difference between what is held and what is committed: one whose bytes are staged, if there is."""
+        changes = self._changes()
         record = self.record
         assert record is not None
-        if self.state.digest != record.version.digest:
-            return _Change(None, record.version, record.source)
-        for name in sorted(self.state.adapters.keys() - record.adapters.keys()):
-            return _Change(name, None, None)
-        for name, adapter in sorted(record.adapters.items()):
-            mine = self.state.adapters.get(name)
-            if mine is None or mine.digest != adapter.version.digest:
-                return _Change(name, adapter.version, adapter.source)
-        return None
+        fitting = (change for change in changes if self._fits(self.staged, change, record))
+        return next(fitting, changes[0] if changes else None)
+
+    def _changes(self) -> list[_Change]:
+        record = self.record
+        assert record is not None
+        mine = self.state.adapters
+        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
+        gone = [_Change(name, None, None) for name in sorted(mine.keys() - record.adapters.keys())]
+        new = [
+            _Change(name, adapter.version, adapter.source)
+            for name, adapter in sorted(record.adapters.items())
+            if name not in mine or mine[name].digest != adapter.version.digest
+        ]
+        return [*base, *gone, *new]
 
 
 def why(error: BaseException) -> str:
