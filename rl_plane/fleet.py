@@ -342,7 +342,7 @@ class Fleet:
         try:
             async with self.client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
                 journal = self._journal(call, held, body, request, asked.rollback)
-                if call.may_repeat and (entry := await journal.first_answer()) is not None:
+                if call.may_repeat and (entry := await journal.first_answer(goes_on=True)) is not None:
                     return answered(call, entry)
                 try:
                     pin = snapshot.fingerprint if pinned else None
