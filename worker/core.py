@@ -11,7 +11,7 @@ with what the fleet has committed, and says the one thing to do now.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_plane.errors import Conflict, NotPrepared, PlaneError
@@ -393,23 +393,25 @@ class WorkerCore:
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed; what is staged comes before the others,
-        which would need its place."""
+        """The first difference between what is held and what is committed: one whose bytes are staged, if there is."""
+        changes = self._changes()
         record = self.record
         assert record is not None
-        changes = list(self._changes(record))
-        staged = [change for change in changes if self._fits(self.staged, change, record)]
-        return next(iter(staged or changes), None)
+        fitting = (change for change in changes if self._fits(self.staged, change, record))
+        return next(fitting, changes[0] if changes else None)
 
-    def _changes(self, record: DecisionRecord) -> Iterator[_Change]:
-        held = self.state.adapters
-        if self.state.digest != record.version.digest:
-            yield _Change(None, record.version, record.source)
-        for name in sorted(held.keys() - record.adapters.keys()):
-            yield _Change(name, None, None)
-        for name, adapter in sorted(record.adapters.items()):
-            if name not in held or held[name].digest != adapter.version.digest:
-                yield _Change(name, adapter.version, adapter.source)
+    def _changes(self) -> list[_Change]:
+        record = self.record
+        assert record is not None
+        mine = self.state.adapters
+        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
+        gone = [_Change(name, None, None) for name in sorted(mine.keys() - record.adapters.keys())]
+        new = [
+            _Change(name, adapter.version, adapter.source)
+            for name, adapter in sorted(record.adapters.items())
+            if name not in mine or mine[name].digest != adapter.version.digest
+        ]
+        return [*base, *gone, *new]
 
 
 def why(error: BaseException) -> str:
