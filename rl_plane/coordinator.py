@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, NotFound, PlaneError, Unavailable
 from rl_plane.fanout import Missing
@@ -237,10 +236,7 @@ class Coordinator:
         elif note.session is not None:
             await self._held.put(SESSION, note.session.encode())
         else:
-            entry = await self._client.bus.get(self._state, SESSION)
-            if entry is not None and entry.value:
-                with contextlib.suppress(WrongSequence):
-                    await self._client.bus.purge(self._state, SESSION, entry.sequence)
+            await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

@@ -413,9 +413,10 @@ class RecordFollower:
         self._core.ticked(time.monotonic())
         if not self._core.depends_on_coordinator():
             return
+        # In this order: a session that is over was decided or aborted before, and the record tells which.
         fence, held = await live_fence(self._bus, self._subjects.state)
-        await self._read()
         session = await read_session(self._bus, self._subjects.state)
+        await self._read()
         waiting_for = session.update_id if session is not None and session.live(time.time()) else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
