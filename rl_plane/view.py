@@ -20,7 +20,7 @@ from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.record import DecisionRecord, newer, record_of
-from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
+from rl_plane.subjects import ADVISORY, CATCH_UP, MEMBER_PREFIX, RECORD, Entry, Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
 
@@ -34,6 +34,9 @@ RECONNECT_GRACE_S = 1.0
 STALLED_FACTOR = 3.0
 """A sweep that comes this many intervals late shows that this process stood still."""
 REMEMBERED_DISCONNECTS = 4096
+MAX_CATCH_UP = 100_000
+"""Writes that a store may have lost and that are made up for one by one, each in a fraction of a millisecond: joins and
+deaths of months."""
 
 PING = encode(Request("ping").to_wire())
 
@@ -193,7 +196,20 @@ class MembershipView:
         await self.bus.ensure_bucket(self.subjects.state)
         await self.read_record()
         entries, last = await self.bus.read_all(self.subjects.members)
+        if last < self._core.epoch:
+            await self._catch_up(last)
+            entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
+
+    async def _catch_up(self, last: int) -> None:
+        """The store has lost its last writes. Epochs go on from the highest that is known: below it nobody would notice
+        a change."""
+        epoch = self._core.epoch
+        log.warning("the members' store is at %d, %d was known: some writes were lost", last, epoch)
+        for _ in range(min(epoch - last, MAX_CATCH_UP)):
+            if last >= epoch:
+                return  # others do the same
+            last = await self.bus.put(self.subjects.members, CATCH_UP, b"")
 
     # ---- instructions out ----
 
