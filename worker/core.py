@@ -251,11 +251,13 @@ class WorkerCore:
 
     def swapping(self, swap: Swap | Unload) -> None:
         """From here until `swapped` the engine holds weights of no version."""
-        self.staged = None
+        if isinstance(swap, Swap):
+            self.staged = None
         if swap.name is None:
             self.state.lose_weights("swapping")
         else:
             self.state.sequence = None
+            self.state.close("behind", "swapping")
 
     def swapped(self, swap: Swap | Unload, now: float) -> None:
         state = self.state
@@ -309,7 +311,7 @@ class WorkerCore:
             return Wait()
         if change.version is None:
             assert change.name is not None
-            return Unload(change.name, record.pause_mode)
+            return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
         if self._fits(staged, change, record):
             assert staged is not None
             wait_until = self._learnt_at + COMMIT_GRACE_S
@@ -332,7 +334,8 @@ class WorkerCore:
         elif not source.refetchable:
             why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
         elif self.staged is not None and self.staged.fence is not None:
-            why = f"waiting for the update {self.staged.update_id}, which is being prepared"
+            self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")
+            return Wait(now + HEAL_RETRY_S)
         else:
             return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
         self.fetch_failed(why, now)
@@ -381,13 +384,14 @@ class WorkerCore:
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed."""
+        """The first difference between what is held and what is committed. Adapters that go, go first: they were never
+        committed with the new base."""
         record = self.record
         assert record is not None
-        if self.state.digest != record.version.digest:
-            return _Change(None, record.version, record.source)
         for name in sorted(self.state.adapters.keys() - record.adapters.keys()):
             return _Change(name, None, None)
+        if self.state.digest != record.version.digest:
+            return _Change(None, record.version, record.source)
         for name, adapter in sorted(record.adapters.items()):
             mine = self.state.adapters.get(name)
             if mine is None or mine.digest != adapter.version.digest:
