@@ -262,7 +262,7 @@ class RecordFollower:
             body.digest,
             body.cast,
             fence,
-            in_place=body.staging == "none",
+            in_place=body.staging == "none" and name is None,
         )
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
@@ -271,14 +271,22 @@ class RecordFollower:
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
-        if self._state.pause_mode is None:
-            await self._engine.run(self._adapter.pause(mode, False))
-        self._core.overwriting()
-        self._tell()
+        begun = False
+
+        async def begin() -> None:
+            nonlocal begun
+            if self._state.pause_mode is None:
+                await self._engine.run(self._adapter.pause(mode, False))
+            begun = True
+            self._core.overwriting()
+            self.look()  # for a caller that is gone when it ends
+            self._tell()
+
         try:
-            return await self._updates.prepare(wanted)
+            return await self._updates.prepare(wanted, begin)
         except BaseException:
-            self._core.overwrite_failed()
+            if begun:
+                self._core.overwrite_failed()
             self.look()
             raise
 

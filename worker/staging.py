@@ -252,17 +252,19 @@ def overwrite(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
+    begin: Callable[[], None] = lambda: None,
 ) -> str:
     """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
 
-    Closes the delivery on every path. What can be checked without the bytes is checked before the engine is asked
-    to do anything. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
+    Closes the delivery on every path. What can be checked without the bytes is checked first; then `begin` is called,
+    which may raise, and then the engine takes the first byte. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
     wrong at the end is an InvalidWeights too.
     """
     try:
         check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
         stream.check_stated()
+        begin()
         adapter.overwrite(stream, cast, cancelled)
         return stream.finish()
     finally:

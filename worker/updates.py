@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
@@ -23,6 +25,10 @@ KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
 
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
+BEGIN_POLL_S = 0.1
+"""How often a receive that waits for a pause looks whether it was cancelled."""
+
+Begin = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +125,10 @@ class WeightUpdates:
         if (reason := self._info.capabilities.get(capability)) is not None:
             raise Unsupported(f"{self._info.engine}: {reason}", field=field)
 
-    async def prepare(self, wanted: Wanted) -> PreparedReply:
-        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer."""
+    async def prepare(self, wanted: Wanted, begin: Begin | None = None) -> PreparedReply:
+        """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
+
+        `begin` is awaited when all is checked and the first byte is about to be written over the served weights."""
         async with self._beginning:
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
                 return self.staged.reply
@@ -131,7 +139,7 @@ class WeightUpdates:
                 transport = self.transport(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled = threading.Event()
-                work = self._receive(wanted, transport, cancelled)
+                work = self._receive(wanted, transport, cancelled, begin)
                 self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
             receiving = self._receiving
         try:
@@ -142,7 +150,11 @@ class WeightUpdates:
                 self._receiving = None
         return staging.reply
 
-    async def _receive(self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event) -> Staging:
+    async def _receive(
+        self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, begin: Begin | None
+    ) -> Staging:
+        loop = asyncio.get_running_loop()
+
         def work() -> tuple[Staged | None, PreparedReply]:
             delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
             tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
@@ -154,7 +166,9 @@ class WeightUpdates:
             }
             weights: Staged | None = None
             if wanted.in_place:
-                found = overwrite(self._adapter, delivery, **how)
+                assert begin is not None
+                waiting = partial(_wait, loop, begin, cancelled)
+                found = overwrite(self._adapter, delivery, begin=waiting, **how)
             else:
                 weights, found = (receive if wanted.name is None else receive_adapter)(
                     self._adapter, delivery, **how
@@ -202,3 +216,18 @@ class WeightUpdates:
             self._set(None)
             await self._discard(staged)
         return found
+
+
+def _wait(loop: asyncio.AbstractEventLoop, begin: Begin, cancelled: threading.Event) -> None:
+    """For `begin`, from another thread than the loop's."""
+    begun = asyncio.run_coroutine_threadsafe(begin(), loop)
+    while True:
+        try:
+            return begun.result(BEGIN_POLL_S)
+        except TimeoutError:
+            if begun.done():
+                raise
+            if cancelled.is_set():
+                begun.cancel()
+        except concurrent.futures.CancelledError as error:
+            raise UpdateAborted("the update was aborted before it began to write") from error
