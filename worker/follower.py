@@ -272,7 +272,7 @@ class RecordFollower:
             body.digest,
             body.cast,
             fence,
-            in_place=body.staging == "none",
+            in_place=body.staging == "none" and name is None,
         )
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
@@ -286,6 +286,7 @@ class RecordFollower:
             if self._state.pause_mode is None:
                 await self._engine.run(self._adapter.pause(mode, False))
             self._core.overwriting()
+            self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
