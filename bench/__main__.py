@@ -88,7 +88,7 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
     found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if quick else PHASE_KILLS))
     if not quick:
         _say("updates of 500 MB …")
-        large = [make_tiny_model(scratch / f"large{seed}", seed, **SHAPE_500_MB) for seed in range(2)]
+        large = [make_tiny_model(scratch / f"large{seed}", seed, "float32", **SHAPE_500_MB) for seed in range(2)]
         found += gap_rows(await measure_gaps(large, GAP_ROUNDS))
     return found
 

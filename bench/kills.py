@@ -52,7 +52,7 @@ class Fleet:
         stop_peers(self._started)
 
     async def fill(self) -> None:
-        """Starts what is missing, and waits until it serves."""
+        """Starts what is missing, and updates all once: a process's first update is slower."""
         self._peers = [peer for peer in self._peers if peer.process.poll() is None]
         missing = [
             start_peer(
@@ -70,6 +70,7 @@ class Fleet:
             self._peers.append(await asyncio.to_thread(await_ready, process))
         await self._client.wait_for(WORKERS, JOIN_TIMEOUT_S)
         await asyncio.sleep(SETTLE_S)
+        await self.update()
 
     async def update(self, lost: str | None = None) -> tuple[float, float]:
         """Seconds to the answer, and until all but `lost` serve it."""
