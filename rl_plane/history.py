@@ -7,6 +7,7 @@ the record, it makes sure that the record's own entry is final (`Journal.begin`)
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -409,7 +410,10 @@ class Journal:
         await self._end(replace(ended, phases=phases))
 
     async def _end(self, entry: UpdateEntry) -> None:
-        await self._write_if_held(replace(entry, ended_at=time.time()))
+        # At once: the entry is there already, so it is counted however they come.
+        await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
+
+    async def _shorten(self) -> None:
         try:
             await self._bus.keep_newest(self._state, HISTORY_PREFIX + ">", KEEP)
         except BusUnreachable as error:
