@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl_plane import ops
@@ -515,7 +515,7 @@ class Fleet:
         async with self.client.lock(call.view, update_id=call.request_id) as held:
             journal = self._journal(call, held, {"version": "initial"}, request)
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                return _answered(call, entry)
+                return answered(call, entry)
             try:
                 return await self._committed(call, held, journal, Coordination("new_run", call.request_id))
             except PlaneError as error:
