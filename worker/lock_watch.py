@@ -19,6 +19,8 @@ class LockWatch:
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
+        self._heard_on: tuple[str, int] | None = None
+        """The connection of the newest news: while it was down, anything may have been said."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -28,15 +30,12 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
-        self._bus.on_reconnect(self._reconnected)
         await self._ask()
-
-    async def _reconnected(self) -> None:
-        self._held = False  # whatever was said meanwhile was missed: the next op asks
 
     async def is_live(self, fence: int) -> bool:
         """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self._state.fence):
+        known = self._held and self._heard_on == self._bus.identity
+        if not (known and fence == self._state.fence):
             await self._ask()
         return self._held and fence == self._state.fence
 
@@ -47,6 +46,8 @@ class LockWatch:
         if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
             log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
             self._sequence, self._state.fence = entry.sequence, 0
+        if entry is None and known == self._sequence:
+            self._held = False
         self._take(entry)
 
     async def _heard(self, message: Msg) -> None:
@@ -58,4 +59,5 @@ class LockWatch:
         if entry is not None and entry.sequence >= self._sequence:
             self._sequence = entry.sequence
             fence, self._held = fence_of(entry)
+            self._heard_on = self._bus.identity
             self._state.fence = max(self._state.fence, fence)
