@@ -282,6 +282,20 @@ class RlClient:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
 
+    async def ask(
+        self,
+        view: MembershipView,
+        members: Sequence[Member],
+        op: str,
+        body: dict[str, Any],
+        timeout_s: float | None = None,
+        held: HeldLock | None = None,
+    ) -> list[WorkerRow]:
+        """`call_all` for a coordinator, which knows its members and, if the op changes anything, has the lock."""
+        spec = op_named(op)
+        request = self._request(spec, body, timeout_s, held if spec.changes else None, "")
+        return await self._send(view, members, request, timeout_s or spec.timeout_s)
+
     async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
         """Sends `(subject, payload)` to each at once; their answers, in the same order."""
         return await self._gather.run(targets, timeout_s)

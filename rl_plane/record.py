@@ -243,5 +243,5 @@ async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
 async def read_frontends(bus: Bus, state: Bucket) -> list[str]:
     """The ids of the frontends that may deliver tokens now: each writes its key, which expires, before it confirms the
     record. So one that is not listed after a decision learns that decision before it routes a request."""
-    entries, _ = await bus.read_keys(state, FRONTEND_PREFIX + ">")
+    entries = await bus.list_keys(state, FRONTEND_PREFIX + ">")
     return [entry.key[len(FRONTEND_PREFIX) :] for entry in entries if entry.value is not None]

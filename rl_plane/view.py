@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,10 @@ RECONNECT_GRACE_S = 1.0
 STALLED_FACTOR = 3.0
 """A sweep that comes this many intervals late shows that this process stood still."""
 REMEMBERED_DISCONNECTS = 4096
+EPOCH_KEY = MEMBER_PREFIX + "epoch"
+"""Of no worker: markers are written to it to raise the epoch."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: more than a day of joins and leaves."""
 
 PING = encode(Request("ping").to_wire())
 
@@ -64,6 +69,7 @@ class MembershipView:
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
         self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._reconnected_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -157,7 +163,9 @@ class MembershipView:
         return identity in self._dead_connections
 
     def found_dead(self, instance_id: str, revision: int) -> None:
-        """Somebody has proof: a 503 to the member registered at `revision`."""
+        """Somebody has proof: a 503 to the member registered at `revision`. Just after a reconnect it is none."""
+        if time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S:
+            return
         self._carry_out(self._core.found_dead(instance_id, revision))
 
     # ---- events in ----
@@ -184,6 +192,7 @@ class MembershipView:
         self._carry_out(self._core.disconnected(*identity))
 
     async def _reconnected(self) -> None:
+        self._reconnected_at = time.monotonic()
         self._probes.restart()
         self._resync_wanted.set()
 
@@ -192,8 +201,23 @@ class MembershipView:
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
         await self.read_record()
+        known = self._core.epoch
         entries, last = await self.bus.read_all(self.subjects.members)
+        if last < known:
+            await self._raise_epoch(known)
+            entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
+
+    async def _raise_epoch(self, known: int) -> None:
+        """The store has lost writes that it had acknowledged. Epochs that were told must not come again for another
+        fleet, and whoever follows the feed must not take what comes for old: so the sequence is raised above them."""
+        members = self.subjects.members
+        log.warning("the members' store has gone back below epoch %d", known)
+        for _ in range(MAX_RAISES):
+            entry = await self.bus.get(members, EPOCH_KEY)
+            with contextlib.suppress(WrongSequence):  # another one raises it too
+                if await self.bus.purge(members, EPOCH_KEY, entry.sequence if entry is not None else 0) > known:
+                    return
 
     # ---- instructions out ----
 

@@ -253,7 +253,8 @@ class WorkerCore:
 
     def swapping(self, swap: Swap | Unload) -> None:
         """From here until `swapped` the engine holds weights of no version."""
-        self.staged = None
+        if isinstance(swap, Swap):
+            self.staged = None
         if swap.name is None:
             self.state.lose_weights("swapping")
         else:
@@ -310,7 +311,7 @@ class WorkerCore:
             return Wait()
         if change.version is None:
             assert change.name is not None
-            return Unload(change.name, record.pause_mode)
+            return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
         if self._fits(staged, change, record):
             assert staged is not None
             wait_until = self._learnt_at + COMMIT_GRACE_S
@@ -393,25 +394,22 @@ class WorkerCore:
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed: one whose bytes are staged, if there is."""
-        changes = self._changes()
+        """The first difference between what is held and what is committed. Adapters that go, go first: they were never
+        committed with a new base. Then comes what is staged, since anything else would need its place."""
         record = self.record
         assert record is not None
-        fitting = (change for change in changes if self._fits(self.staged, change, record))
-        return next(fitting, changes[0] if changes else None)
-
-    def _changes(self) -> list[_Change]:
-        record = self.record
-        assert record is not None
-        mine = self.state.adapters
-        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
-        gone = [_Change(name, None, None) for name in sorted(mine.keys() - record.adapters.keys())]
-        new = [
+        held = self.state.adapters
+        if gone := sorted(held.keys() - record.adapters.keys()):
+            return _Change(gone[0], None, None)
+        changes = [
             _Change(name, adapter.version, adapter.source)
             for name, adapter in sorted(record.adapters.items())
-            if name not in mine or mine[name].digest != adapter.version.digest
+            if name not in held or held[name].digest != adapter.version.digest
         ]
-        return [*base, *gone, *new]
+        if self.state.digest != record.version.digest:
+            changes.insert(0, _Change(None, record.version, record.source))
+        fitting = (change for change in changes if self._fits(self.staged, change, record))
+        return next(fitting, changes[0] if changes else None)
 
 
 def why(error: BaseException) -> str:

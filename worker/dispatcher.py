@@ -28,6 +28,7 @@ from rl_plane.wire import (
     format_of,
     request_from_wire,
 )
+from worker.holds import with_holds
 from worker.lock_watch import LockWatch
 from worker.state import WorkerState
 
@@ -53,7 +54,7 @@ class Dispatcher:
         assert handlers.keys() | {"ping"} == OPS.keys()
         self._state = state
         self._lock = lock
-        self._handlers = handlers
+        self._handlers = with_holds(handlers, state.instance_id)
         self._revision = revision
         self._tasks: set[asyncio.Task[None]] = set()
 

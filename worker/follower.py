@@ -171,7 +171,8 @@ class RecordFollower:
                 await self._wanted.wait()
 
     async def _try(self, instruction: Instruction) -> bool:
-        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away."""
+        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away, or the
+        same would be tried again at once."""
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
@@ -188,6 +189,8 @@ class RecordFollower:
             self._core.fetch_failed(why(error), time.monotonic())
             if self._state.digest is None:  # frozen requests could wait for ever
                 await self._engine.run(self._adapter.abort(None))
+            self._tell()
+            return self._core.next(time.monotonic()) != instruction
         self._tell()
         return True
 
@@ -205,14 +208,21 @@ class RecordFollower:
                 pass
 
     async def _change(self, instruction: Swap | Unload | Relabel) -> None:
-        desired = await read_pause(self._bus, self._subjects.state)
         async with self.changing:
             if self._core.next(time.monotonic()) != instruction:
                 return  # a commit was faster, or another decision came
-            # The update may have been long ago, and the fleet resumed since.
             record = self._core.record
-            keep_pause = record is not None and record.keep_pause and desired.left_s(time.time()) > 0
+            # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
+            keep_pause = record is not None and record.keep_pause and not record.final
+            keep_pause = keep_pause or await self._fleet_is_paused()
+            if self._core.next(time.monotonic()) != instruction:
+                return
             await self._step(instruction, keep_pause)
+
+    async def _fleet_is_paused(self) -> bool:
+        """Asked in turn with `pause` and `resume`, which write what they want before they ask the workers."""
+        desired = await read_pause(self._bus, self._subjects.state)
+        return desired.left_s(time.time()) > 0
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
@@ -262,7 +272,7 @@ class RecordFollower:
             body.digest,
             body.cast,
             fence,
-            in_place=body.staging == "none",
+            in_place=body.staging == "none" and name is None,
         )
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
@@ -276,6 +286,7 @@ class RecordFollower:
             if self._state.pause_mode is None:
                 await self._engine.run(self._adapter.pause(mode, False))
             self._core.overwriting()
+            self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
@@ -291,13 +302,16 @@ class RecordFollower:
         record = DecisionRecord.from_wire(body.record)
         async with self.turn(fence):
             self._core.learnt(record, body.sequence, time.monotonic())
+            keep_pause = record.keep_pause
+            with contextlib.suppress(BusUnreachable):  # it may have missed the update that left the fleet paused
+                keep_pause = keep_pause or await self._fleet_is_paused()
             done = self._last_commit
             if (
                 done is None or done["version"] != record.made.to_wire()
             ):  # else told twice, or it was faster itself
                 done = ops.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, record.keep_pause) or done
+                done = await self._step(step, keep_pause) or done
         self.look()
         self._tell()
         return done
@@ -342,6 +356,10 @@ class RecordFollower:
             for name, version in step.record.held.adapters.items():
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
+            if keep_pause and self._state.pause_mode is None:
+                mode = step.record.pause_mode
+                await self._engine.run(self._adapter.pause(mode, False))
+                self._state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
             return None
         return await self._swap(step, keep_pause)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, is_marker
 from rl_plane.lock import fence_of
 from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
+
+log = logging.getLogger("worker.lock_watch")
 
 
 class LockWatch:
@@ -37,7 +41,13 @@ class LockWatch:
         return self._held and fence == self._state.fence
 
     async def _ask(self) -> None:
-        self._take(await self._bus.get(self._bucket, LOCK))
+        """The leader's word counts, also where its store has lost what was heard of it: then its fences begin lower."""
+        known, fence = self._sequence, self._state.fence
+        entry = await self._bus.get(self._bucket, LOCK)
+        if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
+            log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
+            self._sequence, self._state.fence = entry.sequence, 0
+        self._take(entry)
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}
