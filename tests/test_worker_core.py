@@ -221,7 +221,6 @@ def test_a_learnt_decision_gates_until_it_is_opened() -> None:
     assert not core.learnt(R1, 2, 10.1), "told twice"
     assert not core.learnt(R0, 1, 10.1), "read before"
     stage(core, R1)
-    core.state.check_fence(5)
     swap = core.commit_step(R1)
     assert isinstance(swap, Swap)
     core.swapping(swap)
@@ -313,7 +312,7 @@ def test_a_commit_goes_on_through_everything_that_differs() -> None:
     while (step := core.commit_step(dropping)) is not None:
         steps.append(step)
         assert act(core, step, 0.0)
-    assert steps == [Swap("u2", None, dropping.version, "keep"), Unload("a", "keep")]
+    assert steps == [Unload("a", "keep"), Swap("u2", None, dropping.version, "keep")]
 
 
 # ---- healing ----
@@ -426,7 +425,7 @@ def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: Staged) -
 # ---- adapters ----
 
 
-def test_base_first_then_what_is_too_much_then_what_is_missing_or_wrong() -> None:
+def test_what_is_too_much_goes_first_then_comes_the_base_then_what_is_missing_or_wrong() -> None:
     core = serving(R0, (a := after(R0, load="a")), (b := after(a, load="b")), after(b, load="c"))
     made = {name: version(10 + number) for number, name in enumerate("bcd")}
     wanted = replace(
@@ -440,9 +439,9 @@ def test_base_first_then_what_is_too_much_then_what_is_missing_or_wrong() -> Non
     while act(core, step := core.next(0.0), 0.0):
         did.append(step)
     assert did == [
+        Unload("a", "keep"),
         Fetch("heal-20", None, version(20), wanted.source),
         Swap("heal-20", None, version(20), "keep"),
-        Unload("a", "keep"),
         Fetch("heal-10", "b", made["b"], source(10)),
         Swap("heal-10", "b", made["b"], "keep"),
         Fetch("heal-11", "c", made["c"], source(11)),
@@ -463,6 +462,30 @@ def test_a_staged_adapter_is_swapped_first_where_the_base_is_missing_too() -> No
     assert core.next(COMMIT_GRACE_S) == Swap("u2", "a", loading.made, "keep")
     hold(core, COMMIT_GRACE_S)
     assert (reasons(core), core.state.sequence) == ({}, 2)
+
+
+def test_an_unload_that_fails_is_repeated_later() -> None:
+    core = serving(R0, (loaded := after(R0, load="a")))
+    unloading = after(loaded, unload="a")
+    core.learnt(unloading.opened(), 3, 0.0)
+    unload = core.next(0.0)
+    assert unload == Unload("a", "keep")
+    assert isinstance(unload, Unload)
+    core.swapping(unload)
+    core.swap_failed(unload, "busy", 0.0)
+    assert core.next(0.0) == Wait(HEAL_RETRY_S)
+    assert reasons(core) == {"behind": "busy"}
+    hold(core, HEAL_RETRY_S)
+    assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
+
+
+def test_what_is_staged_outlasts_an_unload() -> None:
+    core = serving(R0, (loaded := after(R0, load="a")))
+    dropping = replace(after(loaded, refetchable=False), adapters={})
+    stage(core, dropping)
+    core.learnt(dropping.opened(), 3, 0.0)
+    hold(core, COMMIT_GRACE_S)
+    assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
 
 
 def test_a_worker_takes_no_requests_while_an_adapter_is_swapped() -> None:
