@@ -220,6 +220,7 @@ def test_a_learnt_decision_gates_until_it_is_opened() -> None:
     assert reasons(core).keys() == {"updating", "behind"}
     assert not core.learnt(R1, 2, 10.1), "told twice"
     assert not core.learnt(R0, 1, 10.1), "read before"
+    assert not core.learnt(R0.opened(), 99, 10.1), "a store that went back is the leader's to tell of"
     stage(core, R1)
     swap = core.commit_step(R1)
     assert isinstance(swap, Swap)
