@@ -43,6 +43,9 @@ log = logging.getLogger("worker.follower")
 
 CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
+SESSION_GRACE_S = 3.0
+"""A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
+behind, decides what is still staged."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -342,10 +345,15 @@ class RecordFollower:
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
         async with self.turn(fence):
-            swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
-            done = await self._step(swap, body.policy.keep_pause)
+            staged, done = self._core.staged, None
+            if staged is not None and staged.update_id == wanted.update_id:
+                swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
+                done = await self._step(swap, body.policy.keep_pause)
+            elif self._state.version == record.version:  # it was faster by itself
+                done = self._last_commit
         self.look()
-        assert done is not None
+        if done is None:
+            raise Conflict("another update came meanwhile", fix="read the worker's state")
         return done
 
     # ---- one step ----
@@ -418,7 +426,8 @@ class RecordFollower:
         fence, held = await live_fence(self._bus, self._subjects.state)
         session = await read_session(self._bus, self._subjects.state)
         await self._read()
-        waiting_for = session.update_id if session is not None and session.live(time.time()) else None
+        waits = session is not None and session.live(time.time() - SESSION_GRACE_S)
+        waiting_for = session.update_id if session is not None and waits else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
             log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
