@@ -405,9 +405,11 @@ class RecordFollower:
         """Whether the prefix cache was flushed."""
         if isinstance(swap, Unload):
             self._core.swapping(swap)
+            self._tell()
             return await self._engine.run(self._adapter.swap_adapter(swap.name, None, None))
         weights = self._updates.take(swap.update_id)
         self._core.swapping(swap)
+        self._tell()
         if swap.name is not None:
             return await self._engine.run(self._adapter.swap_adapter(swap.name, weights, swap.version))
         if weights is not None:
