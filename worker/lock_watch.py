@@ -30,11 +30,15 @@ class LockWatch:
     async def _reconnected(self) -> None:
         self._held = False  # whatever was said meanwhile was missed: the next op asks
 
-    async def is_live(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self._state.fence):
-            await self._ask()
+    def is_holders(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder, by the news so far?"""
         return self._held and fence == self._state.fence
+
+    async def is_live(self, fence: int) -> bool:
+        """The same; a coordinator may be here before the news of its lock."""
+        if not self.is_holders(fence):
+            await self._ask()
+        return self.is_holders(fence)
 
     async def _ask(self) -> None:
         self._take(await self._bus.get(self._bucket, LOCK))
