@@ -83,7 +83,10 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
     for workers, rounds in (QUICK_UPDATE_ROUNDS if quick else UPDATE_ROUNDS).items():
         _say(f"updates of {workers:,} workers, {rounds} rounds …")
         with _server() as url:
-            found += commit_rows(await measure_commits(url, tiny, workers, rounds))
+            commits = await measure_commits(url, tiny, workers, rounds)
+        if commits.excluded:
+            _say(f"{commits.excluded} of {workers * rounds:,} were excluded: they did not answer in time")
+        found += commit_rows(commits)
     _say("updates with a worker killed …")
     found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if quick else PHASE_KILLS))
     if not quick:

@@ -23,6 +23,8 @@ from rl_plane.update_steps import Phase
 
 SURVEY_AND_PREPARE = 2
 """Scatter-gathers before the decision; the rest are its commit."""
+GATE_TIMEOUT_S = 30.0
+"""As a call's here: slow is a measurement, silence is not."""
 WARM_UP = 2
 COMMIT_PHASES: frozenset[Phase] = frozenset({"decide", "gate", "commit", "leases", "open"})
 
@@ -37,6 +39,8 @@ class CommitTimes:
     seconds: dict[str, list[float]]
     """`update`: the whole call; `commit`: of it, from the decision to the last acknowledgement; `raw_before` and
     `raw_after` the decision: scatter-gathers."""
+    excluded: int
+    """Workers that an update went on without, of all rounds: a busy machine."""
 
     @property
     def after(self) -> int:
@@ -93,8 +97,11 @@ class Updater:
         """The number of workers that it excluded."""
         self._count += 1
         path = str(self._models[self._count % len(self._models)])
-        reply = await self._client.update_weights({"transport": {"backend": "filesystem", "path": path}})
-        return len(reply["excluded"])
+        body = {
+            "transport": {"backend": "filesystem", "path": path},
+            "policy": {"gate_timeout_s": GATE_TIMEOUT_S},
+        }
+        return len((await self._client.update_weights(body))["excluded"])
 
 
 @asynccontextmanager
@@ -140,10 +147,12 @@ async def measure_commits(nats_url: str, models: Sequence[Path], workers: int, r
             with recorded(client) as sizes:
                 await updater.update()
             async with _raw(nats_url, subjects, sizes) as raw:
-                return CommitTimes(workers, len(raw), await _measure(updater, raw, rounds))
+                seconds, excluded = await _measure(updater, raw, rounds)
+                return CommitTimes(workers, len(raw), seconds, excluded)
 
 
-async def _measure(updater: Updater, raw: list[RawGather], rounds: int) -> dict[str, list[float]]:
+async def _measure(updater: Updater, raw: list[RawGather], rounds: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds, and how many workers were excluded in all."""
     commits: list[float] = []
 
     async def ask_before() -> int:
@@ -161,5 +170,5 @@ async def _measure(updater: Updater, raw: list[RawGather], rounds: int) -> dict[
             return excluded
 
         ways = {"raw_before": ask_before, "update": update, "raw_after": ask_after}
-        seconds, _ = await time_rounds(ways, rounds, WARM_UP)
-    return {**seconds, "commit": commits[-rounds:]}
+        seconds, missing = await time_rounds(ways, rounds, WARM_UP)
+    return {**seconds, "commit": commits[-rounds:]}, missing["update"]

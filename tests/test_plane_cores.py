@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
@@ -21,9 +22,11 @@ from rl_plane.judge import judge_prepare
 from rl_plane.membership import Changed, Member, MembershipCore, Purge, Resync, fingerprint
 from rl_plane.ops import UpdatePolicy
 from rl_plane.probing import CONFIRM_S, HUNG_AFTER_S, MIN_SILENT_PROBES, PROBE_TIMEOUT_S, SWEEP_S, ProbeCore
+from rl_plane.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.streams import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
 from rl_plane.subjects import Entry
+from rl_plane.versions import WeightVersion
 
 # ---- membership ----
 
@@ -403,3 +406,12 @@ def test_the_callers_fault_is_told_as_such() -> None:
         judge_prepare([bad("a", Unsupported("no")), bad("b", Unsupported("no"))], {"a", "b"}, ABORT, None)
     with pytest.raises(UpdateAborted):
         judge_prepare([bad("a", Unsupported("no")), bad("b", WorkerLost("dead"))], {"a", "b"}, ABORT, None)
+
+
+def test_a_record_on_the_wire_has_all_its_fields() -> None:
+    version = WeightVersion("run", 3, "step", "blake3:00")
+    source = Source({"backend": "filesystem", "path": "/weights"}, cast=True)
+    adapters = {"a": Adapter(version, source)}
+    record = DecisionRecord(version, source, "id", version, adapters, rolling_from=Held(version, {"a": version}))
+    assert record.to_wire() == asdict(record)
+    assert DecisionRecord.decode(record.encode()) == record

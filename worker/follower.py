@@ -135,15 +135,18 @@ class RecordFollower:
         raise BusUnreachable("the record could not be written")
 
     async def _restore(self, restore: Restore) -> None:
+        state, value = self._subjects.state, restore.record.encode()
+        try:
+            if restore.last:
+                await self._bus.put(state, RECORD, value, last=restore.last)
+            else:
+                await self._bus.create(state, RECORD, value)
+        except WrongSequence:
+            return  # somebody was faster, or a new decision has overtaken the leader's answer
         if restore.last:
             log.warning(
                 "%s: the store has lost %s: written back", self._state.instance_id, restore.record.made.label
             )
-        with contextlib.suppress(WrongSequence):
-            if restore.last:
-                await self._bus.put(self._subjects.state, RECORD, restore.record.encode(), last=restore.last)
-            else:
-                await self._bus.create(self._subjects.state, RECORD, restore.record.encode())
 
     # ---- by itself ----
 

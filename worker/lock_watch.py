@@ -19,8 +19,8 @@ class LockWatch:
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
-        self._heard_on: tuple[str, int] | None = None
-        """The connection of the newest news: while it was down, anything may have been said."""
+        self._asked_on: tuple[str, int] | None = None
+        """The connection on which the leader was asked: what was said before it, or while there was none, is missed."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -32,16 +32,19 @@ class LockWatch:
         await self._bus.flush()
         await self._ask()
 
+    def is_holders(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder, by the news so far?"""
+        return self._held and self._asked_on == self._bus.identity and fence == self._state.fence
+
     async def is_live(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        known = self._held and self._heard_on == self._bus.identity
-        if not (known and fence == self._state.fence):
+        """The same; a coordinator may be here before the news of its lock."""
+        if not self.is_holders(fence):
             await self._ask()
-        return self._held and fence == self._state.fence
+        return self.is_holders(fence)
 
     async def _ask(self) -> None:
         """The leader's word counts, also where its store has lost what was heard of it: then its fences begin lower."""
-        known, fence = self._sequence, self._state.fence
+        known, fence, connection = self._sequence, self._state.fence, self._bus.identity
         entry = await self._bus.get(self._bucket, LOCK)
         if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
             log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
@@ -49,6 +52,7 @@ class LockWatch:
         if entry is None and known == self._sequence:
             self._held = False
         self._take(entry)
+        self._asked_on = connection
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}
@@ -59,5 +63,4 @@ class LockWatch:
         if entry is not None and entry.sequence >= self._sequence:
             self._sequence = entry.sequence
             fence, self._held = fence_of(entry)
-            self._heard_on = self._bus.identity
             self._state.fence = max(self._state.fence, fence)
