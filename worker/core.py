@@ -336,8 +336,10 @@ class WorkerCore:
             )
         elif not source.refetchable:
             why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
-        elif self.staged is not None and self.staged.fence is not None:
-            why = f"waiting for the update {self.staged.update_id}, which is being prepared"
+        elif (staged := self.staged) is not None and staged.fence is not None:
+            if self.record is not None and staged.update_id == self.record.update_id:
+                return Drop(staged.update_id)  # decided, and not what is missing
+            why = f"waiting for the update {staged.update_id}, which is being prepared"
         else:
             return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
         self.fetch_failed(why, now)
