@@ -439,9 +439,10 @@ class RecordFollower:
             await self._updates.drop(given_up)
         self.look()
 
-    async def abort(self, update_id: str | None) -> bool:
+    async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""
         await self._read()
+        self._state.check_fence(fence)
         self._core.check_undecided(update_id)
         found = await self._updates.drop(update_id)
         self.look()
