@@ -363,4 +363,3 @@ class Checks:
         if members != living:
             return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")
         return None
-
