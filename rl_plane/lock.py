@@ -84,7 +84,13 @@ class HeldLock:
             return
         async with self._busy:
             with contextlib.suppress(WrongSequence, BusUnreachable):
-                await self._bus.purge(self._bucket, LOCK, self._revision)
+                try:
+                    await self._bus.purge(self._bucket, LOCK, self._revision)
+                except WrongSequence:
+                    # A renewal that was cancelled on its way may have arrived: the lock would stay for its TTL.
+                    entry = await self._bus.get(self._bucket, LOCK)
+                    if entry is not None and entry.value == self._value:
+                        await self._bus.purge(self._bucket, LOCK, entry.sequence)
 
 
 async def _renewals(held: HeldLock) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, is_marker
@@ -9,12 +11,16 @@ from rl_plane.lock import fence_of
 from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
 
+log = logging.getLogger("worker.lock_watch")
+
 
 class LockWatch:
     """Raises the fence in the worker's state with every news of the lock."""
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
+        self._asked_on: tuple[str, int] | None = None
+        """The connection on which the leader was asked: what was said before it, or while there was none, is missed."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -24,20 +30,29 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
-        self._bus.on_reconnect(self._reconnected)
         await self._ask()
 
-    async def _reconnected(self) -> None:
-        self._held = False  # whatever was said meanwhile was missed: the next op asks
+    def is_holders(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder, by the news so far?"""
+        return self._held and self._asked_on == self._bus.identity and fence == self._state.fence
 
     async def is_live(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self._state.fence):
+        """The same; a coordinator may be here before the news of its lock."""
+        if not self.is_holders(fence):
             await self._ask()
-        return self._held and fence == self._state.fence
+        return self.is_holders(fence)
 
     async def _ask(self) -> None:
-        self._take(await self._bus.get(self._bucket, LOCK))
+        """The leader's word counts, also where its store has lost what was heard of it: then its fences begin lower."""
+        known, fence, connection = self._sequence, self._state.fence, self._bus.identity
+        entry = await self._bus.get(self._bucket, LOCK)
+        if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
+            log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
+            self._sequence, self._state.fence = entry.sequence, 0
+        if entry is None and known == self._sequence:
+            self._held = False
+        self._take(entry)
+        self._asked_on = connection
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}

@@ -9,10 +9,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
+from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import GUARDS, without
 from tests.sim.run import Result, adapters, run_seed
 
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--without", choices=GUARDS, help="switch a guard off: then a violation must be found")
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
+    parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
     arguments = parser.parse_args()
     with without(arguments.without) if arguments.without else nullcontext():
         return run(arguments)
@@ -54,9 +57,11 @@ def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
 def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     served = committed = refused = failed = 0
+    reached: Counter[str] = Counter()
     guard = f" --without {arguments.without}" if arguments.without else ""
     for result in _results(arguments.first, arguments.seeds, arguments.jobs):
         served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
+        reached.update(result.reached)
         if arguments.trace or (result.violation is not None and not arguments.go_on):
             print("\n".join(result.trace))
         if result.violation is not None:
@@ -70,6 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         f"{time.monotonic() - start:.0f} s: {served} completions, {committed} updates committed, "
         f"{refused} refused or aborted"
     )
+    missing = [name for name in TRANSITIONS if name not in reached]
+    print(f"{len(reached)} transitions reached; never: {', '.join(missing) or 'none'}")
+    if arguments.transitions:
+        print("\n".join(f"{count:7d} {name}" for name, count in sorted(reached.items())))
+    if unknown := sorted(reached.keys() - set(TRANSITIONS)):
+        print(f"not in the list (tests/sim/coverage.py): {', '.join(unknown)}")
     return 1 if failed else 0
 
 

@@ -24,6 +24,7 @@ from rl_plane.bus import Bus
 from rl_plane.lock import HeldLock
 from rl_plane.streams import IncomingStream
 from tests.sim.checks import Violation
+from tests.sim.coverage import recorded
 from tests.sim.faults import Faults, Scenario
 from tests.sim.trainers import ADAPTERS, Trainers, call
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
@@ -65,6 +66,8 @@ class Result:
     served: int
     committed: int
     refused: int
+    reached: frozenset[str]
+    """Transitions of the machines."""
 
 
 class _NoCanary:
@@ -110,11 +113,11 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
 
 
 def run_seed(seed: int) -> Result:
-    with _simulated(seed) as (loop, rng):
-        return _run(seed, loop, rng)
+    with recorded() as reached, _simulated(seed) as (loop, rng):
+        return _run(seed, loop, rng, reached)
 
 
-def _run(seed: int, loop: VirtualLoop, rng: random.Random) -> Result:
+def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) -> Result:
     world = World(loop, rng, models(), adapters())
     try:
         loop.run_until_complete(_life(world))
@@ -122,7 +125,10 @@ def _run(seed: int, loop: VirtualLoop, rng: random.Random) -> Result:
         if world.checks.violation is None:
             world.checks.fail("I5", str(error))
     loop.bury(world.all_processes)
-    return Result(seed, world.checks.violation, world.trace, world.served, world.committed, world.refused)
+    checks = world.checks
+    return Result(
+        seed, checks.violation, world.trace, world.served, world.committed, world.refused, frozenset(reached)
+    )
 
 
 async def _life(world: World) -> None:
