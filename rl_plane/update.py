@@ -77,6 +77,9 @@ LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
 
+END_ROLL_TRIES = 3
+"""Each waits until NATS is back; it may go away again at once."""
+
 NOBODY = Prepared("", {}, [], refetchable=True)
 
 Steps = Generator[Instruction, Any, Result]
@@ -377,6 +380,8 @@ class UpdateMachine:
                 return outcome
         except (BusUnreachable, StaleFence):
             pass  # said in the shell's log
+        if record.rolling_from is not None:
+            yield from self._end_roll(record)
         watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
         try:
             yield Write("open", record.opened())
@@ -412,6 +417,22 @@ class UpdateMachine:
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
         return outcome_of(record, prepared, rows, told, after)
+
+    def _end_roll(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
+        """A worker whose turn has not come waits as long as the lock is held, and so for this call: without a roll
+        it swaps by itself."""
+        for _ in range(END_ROLL_TRIES):
+            try:
+                yield Write("open", record.opened())
+                return
+            except StaleFence:
+                return  # nobody waits for this call any more
+            except BusUnreachable:
+                pass
+            try:
+                yield Watch(record, 0.0)  # until NATS is back
+            except PlaneError:
+                pass
 
     def _leases(self, told: Told) -> Generator[Instruction, Any, None]:
         """Who has not acknowledged may serve what it knows until it leaves or its lease has run out."""

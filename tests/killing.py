@@ -180,6 +180,8 @@ class Rollouts:
         """No request that begins now may be answered by an older sequence."""
         self.crossed = 0
         """Completions of two versions: kept over an update."""
+        self.rolling = False
+        """Two versions may be served side by side, until the update is answered."""
         self._models = models
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(REPLY_S), trust_env=False)
         self._random = random.Random(seed)
@@ -220,6 +222,7 @@ class Rollouts:
         floor = self.floor
         tokens: list[int] = []
         spans: list[dict[str, Any]] | None = None
+        finished: str | None = None
         try:
             if stream:
                 async with self._http.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -233,24 +236,27 @@ class Rollouts:
                         if "error" in chunk:
                             self._told(client, chunk["error"])
                             return
-                        tokens += chunk["choices"][0]["token_ids"]
-                        spans = chunk["choices"][0].get("weight_versions", spans)
+                        choice = chunk["choices"][0]
+                        tokens += choice["token_ids"]
+                        spans, finished = choice.get("weight_versions", spans), choice["finish_reason"]
             else:
                 response = await self._http.post(f"{url}/v1/completions", json=body)
                 if response.status_code != 200:
                     self._refused(client, response.status_code, response.content, prompt, floor)
                     return
                 choice = response.json()["choices"][0]
-                tokens, spans = choice["token_ids"], choice["weight_versions"]
+                tokens, spans, finished = choice["token_ids"], choice["weight_versions"], choice["finish_reason"]
         finally:
             if spans is None and tokens:
                 self.fragments.append(Fragment(client, prompt, tokens, floor))
-        check(spans is not None and len(tokens) == body["max_tokens"], f"{len(tokens)} tokens, spans {spans}")
+        whole = len(tokens) == body["max_tokens"] or finished == "abort"
+        check(spans is not None and whole, f"{len(tokens)} tokens, {finished}, spans {spans}")
         assert spans is not None
         self._check_spans(prompt, tokens, spans, floor)
         self.answers[client] += 1
-        # Admitted under this version: whoever asks from now on gets it, or a newer one.
-        self.floor = max(self.floor, spans[0]["sequence"])
+        if not self.rolling and spans:
+            # Admitted under this version: whoever asks from now on gets it, or a newer one.
+            self.floor = max(self.floor, spans[0]["sequence"])
 
     def _check_spans(self, prompt: list[int], tokens: list[int], spans: list[dict[str, Any]], floor: int) -> None:
         at, sequence = 0, floor
@@ -613,8 +619,9 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     chance = random.Random(f"{SEED} {case}")
     coordinator, other = chance.sample(fleet.frontends, 2)
     worker = chance.choice(fleet.worker_ids)
-    held = fleet.worker_ids if chance.random() < 0.5 else [worker]
-    policy = {"on_prepare_failure": chance.choice(["abort", "exclude"])}
+    policy = _policy(case, chance)
+    # A rolling update comes to one worker after another.
+    held = fleet.worker_ids if "barrier" not in policy and chance.random() < 0.5 else [worker]
     before = (await fleet.whole())["version"]
     weights = await fleet.checkpoint()
     label = f"{fleet.updates}-{case}"
@@ -630,6 +637,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
 
     fleet.hold(case.held_at, held, key)
     update = None
+    fleet.rollouts.rolling = "barrier" in policy
     try:
         update = await fleet.begun(case.held_at, held, lambda: fleet.update(coordinator, body, key))
         if case.point == DECIDE:
@@ -649,9 +657,8 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         if update is not None:
             update.cancel()
     await _check_outcome(fleet, case, before, after, [update.result(), answer], policy, worker)
-    check(
-        await fleet.outcome_of(key) == ["committed" if answer.version else "aborted"], f"the history tells {key}"
-    )
+    outcomes = await fleet.outcome_of(key)
+    check(outcomes == ["committed" if answer.version else "aborted"], f"the history tells {outcomes}: {answer}")
     if not answer.version:  # what was undone stands in nobody's way
         again = await fleet.clear_answer(other, {**body, "version": f"{label}-again"}, uuid.uuid4().hex)
         check(again.status == 200, f"the update after it: {again}")
@@ -659,6 +666,19 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     expected = (before["sequence"] + 1, weights.digest)
     check((after["sequence"], after["digest"]) == expected, f"{after} is not {expected}")
     await _check_served(fleet)
+
+
+def _policy(case: Case, chance: random.Random) -> dict[str, Any]:
+    policy = {
+        "on_prepare_failure": chance.choice(["abort", "exclude"]),
+        "pause_mode": chance.choice(["keep", "keep", "wait", "abort"]),
+    }
+    kind = chance.choice(["plain", "plain", "plain", "unstaged", "rolling"])
+    if kind == "unstaged":
+        policy["staging"] = "none"
+    elif kind == "rolling" and not case.point.startswith("gate"):  # which is open from the decision on
+        policy["barrier"] = "rolling"
+    return policy
 
 
 async def _ended(update: asyncio.Task[Answer]) -> Answer:

@@ -493,7 +493,25 @@ def test_a_short_commit_time_does_not_open_before_every_lease_has_ended() -> Non
 def test_rolling_lost_on_the_way_is_watched_too() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}), roll=[None, LOST])
     driver.outcome()
-    assert driver.phases[-4:] == ["roll", "roll", "watch", "open"]
+    # Who still waits for its turn is let go before anybody watches it.
+    assert driver.phases[-5:] == ["roll", "roll", "open", "watch", "open"]
+    assert driver.all(Write, "open")[0].record == driver.one(Write, "decide").record.opened()
+
+
+@pytest.mark.parametrize("nobody", [None, Conflict("nobody tells")])
+def test_rolling_lets_the_others_go_as_soon_as_the_record_can_be_written(nobody: PlaneError | None) -> None:
+    driver = Driver(
+        update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[nobody, None]
+    )
+    driver.outcome()
+    assert driver.phases[-8:] == ["roll", *["open", "watch"] * 3, "open"]
+    assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 0.0, 60.0]
+
+
+def test_rolling_that_was_fenced_lets_nobody_wait() -> None:
+    driver = Driver(update(policy={"barrier": "rolling"}), roll=LOST, open=FENCED)
+    driver.outcome()
+    assert driver.phases[-4:] == ["roll", "open", "watch", "open"]
 
 
 def test_when_nobody_tells_what_the_workers_do_that_is_said() -> None:
