@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, is_marker
 from rl_plane.lock import fence_of
 from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
+
+log = logging.getLogger("worker.lock_watch")
+
+FENCE_KEY = "fence"
+"""Of the state bucket: written to raise its sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
 
 
 class LockWatch:
@@ -28,7 +37,8 @@ class LockWatch:
         await self._ask()
 
     async def _reconnected(self) -> None:
-        self._held = False  # whatever was said meanwhile was missed: the next op asks
+        self._held = False  # whatever was said meanwhile was missed
+        await self._ask()
 
     async def is_live(self, fence: int) -> bool:
         """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
@@ -37,7 +47,20 @@ class LockWatch:
         return self._held and fence == self._state.fence
 
     async def _ask(self) -> None:
-        self._take(await self._bus.get(self._bucket, LOCK))
+        entry = await self._bus.get(self._bucket, LOCK)
+        if (entry.sequence if entry is not None else 0) < self._sequence:
+            await self._raise_fence()
+        self._take(entry)
+
+    async def _raise_fence(self) -> None:
+        """If the store has lost writes that it had acknowledged, the next fences would be ones that workers have left
+        behind: its sequence is raised above them."""
+        if await self._bus.last_sequence(self._bucket) >= self._sequence:
+            return  # only the lock's marker has expired
+        log.warning("the state's store has gone back below the fence %d", self._sequence)
+        for _ in range(MAX_RAISES):
+            if await self._bus.put(self._bucket, FENCE_KEY, b"") > self._sequence:
+                return
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}
