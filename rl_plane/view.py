@@ -194,6 +194,7 @@ class MembershipView:
     async def _reconnected(self) -> None:
         self._reconnected_at = time.monotonic()
         self._probes.restart()
+        self._core.reconnected()
         self._resync_wanted.set()
 
     async def _resync(self) -> None:

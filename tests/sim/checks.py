@@ -166,7 +166,6 @@ class Checks:
         """The store has just lost some."""
         self.lost_at[bucket.name] = self.now
         if bucket == self.world.subjects.state:
-            self._fence_of.clear()  # the fences of the writes that are gone come again
             entry = self.world.server.streams.get(bucket.name)
             found = entry.keys.get(RECORD) if entry is not None else None
             value = found.value if found is not None else None
