@@ -186,8 +186,8 @@ def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
     """Was `one` decided after `other`? For a store that may have lost writes that it had acknowledged.
 
-    Of two runs that nobody asked for (a worker that found an empty store began the second), the one that has come further
-    counts, else the elder."""
+    Of two runs that nobody asked for (a worker that found an empty store began the second), the one that has come
+    further counts, else the elder."""
     if other is None:
         return True
     mine, theirs = (one.run_number, one.sequence), (other.run_number, other.sequence)
