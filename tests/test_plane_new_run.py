@@ -64,8 +64,9 @@ async def test_another_model_on_a_kept_store_begins_a_new_run_when_told_to(
     ids = plane.spawn_copies(2, model=other)
     client = await plane.client()
     digest = model_digest(other)
-    first = model_digest(plane.model(0))
-    await until_closed(plane, client, 2, "behind")
+    for reason in await until_closed(plane, client, 2, "rl-plane new-run"):
+        assert "the weights do not fit the model" in reason
+        assert digest in reason
     async with frontend(plane) as http:
         assert error_of(await http.post("/v1/completions", json={"prompt": "hi"}), 503)["code"] == "not_admitted"
         begun = await client.run("new_run", {}, "the-new-run")
@@ -87,7 +88,6 @@ async def test_another_model_on_a_kept_store_begins_a_new_run_when_told_to(
         again = await client.run("new_run", {}, "the-new-run")
         assert again["version"] == version
         assert await all_serve(client, "step_1")
-    assert first != digest
     entries = (await client.run("updates"))["updates"]
     mine = [(entry["label"], entry["version"]["sequence"]) for entry in entries[:2]]
     assert mine == [("step_1", 1), ("initial", 0)]

@@ -79,6 +79,11 @@ def check_specs(
     )
 
 
+def not_fitting(error: InvalidWeights) -> bool:
+    """Has the model other tensors? Else the bytes were wrong."""
+    return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype"})
+
+
 def _short(name: str) -> str:
     return repr(name[:SHOWN_CHARS])
 
@@ -257,8 +262,8 @@ def overwrite(
     """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
 
     Closes the delivery on every path. What can be checked without the bytes is checked first; then `begin` is called,
-    which may raise, and then the engine takes the first byte. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
-    wrong at the end is an InvalidWeights too.
+    which may raise, and then the engine takes the first byte. After that, whatever is raised, the engine's weights are
+    of no version: a digest that turns out wrong at the end is an InvalidWeights too.
     """
     try:
         check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
