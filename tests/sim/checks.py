@@ -359,6 +359,8 @@ class Checks:
                 return Violation("I7", f"{process.name} is {'running' if paused else 'paused'}, and should not be")
             if (busy := product.staged_in(worker)) is not None and not world.session_waits():
                 return Violation("I2", f"{process.name} still holds staged weights of {busy}")
+        if last.key not in self.final_at:
+            return Violation("I2", f"the update {last} was left half done")
         members = set(world.members())
         if members != living:
             return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")
