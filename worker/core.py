@@ -193,7 +193,9 @@ class WorkerCore:
         if self._missing() is not None:
             state.close("behind", state.closed.get("behind", ""))
         elif self._held() != record.held:
-            state.sequence = None  # the same bytes under another label: of another run, even the number may be the same
+            state.sequence = (
+                None  # the same bytes under another label: of another run, even the number may be the same
+            )
 
     def ticked(self, now: float) -> None:
         if self.record is not None:

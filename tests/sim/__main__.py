@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; all cores")
-    parser.add_argument("--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found")
+    parser.add_argument(
+        "--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found"
+    )
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
     parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")

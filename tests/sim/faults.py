@@ -63,7 +63,7 @@ class Scenario:
             token_delay_s=rng.choice([0.0, 0.02, 0.1]),
             client_rate=rng.choice([4.0, 12.0]),
             faults=frozenset(faults),
-            calls=frozenset(kind for kind in KINDS if rng.random() < (0.1 if kind == 'new_run' else 0.4)),
+            calls=frozenset(kind for kind in KINDS if rng.random() < (0.1 if kind == "new_run" else 0.4)),
         )
 
     def __str__(self) -> str:

@@ -166,9 +166,7 @@ class SimBus(Bus):
         await self.conn.close()
 
     async def subscribe(self, subject: str, callback: Callable[[Any], Awaitable[None]], queue: str = "") -> Any:
-        subscription = _Subscription(
-            self.conn, next(self.server.numbers), subject.split("."), callback, queue
-        )
+        subscription = _Subscription(self.conn, next(self.server.numbers), subject.split("."), callback, queue)
         if not self.conn.is_closed:
             self.server.remember(subscription)
             subscription.task = asyncio.get_running_loop().create_task(subscription.run(), name=f"sub {self.name}")
@@ -223,9 +221,7 @@ class SimBus(Bus):
         ttl_s: int | None = None,
         while_key: tuple[str, int] | None = None,
     ) -> int:
-        sequence: int = await self._request(
-            lambda: self.server.write(bucket, key, value, last, ttl_s, while_key)
-        )
+        sequence: int = await self._request(lambda: self.server.write(bucket, key, value, last, ttl_s, while_key))
         return sequence
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
@@ -252,7 +248,9 @@ class SimBus(Bus):
     async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
         def read() -> tuple[list[Entry], int]:
             stream = self.server.stream(bucket)
-            found = [Entry(key, stream.keys[key].value, stream.keys[key].sequence) for key in stream.matching(keys)]
+            found = [
+                Entry(key, stream.keys[key].value, stream.keys[key].sequence) for key in stream.matching(keys)
+            ]
             return sorted(found, key=lambda entry: entry.sequence), stream.last
 
         entries: tuple[list[Entry], int] = await self._request(read)

@@ -18,7 +18,13 @@ UNSTAGED_INVALID = True
 ADAPTERS = ("red", "blue")
 PHASES = {"prepare_timeout_s": 20.0, "commit_timeout_s": 20.0}
 READS = ("state", "workers", "weight_version", "updates", "ready", "describe")
-UPDATES = ("new_run", "update_weights", "complete_weights_update", "prepare_weights_update", "abort_weights_update")
+UPDATES = (
+    "new_run",
+    "update_weights",
+    "complete_weights_update",
+    "prepare_weights_update",
+    "abort_weights_update",
+)
 
 
 async def call(
