@@ -366,6 +366,14 @@ class Bus:
             if top >= last or not await self._has_message_from(bucket, top + 1, keys):
                 return entries, max(top, last)
 
+    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+        """The newest messages of the keys that match: all that the leader had when this was called."""
+        while True:
+            entries = await self._batch_get(bucket, keys)
+            top = entries[-1].sequence if entries else 0
+            if not await self._has_message_from(bucket, top + 1, keys):  # or a lagging replica has answered
+                return entries
+
     async def _batch_get(self, bucket: Bucket, keys: str) -> list[Entry]:
         entries: list[Entry] = []
         loop = asyncio.get_running_loop()

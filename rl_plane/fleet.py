@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl_plane import ops
@@ -341,8 +341,8 @@ class Fleet:
         same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
         try:
             async with self.client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
-                journal = self._journal(call, held, body, request, asked.rollback)
-                if call.may_repeat and (entry := await journal.first_answer()) is not None:
+                journal = self._journal(call, held, body.model_dump(), request, asked.rollback)
+                if call.may_repeat and (entry := await journal.first_answer(goes_on=True)) is not None:
                     return answered(call, entry)
                 try:
                     pin = snapshot.fingerprint if pinned else None
@@ -385,7 +385,7 @@ class Fleet:
         self,
         call: Call,
         held: HeldLock,
-        body: ops.UpdateWeights,
+        body: Mapping[str, Any],
         request: str,
         rollback: ops.Rollback | None = None,
     ) -> Journal:
@@ -395,7 +395,7 @@ class Fleet:
             held,
             self.client.owner,
             call.request_id,
-            body.model_dump(),
+            body,
             request,
             rollback.model_dump(exclude_none=True) if rollback is not None else None,
         )
@@ -416,7 +416,7 @@ class Fleet:
         await self._whole_fleet(call)
         body = ops.UpdateWeights.model_validate(call.body)
         async with self.client.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, body, request_hash(body.model_dump()))
+            journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
                 raise ended(entry)
             start = time.monotonic()
@@ -465,7 +465,7 @@ class Fleet:
             return None
         call.request_id = session.update_id
         body = ops.UpdateWeights.model_validate(session.body)
-        journal = self._journal(call, held, body, request_hash(body.model_dump()))
+        journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
         await journal.take_up()
         return journal
 
@@ -492,9 +492,13 @@ class Fleet:
     async def _load_lora(self, call: Call) -> dict[str, Any]:
         name = call.body["lora_name"]
         record = await read_record(self.client.bus, call.view.subjects.state)
-        there = record is not None and name in record.adapters
+        op = "swap" if record is not None and name in record.adapters else "load"
+        if call.may_repeat:
+            entry = await read_entry(self.client.bus, call.view.subjects.state, call.request_id)
+            if entry is not None and entry.target is not None:
+                op = entry.target.get("op", op)  # asked again, it means what it meant
         call.body = {
-            "target": {"kind": "lora", "op": "swap" if there else "load", "name": name},
+            "target": {"kind": "lora", "op": op, "name": name},
             "transport": {"backend": "filesystem", "path": call.body["lora_path"]},
         }
         return await self._update(call)
@@ -504,9 +508,19 @@ class Fleet:
         return await self._update(call)
 
     async def _new_run(self, call: Call) -> dict[str, Any]:
+        request = request_hash({"new_run": True})
+        if (first := await self._first_answer(call, request)) is not None:
+            return first
         await self._whole_fleet(call)
         async with self.client.lock(call.view, update_id=call.request_id) as held:
-            return await self._committed(call, held, None, Coordination("new_run", call.request_id))
+            journal = self._journal(call, held, {"version": "initial"}, request)
+            if call.may_repeat and (entry := await journal.first_answer()) is not None:
+                return answered(call, entry)
+            try:
+                return await self._committed(call, held, journal, Coordination("new_run", call.request_id))
+            except PlaneError as error:
+                await journal.failed(error)
+                raise
 
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""

@@ -63,12 +63,12 @@ class FleetReply(BaseModel):
 
 
 class LoadLora(ops.Body):
-    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS)
+    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
     lora_path: str = Field(min_length=1)
 
 
 class UnloadLora(ops.Body):
-    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS)
+    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
 
 
 class UpdateId(ops.Body):

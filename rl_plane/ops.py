@@ -288,6 +288,12 @@ class _Update(Body):
 
     @model_validator(mode="after")
     def _one_at_a_time(self) -> Self:
+        if self.target.kind == "lora" and self.policy.staging == "none":
+            raise InvalidRequest(
+                "an adapter is staged: it is small, and the base weights stay as they are",
+                field="policy.staging",
+                fix="use staging host",
+            )
         if self.policy.barrier == "rolling" and self.policy.staging == "none":
             raise InvalidRequest(
                 "a rolling update serves the version before while the next one arrives, so it needs staging",

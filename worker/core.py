@@ -188,14 +188,10 @@ class WorkerCore:
             state.open("updating")
         else:
             state.close("updating")
-        if self._may_serve_the_old():
-            return
-        if self._missing() is not None:
+        if self._is_whole() or self._may_serve_the_old():
+            state.open("behind")
+        else:
             state.close("behind", state.closed.get("behind", ""))
-        elif self._held() != record.held:
-            state.sequence = (
-                None  # the same bytes under another label: of another run, even the number may be the same
-            )
 
     def ticked(self, now: float) -> None:
         if self.record is not None:
@@ -263,6 +259,7 @@ class WorkerCore:
             self.state.lose_weights("swapping")
         else:
             self.state.sequence = None
+            self.state.close("behind", "swapping")
 
     def swapped(self, swap: Swap | Unload, now: float) -> None:
         state = self.state
@@ -304,11 +301,9 @@ class WorkerCore:
             return Read()
         change, staged = self._missing(), self.staged
         if change is None:
-            if self._held() != record.held or self.state.sequence != record.sequence:
+            if not self._is_whole():
                 return Relabel(record)
-            if staged is not None and (staged.fence is None or staged.update_id == record.update_id):
-                return Drop(staged.update_id)
-            return Wait()
+            return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()
         if self.state.released:
@@ -316,13 +311,15 @@ class WorkerCore:
             return Wait()
         if change.version is None:
             assert change.name is not None
-            return Unload(change.name, record.pause_mode)
+            return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
         if self._fits(staged, change, record):
             assert staged is not None
             wait_until = self._learnt_at + COMMIT_GRACE_S
             if staged.fence is not None and now < wait_until:
                 return Wait(wait_until)  # its coordinator is about to say so
             return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+        if staged is not None and self._is_left(staged):
+            return Drop(staged.update_id)  # staging holds one at a time
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
@@ -338,10 +335,9 @@ class WorkerCore:
             )
         elif not source.refetchable:
             why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
-        elif (staged := self.staged) is not None and staged.fence is not None:
-            if self.record is not None and staged.update_id == self.record.update_id:
-                return Drop(staged.update_id)  # decided, and not what is missing
-            why = f"waiting for the update {staged.update_id}, which is being prepared"
+        elif self.staged is not None:
+            self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")
+            return Wait(now + HEAL_RETRY_S)  # no failure: nothing is tried less often for it
         else:
             return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
         self.fetch_failed(why, now)
@@ -354,8 +350,7 @@ class WorkerCore:
             raise Conflict(f"another update was committed since: {mine and mine.made.label}")
         change, staged = self._missing(), self.staged
         if change is None:
-            whole = self._held() == mine.held and self.state.sequence == mine.sequence
-            return None if whole else Relabel(mine)
+            return None if self._is_whole() else Relabel(mine)
         if change.version is None:
             assert change.name is not None
             return Unload(change.name, record.pause_mode)
@@ -365,6 +360,10 @@ class WorkerCore:
             )
         assert staged is not None
         return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+
+    def _is_left(self, staged: Staged) -> bool:
+        """Fetched to heal, or of the decided update: if it doesn't fit, no coordinator comes for it any more."""
+        return staged.fence is None or (self.record is not None and staged.update_id == self.record.update_id)
 
     @staticmethod
     def _fits(staged: Staged | None, change: _Change, record: DecisionRecord) -> bool:
@@ -380,35 +379,37 @@ class WorkerCore:
         version = self.state.version
         return Held(version, dict(self.state.adapters)) if version is not None else None
 
+    def _is_whole(self) -> bool:
+        """Exactly the committed state is here, labels included."""
+        record = self.record
+        return record is not None and self._held() == record.held and self.state.sequence == record.sequence
+
     def _on_the_old(self) -> bool:
         """A rolling update goes on, and the state before it is here."""
         old = self.record.rolling_from if self.record is not None else None
-        return old is not None and self._held() == old
+        return old is not None and self.state.sequence is not None and self._held() == old
 
     def _may_serve_the_old(self) -> bool:
         """Its turn comes, as long as somebody rolls."""
         return self._on_the_old() and not self._alone
 
     def _missing(self) -> _Change | None:
-        """The first difference between what is held and what is committed: one whose bytes are staged, if there is."""
-        changes = self._changes()
+        """The first difference between what is held and what is committed. Adapters that go, go first: they were never
+        committed with a new base. Then comes what is staged, since anything else would need its place."""
         record = self.record
         assert record is not None
-        fitting = (change for change in changes if self._fits(self.staged, change, record))
-        return next(fitting, changes[0] if changes else None)
-
-    def _changes(self) -> list[_Change]:
-        record = self.record
-        assert record is not None
-        mine = self.state.adapters
-        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
-        gone = [_Change(name, None, None) for name in sorted(mine.keys() - record.adapters.keys())]
-        new = [
+        held = self.state.adapters
+        if gone := sorted(held.keys() - record.adapters.keys()):
+            return _Change(gone[0], None, None)
+        changes = [
             _Change(name, adapter.version, adapter.source)
             for name, adapter in sorted(record.adapters.items())
-            if name not in mine or mine[name].digest != adapter.version.digest
+            if name not in held or held[name].digest != adapter.version.digest
         ]
-        return [*base, *gone, *new]
+        if self.state.digest != record.version.digest:
+            changes.insert(0, _Change(None, record.version, record.source))
+        fitting = (change for change in changes if self._fits(self.staged, change, record))
+        return next(fitting, changes[0] if changes else None)
 
 
 def why(error: BaseException) -> str:

@@ -43,6 +43,9 @@ log = logging.getLogger("worker.follower")
 
 CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
+SESSION_GRACE_S = 3.0
+"""A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
+behind, decides what is still staged."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -132,15 +135,18 @@ class RecordFollower:
         raise BusUnreachable("the record could not be written")
 
     async def _restore(self, restore: Restore) -> None:
+        state, value = self._subjects.state, restore.record.encode()
+        try:
+            if restore.last:
+                await self._bus.put(state, RECORD, value, last=restore.last)
+            else:
+                await self._bus.create(state, RECORD, value)
+        except WrongSequence:
+            return  # somebody was faster, or a new decision has overtaken the leader's answer
         if restore.last:
             log.warning(
                 "%s: the store has lost %s: written back", self._state.instance_id, restore.record.made.label
             )
-        with contextlib.suppress(WrongSequence):
-            if restore.last:
-                await self._bus.put(self._subjects.state, RECORD, restore.record.encode(), last=restore.last)
-            else:
-                await self._bus.create(self._subjects.state, RECORD, restore.record.encode())
 
     # ---- by itself ----
 
@@ -272,7 +278,7 @@ class RecordFollower:
             body.digest,
             body.cast,
             fence,
-            in_place=body.staging == "none",
+            in_place=body.staging == "none" and name is None,
         )
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
@@ -286,6 +292,7 @@ class RecordFollower:
             if self._state.pause_mode is None:
                 await self._engine.run(self._adapter.pause(mode, False))
             self._core.overwriting()
+            self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
@@ -341,10 +348,15 @@ class RecordFollower:
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
         async with self.turn(fence):
-            swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
-            done = await self._step(swap, body.policy.keep_pause)
+            staged, done = self._core.staged, None
+            if staged is not None and staged.update_id == wanted.update_id:
+                swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
+                done = await self._step(swap, body.policy.keep_pause)
+            elif self._state.version == record.version:  # it was faster by itself
+                done = self._last_commit
         self.look()
-        assert done is not None
+        if done is None:
+            raise Conflict("another update came meanwhile", fix="read the worker's state")
         return done
 
     # ---- one step ----
@@ -396,9 +408,11 @@ class RecordFollower:
         """Whether the prefix cache was flushed."""
         if isinstance(swap, Unload):
             self._core.swapping(swap)
+            self._tell()
             return await self._engine.run(self._adapter.swap_adapter(swap.name, None, None))
         weights = self._updates.take(swap.update_id)
         self._core.swapping(swap)
+        self._tell()
         if swap.name is not None:
             return await self._engine.run(self._adapter.swap_adapter(swap.name, weights, swap.version))
         if weights is not None:
@@ -413,19 +427,22 @@ class RecordFollower:
         self._core.ticked(time.monotonic())
         if not self._core.depends_on_coordinator():
             return
+        # In this order: a session that is over was decided or aborted before, and the record tells which.
         fence, held = await live_fence(self._bus, self._subjects.state)
-        await self._read()
         session = await read_session(self._bus, self._subjects.state)
-        waiting_for = session.update_id if session is not None and session.live(time.time()) else None
+        await self._read()
+        waits = session is not None and session.live(time.time() - SESSION_GRACE_S)
+        waiting_for = session.update_id if session is not None and waits else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
             log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
             await self._updates.drop(given_up)
         self.look()
 
-    async def abort(self, update_id: str | None) -> bool:
+    async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""
         await self._read()
+        self._state.check_fence(fence)
         self._core.check_undecided(update_id)
         found = await self._updates.drop(update_id)
         self.look()

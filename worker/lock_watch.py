@@ -1,4 +1,4 @@
-"""Whose turn it is to change the fleet, as a worker knows it: it follows the lock, and asks when it is not sure."""
+"""Follows the component's lock, so that a worker knows whose fence is live."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class LockWatch:
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
+        self._asked_on: tuple[str, int] | None = None
+        """The connection on which the leader was asked: what was said before it, or while there was none, is missed."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -33,24 +35,27 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
-        self._bus.on_reconnect(self._reconnected)
+        self._bus.on_reconnect(self._ask)
         await self._ask()
 
-    async def _reconnected(self) -> None:
-        self._held = False  # whatever was said meanwhile was missed
-        await self._ask()
+    def is_holders(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder, by the news so far?"""
+        return self._held and self._asked_on == self._bus.identity and fence == self._state.fence
 
     async def is_live(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self._state.fence):
+        """The same; a coordinator may be here before the news of its lock."""
+        if not self.is_holders(fence):
             await self._ask()
-        return self._held and fence == self._state.fence
+        return self.is_holders(fence)
 
     async def _ask(self) -> None:
+        known, connection = self._sequence, self._bus.identity
         entry = await self._bus.get(self._bucket, LOCK)
-        if (entry.sequence if entry is not None else 0) < self._sequence:
+        if self._sequence == known and (entry is None or entry.sequence < known):
+            self._held = False
             await self._raise_fence()
         self._take(entry)
+        self._asked_on = connection
 
     async def _raise_fence(self) -> None:
         """If the store has lost writes that it had acknowledged, the next fences would be ones that workers have left

@@ -69,10 +69,11 @@ class WorkerState:
             )
 
     def check_fence(self, fence: int) -> None:
-        """Again at the moment of the change: another coordinator may have taken over while it waited."""
-        if fence < self.fence:
+        """Again at the moment of the change: another coordinator may have taken over while it waited. Its fence is
+        higher."""
+        if fence != self.fence:
             raise StaleFence(
-                f"the fence {fence} is older than {self.fence}: another coordinator has taken over",
+                f"the fence {fence} is not {self.fence}: another coordinator has taken over",
                 fence=self.fence,
             )
 

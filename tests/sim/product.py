@@ -126,7 +126,8 @@ def watch_ops(worker: Worker, doing: Callable[[Request], None]) -> None:
 
     async def watched_change(request: Request, body: Any) -> Any:
         REQUEST.set(request)
-        return await change(request, body)
+        outcome = change(request, body)
+        return outcome if isinstance(outcome, Mapping) else await outcome
 
     def watched(handler: Any) -> Any:
         def handle(body: Any, fence: int) -> Any:

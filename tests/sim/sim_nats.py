@@ -256,6 +256,9 @@ class SimBus(Bus):
         entries: tuple[list[Entry], int] = await self._request(read)
         return entries
 
+    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+        return (await self.read_keys(bucket, keys))[0]
+
     async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
         def shorten() -> None:
             stream = self.server.stream(bucket)

@@ -1,0 +1,146 @@
+"""Faults of one fake worker that a test switches on and off while it runs, and what a fleet tells meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+from nats.aio.msg import Msg
+
+from rl_plane.client import RlClient
+from rl_plane.streams import StreamReceiver
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane, Spawned
+
+_PATCH = """
+import worker.engines.fake as fake
+def _switch(name):
+    return property(lambda self: Path({folder!r}, name).exists(), lambda self, value: None)
+for _name in ("fail_stage", "fail_swap", "fail_overwrite"):
+    setattr(fake.FakeEngine, _name, _switch(_name))
+"""
+
+
+@dataclass
+class Faulty:
+    """A worker, and the faults of its engine: `fail_stage`, `fail_swap`, `fail_overwrite`."""
+
+    worker: Spawned
+    folder: Path
+
+    @property
+    def instance_id(self) -> str:
+        return self.worker.instance_id
+
+    def fail(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def mend(self, name: str) -> None:
+        (self.folder / name).unlink()
+
+
+def spawn_faulty(plane: Plane, **options: Any) -> Faulty:
+    folder = plane.tmp / f"faults-{secrets.token_hex(4)}"
+    folder.mkdir()
+    return Faulty(plane.spawn(patch=_PATCH.format(folder=str(folder)), **options), folder)
+
+
+@dataclass
+class Told:
+    """What the workers tell of themselves, in the order in which they do."""
+
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """instance_id → its last status."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    admitted: list[frozenset[str]] = field(default_factory=list)
+    """Who was admitted, after each event."""
+
+    @classmethod
+    async def follow(cls, client: RlClient) -> Told:
+        """From now on, beginning with the states as they are."""
+        told = cls()
+
+        async def heard(message: Msg) -> None:
+            told._take(msgpack.unpackb(message.data))
+
+        await client.bus.subscribe(client.subjects().status, heard)
+        await client.bus.flush()
+        await client.list_workers()
+        for row in (await client.call_all("state")).rows:
+            told.latest.setdefault(row.instance_id, {"instance_id": row.instance_id, **row.body})
+        told.admitted.append(told._open())
+        return told
+
+    def _take(self, status: dict[str, Any]) -> None:
+        self.latest[status["instance_id"]] = status
+        self.events.append(status)
+        self.admitted.append(self._open())
+
+    def _open(self) -> frozenset[str]:
+        return frozenset(key for key, status in self.latest.items() if status["admission"]["open"])
+
+    def of(self, instance_id: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["instance_id"] == instance_id]
+
+
+STREAM_S = 30.0
+"""No stream of a test takes longer."""
+
+
+class Stream:
+    """A request to one worker, past any frontend."""
+
+    def __init__(
+        self, client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **request: Any
+    ) -> None:
+        self.tokens: list[int] = []
+        self.spans: list[dict[str, Any]] = []
+        """Of all tokens, once it has ended."""
+        self.finish_reason: str | None = None
+        self._client = client
+        self._subject = client.subjects().generate(instance_id)
+        self._request = {"prompt_token_ids": prompt, "max_tokens": max_tokens, **request}
+        self._progress = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        receiver = StreamReceiver(self._client.bus)
+        await receiver.start()
+        try:
+            stream = await receiver.open(self._subject, f"r{secrets.token_hex(4)}", {"request": self._request})
+            async for message in stream.messages():
+                if "delta" in message:
+                    delta = message["delta"]
+                    self.tokens += delta["token_ids"]
+                    self.spans = delta["spans"] or self.spans
+                    self.finish_reason = delta["finish_reason"]
+                    self._progress.set()
+        finally:
+            self._progress.set()
+            await receiver.stop()
+
+    async def more(self) -> None:
+        """Until more has come, or it has ended."""
+        self._progress.clear()
+        async with asyncio.timeout(STREAM_S):
+            await self._progress.wait()
+
+    async def end(self) -> Stream:
+        """Raises the worker's error."""
+        async with asyncio.timeout(STREAM_S):
+            await self._task
+        return self
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+async def generate(
+    client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **request: Any
+) -> Stream:
+    return await Stream(client, instance_id, prompt, max_tokens, **request).end()
