@@ -34,6 +34,7 @@ from bench.report import (
     time_row,
     times_table,
 )
+from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
 from worker.engines.fake import make_fake_model
 from worker.tiny_model import make_tiny_model
@@ -41,7 +42,7 @@ from worker.tiny_model import make_tiny_model
 ROUNDS = {1: 1000, 8: 1000, 32: 500, 100: 300, 1000: 60}
 """Workers → rounds: some seconds of measuring for each size."""
 QUICK_ROUNDS = {1: 20, 8: 20, 32: 10}
-UPDATE_ROUNDS = {1: 100, 8: 100, 64: 40, 256: 20, 1024: 10}
+UPDATE_ROUNDS = {1: 100, 8: 60, 64: 30, 256: 12, 1024: 6}
 QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
@@ -82,8 +83,12 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
     found: list[Row] = []
     for workers, rounds in (QUICK_UPDATE_ROUNDS if quick else UPDATE_ROUNDS).items():
         _say(f"updates of {workers:,} workers, {rounds} rounds …")
-        with _server() as url:
-            commits = await measure_commits(url, tiny, workers, rounds)
+        try:
+            with _server() as url:
+                commits = await measure_commits(url, tiny, workers, rounds)
+        except PlaneError as error:  # hundreds of workers in a starved process are taken for dead
+            _say(f"this machine is too busy for {workers:,} workers: {error}")
+            continue
         if commits.excluded:
             _say(f"{commits.excluded} of {workers * rounds:,} were excluded: they did not answer in time")
         found += commit_rows(commits)

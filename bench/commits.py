@@ -20,6 +20,7 @@ from bench.phases import phases_seen
 from rl_plane.client import RlClient
 from rl_plane.fanout import Answer, Gather, Heard, Scatter
 from rl_plane.update_steps import Phase
+from rl_plane.view import PING
 
 SURVEY_AND_PREPARE = 2
 """Scatter-gathers before the decision; the rest are its commit."""
@@ -66,7 +67,7 @@ def recorded(client: RlClient) -> Iterator[list[Sizes]]:
 
     async def recording(targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
         started = await scatter(targets, heard)
-        if targets:
+        if targets and targets[0][1] != PING:  # a sweep is no part of an update
             sizes = Sizes(len(targets), len(targets[0][1]), 0)
             found.append(sizes)
             take = started.answer

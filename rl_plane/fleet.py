@@ -335,6 +335,7 @@ class Fleet:
             return first
         snapshot = await self._whole_fleet(call)
         body = await self._with_source(call, asked, snapshot)
+        _check_name(body.target, snapshot)
         pinned = call.select.epoch is not None or call.select.fingerprint is not None
         policy = body.policy
         # Asked twice at once, by way of two frontends: the second waits for the first.
@@ -413,8 +414,9 @@ class Fleet:
         return reply
 
     async def _prepare(self, call: Call) -> dict[str, Any]:
-        await self._whole_fleet(call)
+        snapshot = await self._whole_fleet(call)
         body = ops.UpdateWeights.model_validate(call.body)
+        _check_name(body.target, snapshot)
         async with self.client.lock(call.view, update_id=call.request_id) as held:
             journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
@@ -527,3 +529,12 @@ class Fleet:
         view = await self.client.view()
         async with self.client.lock(view, 0.0) as held:
             await Coordinator(self.client, view, held).run(Coordination("finish", ""))
+
+
+def _check_name(target: ops.BaseTarget | ops.LoraTarget, snapshot: Snapshot) -> None:
+    """Requests name an adapter as they name a model."""
+    names = {member.info.get("model") for member in snapshot}
+    if isinstance(target, ops.LoraTarget) and target.op == "load" and target.name in names:
+        raise InvalidRequest(
+            f"the base model is called {target.name!r}", field="target.name", fix="give the adapter another name"
+        )

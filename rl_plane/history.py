@@ -163,11 +163,22 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         outcome="committed",
         ended_at=record.decided_at,
         version=version,
+        target=known.target or _target_in(record),
         transport=source.transport,
         digest=version.digest,
         cast=source.cast,
         refetchable=source.refetchable,
     )
+
+
+def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
+    """What an update was of whose entry was lost with the store; None: of the base."""
+    if record.made == record.version:
+        return None
+    for name, adapter in record.adapters.items():
+        if adapter.version == record.made:
+            return {"kind": "lora", "op": "load", "name": name}
+    return {"kind": "lora", "op": "unload", "name": ""}  # the record does not know it any more
 
 
 def judge(

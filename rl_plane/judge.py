@@ -121,6 +121,7 @@ def judge_prepare(
         {key: row.incarnation for key, row in ready.items()},
         [row.instance_id for row in failed],
         all(row.body["refetchable"] for row in ready.values()),
+        failed,
     )
 
 
@@ -196,7 +197,9 @@ def outcome_of(
 ) -> Outcome:
     serving = {row.instance_id for row in committed if row.ok} & {row.instance_id for row in opened.rows if row.ok}
     # The row that tells most of each worker: its error, else its commit.
-    rows = {row.instance_id: row for row in [*committed, *gated.rows, *opened.rows] if not row.ok}
+    rows = {
+        row.instance_id: row for row in [*prepared.failed, *committed, *gated.rows, *opened.rows] if not row.ok
+    }
     rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
     excluded = sorted({*prepared.ready, *prepared.excluded, *gated.members, *opened.members} - serving)
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)

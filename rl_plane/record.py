@@ -186,14 +186,16 @@ def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
     """Was `one` decided after `other`? For a store that may have lost writes that it had acknowledged.
 
-    Of two runs that nobody asked for (a worker that found an empty store began the second), the elder counts."""
+    Of two runs that nobody asked for (a worker that found an empty store began the second), the one that has come
+    further counts, else the elder."""
     if other is None:
         return True
-    if one.run_number != other.run_number:
-        return one.run_number > other.run_number
+    mine, theirs = (one.run_number, one.sequence), (other.run_number, other.sequence)
+    if mine != theirs:
+        return mine > theirs
     if one.version.run != other.version.run:
         return one.version.run < other.version.run
-    return (one.sequence, one.final) > (other.sequence, other.final)
+    return one.final and not other.final
 
 
 def version_wire(record: DecisionRecord | None) -> VersionReply | None:

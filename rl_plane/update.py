@@ -127,6 +127,7 @@ class UpdateMachine:
         _, base, outcome = yield from self._survey()
         if base.update_id == self.call.update_id:  # asked again, after its coordinator died
             return outcome or Outcome(base.made)
+        check_against(base, body)
         try:
             prepared = yield from self._prepare(base, body)
             record = next_record(base, body, self.call.update_id, prepared, self._now)
@@ -145,7 +146,8 @@ class UpdateMachine:
         if self._is_decided(session, base):
             raise self._committed(base, "prepare the next one under a new id")
         if session is not None and session.live(self._now):
-            return Prepared(session.digest, session.prepared, [], session.refetchable, session)
+            return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
+        check_against(base, body)
         try:
             prepared = yield from self._prepare(base, body)
         except PlaneError:
@@ -302,7 +304,6 @@ class UpdateMachine:
 
     def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
         """Stages on every member; on failure the error tells of each worker."""
-        check_against(base, body)
         yield Note("begin", base=base)
         request = {
             "update_id": self.call.update_id,

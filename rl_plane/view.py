@@ -15,7 +15,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, WrongSequence, is_marker
+from rl_plane.bus import RECONNECT_GRACE_S, Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
@@ -30,8 +30,6 @@ log = logging.getLogger("rl_plane.view")
 RESYNC_RETRY_S = 0.1
 CANARY_TIMEOUT_S = 2.0
 """An advisory takes milliseconds; a server that sends none is swept at the faster rate meanwhile."""
-RECONNECT_GRACE_S = 1.0
-"""After a server's restart the workers are back within 0.2 s; before that a 503 means nothing."""
 STALLED_FACTOR = 3.0
 """A sweep that comes this many intervals late shows that this process stood still."""
 REMEMBERED_DISCONNECTS = 4096
@@ -194,6 +192,7 @@ class MembershipView:
     async def _reconnected(self) -> None:
         self._reconnected_at = time.monotonic()
         self._probes.restart()
+        self._core.reconnected()
         self._resync_wanted.set()
 
     async def _resync(self) -> None:

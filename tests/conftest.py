@@ -60,9 +60,9 @@ class Spawned:
     log: Path
     instance_ids: list[str] = field(default_factory=list)
 
-    def wait_ready(self) -> Spawned:
+    def wait_ready(self, bound_s: float = START_S) -> Spawned:
         assert self.process.stdout is not None
-        if select.select([self.process.stdout], [], [], START_S)[0]:
+        if select.select([self.process.stdout], [], [], bound_s)[0]:
             self.instance_ids = self.process.stdout.readline().split()
         assert self.instance_ids, f"the worker did not start:\n{self.log.read_text()}"
         return self
@@ -111,12 +111,13 @@ class Plane:
         patch: str = "",
         copies: int = 1,
         drain_s: float = 30.0,
+        engine: str = "fake",
         **engine_args: Any,
     ) -> Spawned:
         """`patch`: code that runs in the process before the worker does."""
         instance_id = instance_id or secrets.token_hex(8)
         options = {
-            "engine": "fake",
+            "engine": engine,
             "model": str(model or self.model()),
             "nats_url": self.url,
             "namespace": self.namespace,

@@ -73,7 +73,7 @@ class Told:
         await client.list_workers()
         for row in (await client.call_all("state")).rows:
             told.latest.setdefault(row.instance_id, {"instance_id": row.instance_id, **row.body})
-        told.admitted.append(told._open())
+        told.admitted = [told._open()]  # what was heard before knew only a part of the fleet
         return told
 
     def _take(self, status: dict[str, Any]) -> None:

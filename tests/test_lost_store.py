@@ -151,4 +151,10 @@ async def test_adapters_are_written_back_too(own_nats: tuple[NatsServer, Plane])
         return bool(state["ready"]) and state["adapters"] == {"a": adapter}
 
     await plane.until(back, BACK_S)
+    newest = (await client.run("updates"))["updates"][0]  # its own entry was lost
+    assert newest["target"] == {"kind": "lora", "op": "load", "name": "a"}
+    swapped = make_fake_adapter(plane.tmp / "weights" / "b", 2, plane.model())
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(swapped)})
+    adapter = (await client.run("update_weights", {"rollback": {"sequence": 1}}))["version"] | {"sequence": 3}
+    assert adapter["digest"] == newest["digest"]
     assert all(row["adapters"] == {"a": adapter} for row in (await states(client)).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from rl_plane.errors import (
     InvalidWeights,
     NotFound,
     PlaneError,
+    Unsupported,
     UpdateAborted,
 )
+from rl_plane.record import read_record
 from tests.faults import Stream, Told, generate, spawn_faulty
-from tests.test_plane_update import states, update_of
+from tests.test_plane_update import coordinator_that_dies, states, update_of
 from worker.engines.fake import fake_token, make_fake_adapter
 from worker.staging import adapter_digest, model_digest
 
@@ -180,6 +183,7 @@ def of_another_model(plane: Plane) -> Path:
         ("transport to unload", InvalidRequest),
         ("unstaged", InvalidRequest),
         ("name", InvalidRequest),
+        ("the base's name", InvalidRequest),
     ],
 )
 async def test_what_is_wrong_touches_nobody(plane: Plane, what: str, kind: type[PlaneError]) -> None:
@@ -199,6 +203,7 @@ async def test_what_is_wrong_touches_nobody(plane: Plane, what: str, kind: type[
         "transport to unload": ("update_weights", target("unload", "a", two)),
         "unstaged": ("update_weights", target("swap", "a", two, policy={"staging": "none"})),
         "name": ("load_lora_adapter", {"lora_name": "a\nb", "lora_path": str(two)}),
+        "the base's name": ("load_lora_adapter", {"lora_name": "seed0", "lora_path": str(two)}),
     }
     told = await Told.follow(client)
     op, body = calls[what]
@@ -289,6 +294,82 @@ async def test_a_worker_that_was_killed_heals_base_and_adapters_before_it_is_adm
     ]
     assert opened
     assert all((status["version"], status["adapters"]) == (base, adapters) for status in opened)
+
+
+async def test_an_adapter_whose_source_is_gone_keeps_a_new_worker_closed_until_it_is_unloaded(
+    plane: Plane,
+) -> None:
+    client = await plane.client()
+    plane.spawn()
+    await client.wait_for(1)
+    base, path = await base_of(client), adapter(plane, 1)
+    await load(client, path)
+    other = await load(client, adapter(plane, 2), name="b")
+    shutil.rmtree(path)
+    joiner = plane.spawn()
+
+    async def told() -> bool:
+        admission = (await states(client))[joiner.instance_id]["admission"]
+        assert not admission["open"]
+        return any(str(path) in reason for reason in admission["reasons"])
+
+    await plane.until(told, HEAL_S)
+    reply = await client.run("unload_lora_adapter", {"lora_name": "a"})
+    await until_serving(plane, client, joiner.instance_id, reply["version"]["sequence"])
+    await proven(client, joiner.instance_id, base, b=other)
+
+
+@pytest.mark.parametrize("op", ["swap", "unload"])
+@pytest.mark.parametrize("at", ["prepare_update", "follow_record", "commit_update"])
+async def test_without_their_coordinator_the_workers_end_it(plane: Plane, at: str, op: str) -> None:
+    client = await plane.client()
+    ids = plane.spawn_copies(2)
+    base, one = await base_of(client), await load(client, adapter(plane, 1))
+    body = target(op, "a", None if op == "unload" else adapter(plane, 2))
+    await coordinator_that_dies(plane, body, at)
+    sequence = 1 if at == "prepare_update" else 2
+    for worker in ids:
+        await until_serving(plane, client, worker, sequence)
+    record = await read_record(client.bus, client.subjects().state)
+    assert record is not None
+    adapters = {name: dict(each.version.to_wire()) for name, each in record.adapters.items()}
+    assert adapters == ({"a": one} if sequence == 1 else {} if op == "unload" else {"a": record.made.to_wire()})
+    await all_proven(client, ids, base, **adapters)
+    assert (await load(client, adapter(plane, 3), name="b"))["sequence"] == sequence + 1
+
+
+async def test_an_engine_without_adapters_says_so(plane: Plane) -> None:
+    client = await plane.client()
+    plane.spawn_many(
+        2,
+        patch="""
+import worker.engines.fake as fake
+from dataclasses import replace
+real = fake.FakeEngine.start
+async def start(self):
+    return replace(await real(self), capabilities={"prepare_update:lora": "it has none"})
+fake.FakeEngine.start = start
+""",
+    )
+    await client.wait_for(2)
+    told = await Told.follow(client)
+    with pytest.raises(Unsupported) as caught:
+        await load(client, adapter(plane, 1))
+    assert caught.value.facts["field"] == "target.kind"
+    assert len(set(told.admitted)) == 1
+
+
+async def test_the_same_bytes_again_are_another_version(plane: Plane) -> None:
+    client = await plane.client()
+    ids = plane.spawn_copies(2)
+    base, path = await base_of(client), adapter(plane, 1)
+    await load(client, path)
+    again = await load(client, path, "swap", barrier="rolling")
+    other = await load(client, path, name="b")
+    assert (again["sequence"], other["sequence"]) == (2, 3)
+    assert again["digest"] == other["digest"]
+    await all_proven(client, ids, base, a=again, b=other)
+    assert all(state["staged"] is None for state in (await states(client)).values())
 
 
 # ---- the base beneath ----

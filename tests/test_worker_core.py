@@ -658,17 +658,18 @@ def test_of_two_decisions_of_one_rank_the_leaders_counts() -> None:
     assert reasons(core) == {}, "that is what it holds"
 
 
-def test_of_two_runs_that_nobody_asked_for_the_elder_counts_and_a_new_run_over_both() -> None:
-    core = serving(R0, R1)
+def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and_a_new_run_over_both() -> None:
+    core = serving(R0)
     younger, elder = first(run="run-2"), first(run="run-0")
-    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R1.opened(), 9)
+    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0, 9)
+    further = after(younger).opened()
     asked_for = first(run="run-9", run_number=1)
-    for record in (elder, asked_for):
+    for record in (elder, further, asked_for):
         assert core.leader_said(record, 9, 0.0, LINE, 0.0) is None
         assert core.record == record
         hold(core, 0.0)
         assert core.state.version == record.version
-    assert core.leader_said(first(run="run-0"), 10, 0.0, LINE, 0.0) == Restore(asked_for, 10)
+    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == Restore(asked_for, 10)
 
 
 # ---- coordinators ----

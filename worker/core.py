@@ -35,6 +35,7 @@ COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
+OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
 # ---- instructions ----
 
@@ -238,6 +239,12 @@ class WorkerCore:
         if staged is not None and staged.name is None:
             self.in_place = staged.in_place
 
+    def does_not_fit(self, fetch: Fetch, why: str) -> str:
+        """Why a committed version could not be fetched: this model has other tensors."""
+        if fetch.name is not None:
+            return why
+        return f"{why}; this worker's model has the digest {self.model_digest}: {OTHER_MODEL_FIX}"
+
     def fetch_failed(self, why: str, now: float) -> None:
         """Bounded retries with growing pauses; a new decision or an operator's `enable` comes at once."""
         if self._missing() is not None:  # a commit may have been faster
@@ -331,7 +338,7 @@ class WorkerCore:
         if source.transport is None and change.version.digest != self.model_digest:
             why = (
                 f"this worker's model has the digest {self.model_digest}, the fleet's first version is "
-                f"{change.version.digest}: start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
+                f"{change.version.digest}: {OTHER_MODEL_FIX}"
             )
         elif not source.refetchable:
             why = "source_gone: the committed weights can't be fetched again; an update brings new ones"

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidWeights, PlaneError
 from rl_plane.lock import live_fence
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_session, record_of
 from rl_plane.subjects import RECORD, Subjects
@@ -37,6 +37,7 @@ from worker.core import (
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.staging import not_fitting
 from worker.updates import Staging, Wanted, WeightUpdates
 
 log = logging.getLogger("worker.follower")
@@ -192,7 +193,10 @@ class RecordFollower:
                 why(error),
                 exc_info=not expected,
             )
-            self._core.fetch_failed(why(error), time.monotonic())
+            words = why(error)
+            if isinstance(instruction, Fetch) and isinstance(error, InvalidWeights) and not_fitting(error):
+                words = self._core.does_not_fit(instruction, words)
+            self._core.fetch_failed(words, time.monotonic())
             if self._state.digest is None:  # frozen requests could wait for ever
                 await self._engine.run(self._adapter.abort(None))
             self._tell()
@@ -439,9 +443,10 @@ class RecordFollower:
             await self._updates.drop(given_up)
         self.look()
 
-    async def abort(self, update_id: str | None) -> bool:
+    async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""
         await self._read()
+        self._state.check_fence(fence)
         self._core.check_undecided(update_id)
         found = await self._updates.drop(update_id)
         self.look()

@@ -1,4 +1,4 @@
-"""Whose turn it is to change the fleet, as a worker knows it: it follows the lock, and asks when it is not sure."""
+"""Follows the component's lock, so that a worker knows whose fence is live."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
 
 log = logging.getLogger("worker.lock_watch")
+
+FENCE_KEY = "fence"
+"""Of the state bucket: written to raise its sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
 
 
 class LockWatch:
@@ -30,6 +35,7 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
+        self._bus.on_reconnect(self._ask)
         await self._ask()
 
     def is_holders(self, fence: int) -> bool:
@@ -43,16 +49,23 @@ class LockWatch:
         return self.is_holders(fence)
 
     async def _ask(self) -> None:
-        """The leader's word counts, also where its store has lost what was heard of it: then its fences begin lower."""
-        known, fence, connection = self._sequence, self._state.fence, self._bus.identity
+        known, connection = self._sequence, self._bus.identity
         entry = await self._bus.get(self._bucket, LOCK)
-        if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
-            log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
-            self._sequence, self._state.fence = entry.sequence, 0
-        if entry is None and known == self._sequence:
+        if self._sequence == known and (entry is None or entry.sequence < known):
             self._held = False
+            await self._raise_fence()
         self._take(entry)
         self._asked_on = connection
+
+    async def _raise_fence(self) -> None:
+        """If the store has lost writes that it had acknowledged, the next fences would be ones that workers have left
+        behind: its sequence is raised above them."""
+        if await self._bus.last_sequence(self._bucket) >= self._sequence:
+            return  # only the lock's marker has expired
+        log.warning("the state's store has gone back below the fence %d", self._sequence)
+        for _ in range(MAX_RAISES):
+            if await self._bus.put(self._bucket, FENCE_KEY, b"") > self._sequence:
+                return
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}

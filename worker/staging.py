@@ -79,6 +79,11 @@ def check_specs(
     )
 
 
+def not_fitting(error: InvalidWeights) -> bool:
+    """Has the model other tensors? Else the bytes were wrong."""
+    return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype"})
+
+
 def _short(name: str) -> str:
     return repr(name[:SHOWN_CHARS])
 

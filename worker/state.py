@@ -70,7 +70,7 @@ class WorkerState:
 
     def check_fence(self, fence: int) -> None:
         """Again at the moment of the change: another coordinator may have taken over while it waited. Its fence is
-        higher, unless the store has lost the last ones."""
+        higher."""
         if fence != self.fence:
             raise StaleFence(
                 f"the fence {fence} is not {self.fence}: another coordinator has taken over",

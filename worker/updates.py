@@ -142,14 +142,17 @@ class WeightUpdates:
                 cancelled = threading.Event()
                 work = self._receive(wanted, transport, cancelled, taint)
                 self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
+                self._receiving.task.add_done_callback(self._received)
             receiving = self._receiving
-        try:
-            # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
-            staging = await asyncio.shield(receiving.task)
-        finally:
-            if receiving.task.done() and self._receiving is receiving:
-                self._receiving = None
-        return staging.reply
+        # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
+        return (await asyncio.shield(receiving.task)).reply
+
+    def _received(self, task: asyncio.Task[Staging]) -> None:
+        """Whether anybody still waits for it or not."""
+        if self._receiving is not None and self._receiving.task is task:
+            self._receiving = None
+        if not task.cancelled():
+            task.exception()  # it is told to whoever waits
 
     async def _receive(
         self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, taint: Taint
@@ -217,8 +220,6 @@ class WeightUpdates:
             found = True
             receiving.cancelled.set()
             await asyncio.wait([receiving.task], timeout=ABORT_WAIT_S)
-            if receiving.task.done() and not receiving.task.cancelled():
-                receiving.task.exception()  # it was told to whoever waits for it
             self._receiving = None
         staged = self.staged
         if staged is not None and update_id in (None, staged.wanted.update_id):

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
 from tests.sim.coverage import TRANSITIONS
-from tests.sim.guards import GUARDS, without
+from tests.sim.guards import FIXES, GUARDS, without
 from tests.sim.run import Result, adapters, run_seed
 
 
@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; all cores")
-    parser.add_argument("--without", choices=GUARDS, help="switch a guard off: then a violation must be found")
+    parser.add_argument(
+        "--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found"
+    )
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
     parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{time.monotonic() - start:.0f} s: {served} completions, {committed} updates committed, "
         f"{refused} refused or aborted"
     )
+    if arguments.without:
+        return 1 if failed else 0
     missing = [name for name in TRANSITIONS if name not in reached]
     print(f"{len(reached)} transitions reached; never: {', '.join(missing) or 'none'}")
     if arguments.transitions:

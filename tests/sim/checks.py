@@ -150,9 +150,10 @@ class Checks:
                 self.fail("I6", f"a second first record: {decision}")
         elif decision.run_number > before.run_number:
             return  # somebody began a new run
-        elif decision.run != before.run or decision.sequence != before.sequence + 1:
-            if not self.lost_at or decision.run != before.run or decision.sequence <= before.sequence:
-                self.fail("I6", f"the record went from {before} to {decision}")
+        elif decision.run != before.run or decision.sequence <= before.sequence:
+            self.fail("I6", f"the record went from {before} to {decision}")
+        elif decision.sequence > before.sequence + 1 and not self.lost_at:
+            self.fail("I6", f"the record jumped from {before} to {decision}")
         if decision.sequence == 0:
             return  # a worker that found an empty store: the elder run is written back
         for process, worker in self.world.live_workers():
@@ -166,7 +167,6 @@ class Checks:
         """The store has just lost some."""
         self.lost_at[bucket.name] = self.now
         if bucket == self.world.subjects.state:
-            self._fence_of.clear()  # the fences of the writes that are gone come again
             entry = self.world.server.streams.get(bucket.name)
             found = entry.keys.get(RECORD) if entry is not None else None
             value = found.value if found is not None else None
@@ -360,6 +360,8 @@ class Checks:
                 return Violation("I7", f"{process.name} is {'running' if paused else 'paused'}, and should not be")
             if (busy := product.staged_in(worker)) is not None and not world.session_waits():
                 return Violation("I2", f"{process.name} still holds staged weights of {busy}")
+        if last.key not in self.final_at:
+            return Violation("I2", f"the update {last} was left half done")
         members = set(world.members())
         if members != living:
             return Violation("I7", f"the members are {sorted(members)}, alive are {sorted(living)}")

@@ -28,7 +28,7 @@ class SimEngine(FakeEngine):
         self._process = process
 
     async def _hang(self) -> None:
-        while (left := self.hung_until - self._world.loop.now) > 0:
+        while (left := self.hung_until - self._world.loop.now) > 0:  # noqa: ASYNC110 - it may hang on
             await asyncio.sleep(left)
 
     async def liveness(self) -> None:

@@ -102,7 +102,7 @@ def instance_id(worker: Worker) -> str:
 
 def closed(worker: Worker) -> Mapping[str, str]:
     """Why it is closed: reason → detail."""
-    return dict(worker.state.closed)
+    return {str(reason): detail for reason, detail in worker.state.closed.items()}
 
 
 def is_paused(worker: Worker) -> bool:

@@ -1,8 +1,8 @@
 """An event loop whose time jumps, and whose callbacks belong to simulated processes.
 
-Nothing waits: a minute of a fleet's life takes milliseconds. Each callback runs in the process (`PROCESS`) of the task
-that asked for it: those of a frozen process wait for its thaw, as after SIGSTOP; those of a dead one never run, as after
-SIGKILL, so that no clean-up gives a last word.
+Nothing waits: a minute of a fleet's life takes milliseconds. Each callback runs in the process (`PROCESS`) of the
+task that asked for it: those of a frozen process wait for its thaw, as after SIGSTOP; those of a dead one never run,
+as after SIGKILL, so that no clean-up gives a last word.
 """
 
 from __future__ import annotations
@@ -108,19 +108,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # ---- what is to run ----
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
         handle = Handle(self, callback, args, context if context is not None else copy_context(), 0.0)
         self._queue.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
         handle = Handle(self, callback, args, context if context is not None else copy_context(), when)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def again(self, handles: list[Handle]) -> None:
