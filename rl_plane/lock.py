@@ -52,6 +52,7 @@ class HeldLock:
 
     async def renew(self) -> None:
         async with self._busy:
+            self._check_not_lost()
             try:
                 self._revision = await self._bus.put(
                     self._bucket, LOCK, self._value, last=self._revision, ttl_s=LOCK_TTL_S
@@ -62,6 +63,7 @@ class HeldLock:
     async def put(self, key: str, value: bytes) -> int:
         """A write that the server takes only while this lock is held."""
         async with self._busy:
+            self._check_not_lost()
             try:
                 return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision))
             except WrongSequence as error:
@@ -71,6 +73,11 @@ class HeldLock:
             except WrongSequence as error:
                 self.lost = True
                 raise self._stale() from error
+
+    def _check_not_lost(self) -> None:
+        """Once lost, it is never ours again: a store that lost writes gives their sequences a second time."""
+        if self.lost:
+            raise self._stale()
 
     async def _renewed_unheard(self, error: WrongSequence) -> None:
         """Our own renewal, whose answer was lost, counts; anybody else's doesn't: StaleFence."""

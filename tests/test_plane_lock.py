@@ -126,6 +126,10 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
             with pytest.raises(StaleFence) as caught:
                 await write
             assert caught.value.facts["fence"] == stale.fence
+        stale._revision = held.fence  # as where a store that lost writes gives a sequence a second time
+        for write in (stale.put("record", b"one"), stale.renew()):
+            with pytest.raises(StaleFence):
+                await write
         entry = await two.bus.get(state, "record")
         assert entry is not None
         assert entry.value == b"two"
