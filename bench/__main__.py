@@ -12,47 +12,110 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.commits import measure_commits
 from bench.deaths import measure_deaths, measure_joins
 from bench.fanout import measure_fan_out
-from bench.report import KILL_AIM_S, PROBED_KILL_AIM_S, Row, fan_out_rows, fan_out_table, time_row, times_table
+from bench.gaps import SHAPE_500_MB, measure_gaps
+from bench.kills import measure_kills
+from bench.report import (
+    KILL_AIM_S,
+    PROBED_KILL_AIM_S,
+    Row,
+    commit_rows,
+    fan_out_rows,
+    gap_rows,
+    kill_rows,
+    ratio_table,
+    time_row,
+    times_table,
+)
+from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
 from worker.engines.fake import make_fake_model
+from worker.tiny_model import make_tiny_model
 
 ROUNDS = {1: 1000, 8: 1000, 32: 500, 100: 300, 1000: 60}
 """Workers → rounds: some seconds of measuring for each size."""
 QUICK_ROUNDS = {1: 20, 8: 20, 32: 10}
+UPDATE_ROUNDS = {1: 100, 8: 60, 64: 30, 256: 12, 1024: 6}
+QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
+GAP_ROUNDS = 7
+PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
 
-async def bench(model: Path, quick: bool) -> tuple[list[Row], list[Row]]:
-    fan_outs: list[Row] = []
+async def fan_outs(scratch: Path, quick: bool) -> list[Row]:
+    model = make_fake_model(scratch / "model", 0)
+    found: list[Row] = []
     for workers, rounds in (QUICK_ROUNDS if quick else ROUNDS).items():
         _say(f"fan-out to {workers:,} workers, {rounds} rounds …")
-        server = NatsServer()
-        server.start()
-        try:
-            rows = fan_out_rows(await measure_fan_out(server.url, model, workers, rounds))
-        finally:
-            server.stop()
-        fan_outs += rows
+        with _server() as url:
+            rows = fan_out_rows(await measure_fan_out(url, model, workers, rounds))
+        found += rows
         for row in rows:
             if row.missing:
                 _say(f"{row.what}: {row.missing} of {workers * rounds:,} answers did not come in time")
+    return found
+
+
+async def times(scratch: Path, quick: bool) -> list[Row]:
+    model = make_fake_model(scratch / "model", 0)
     _say("kills and joins …")
     starts, deaths = await measure_deaths(model, QUICK_KILLS if quick else KILLS, advisories=True)
     _, probed = await measure_deaths(model, QUICK_PROBED_KILLS if quick else PROBED_KILLS, advisories=False)
     joins = await measure_joins(QUICK_JOINS if quick else JOINS)
-    times = [
+    return [
         time_row("SIGKILL → gone, our nats.conf", deaths, KILL_AIM_S),
         time_row("SIGKILL → gone, any other NATS server", probed, PROBED_KILL_AIM_S, worst=True),
         time_row("registering → listed", joins),
         time_row("process started → listed (fake engine)", starts),
     ]
-    return fan_outs, times
+
+
+async def updates(scratch: Path, quick: bool) -> list[Row]:
+    tiny = [make_fake_model(scratch / f"fake{seed}", seed) for seed in range(2)]
+    found: list[Row] = []
+    for workers, rounds in (QUICK_UPDATE_ROUNDS if quick else UPDATE_ROUNDS).items():
+        _say(f"updates of {workers:,} workers, {rounds} rounds …")
+        try:
+            with _server() as url:
+                commits = await measure_commits(url, tiny, workers, rounds)
+        except PlaneError as error:  # hundreds of workers in a starved process are taken for dead
+            _say(f"this machine is too busy for {workers:,} workers: {error}")
+            continue
+        if commits.excluded:
+            _say(f"{commits.excluded} of {workers * rounds:,} were excluded: they did not answer in time")
+        found += commit_rows(commits)
+    _say("updates with a worker killed …")
+    found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if quick else PHASE_KILLS))
+    if not quick:
+        _say("updates of 500 MB …")
+        large = [make_tiny_model(scratch / f"large{seed}", seed, "float32", **SHAPE_500_MB) for seed in range(2)]
+        found += gap_rows(await measure_gaps(large, GAP_ROUNDS))
+    return found
+
+
+MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates}
+
+
+async def bench(scratch: Path, quick: bool, only: str | None) -> dict[str, list[Row]]:
+    return {name: await measure(scratch, quick) for name, measure in MEASURED.items() if only in (None, name)}
+
+
+@contextmanager
+def _server() -> Iterator[str]:
+    server = NatsServer()
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
 
 
 def _say(text: str) -> None:
@@ -66,15 +129,16 @@ def _written(row: Row) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, at most 32 workers: to see that it runs")
+    parser.add_argument("--only", choices=list(MEASURED), help="one of the tables")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
-        fan_outs, times = asyncio.run(bench(make_fake_model(Path(scratch) / "model", 0), arguments.quick))
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}\n")
-    print(fan_out_table(fan_outs), end="\n\n")
-    print(times_table(times))
+        found = asyncio.run(bench(Path(scratch), arguments.quick, arguments.only))
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}")
+    for name, rows in found.items():
+        print(f"\n{times_table(rows) if name == 'times' else ratio_table(rows)}")
     if arguments.json:
-        written = {"fan_outs": [_written(row) for row in fan_outs], "times": [_written(row) for row in times]}
+        written = {name: [_written(row) for row in rows] for name, rows in found.items()}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")
 
 

@@ -30,8 +30,8 @@ PATH = "/v1/rl/state"
 
 WARM_UP = 10
 """Rounds that do not count: connections, route tables and caches of all ways are warm after them."""
-WORKERS_PER_PROCESS = 500
-"""Two processes for 1,000, of the workers as of the plain subscribers: one Python process is one core at most."""
+WORKERS_PER_PROCESS = 512
+"""Two processes for 1,024, of the workers as of the plain subscribers: one Python process is one core at most."""
 JOIN_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 10.0
 """Far longer than the op's own: on a busy machine a slow answer is a measurement, a missing one is not."""
@@ -120,10 +120,15 @@ class HttpConnection:
         await self._writer.wait_closed()
 
 
+def per_process(workers: int) -> list[int]:
+    """How many of them each process has."""
+    return [min(WORKERS_PER_PROCESS, workers - done) for done in range(0, workers, WORKERS_PER_PROCESS)]
+
+
 async def measure_fan_out(nats_url: str, model: Path, workers: int, rounds: int) -> FanOutTimes:
     """Starts a fleet and its plain twin, and measures every way in each round."""
     namespace = f"bench{workers}"
-    copies = [min(WORKERS_PER_PROCESS, workers - done) for done in range(0, workers, WORKERS_PER_PROCESS)]
+    copies = per_process(workers)
     with ExitStack() as stack:
         fleet = [
             start_peer("workers", nats_url=nats_url, namespace=namespace, model=str(model), copies=count)
@@ -196,11 +201,13 @@ async def _measure(
         await connection.close()
 
 
-async def time_rounds(ways: Ways, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+async def time_rounds(
+    ways: Ways, rounds: int, warm_up: int = WARM_UP
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     missing = dict.fromkeys(ways, 0)
     names = list(ways)
-    for number in range(-WARM_UP, rounds):
+    for number in range(-warm_up, rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             start = time.perf_counter()

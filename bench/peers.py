@@ -26,6 +26,9 @@ from rl_plane.process import die_with_parent
 STOP_TIMEOUT_S = 10.0
 """A process with 1,000 workers leaves within a second; later it is killed."""
 
+SIZE_DIGITS = 6
+MAX_REPLY_BYTES = 10**SIZE_DIGITS - 1
+
 Ready = Callable[[dict[str, Any]], None]
 
 
@@ -83,20 +86,38 @@ def stop_peers(started: list[subprocess.Popen[str]]) -> None:
 # ---- the roles ----
 
 
-def workers(ready: Ready, *, nats_url: str, namespace: str, model: str, copies: int) -> None:
+def workers(
+    ready: Ready,
+    *,
+    nats_url: str,
+    namespace: str,
+    model: str,
+    copies: int,
+    engine: str = "fake",
+    weight_roots: tuple[str, ...] = (),
+) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them."""
     from worker.options import WorkerOptions
     from worker.process import run
 
     run(
-        WorkerOptions("fake", Path(model), nats_url, namespace, copies=copies, drain_s=0.0),
+        WorkerOptions(
+            engine,
+            Path(model),
+            nats_url,
+            namespace,
+            copies=copies,
+            drain_s=0.0,
+            weight_roots=tuple(map(Path, weight_roots)),
+        ),
         lambda instance_ids: ready({"instance_ids": instance_ids}),
     )
 
 
-def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_bytes: int) -> None:
-    """`copies` connections with one subscription each, which answer a constant and do nothing else."""
-    reply = secrets.token_bytes(reply_bytes)
+def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_bytes: int | None = None) -> None:
+    """`copies` connections with one subscription each, which answer a constant and do nothing else. `reply_bytes`:
+    None, as long as the request's first SIZE_DIGITS digits say."""
+    reply = secrets.token_bytes(MAX_REPLY_BYTES if reply_bytes is None else reply_bytes)
 
     async def serve() -> None:
         subjects = []
@@ -110,7 +131,8 @@ def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_
         connection = await nats.connect(nats_url)
 
         async def answer(message: Msg) -> None:
-            await connection.publish(message.reply, reply)
+            own = reply if reply_bytes is not None else reply[: int(message.data[:SIZE_DIGITS])]
+            await connection.publish(message.reply, own)
 
         await connection.subscribe(subject, cb=answer)
         await connection.flush()
@@ -119,12 +141,12 @@ def subscribers(ready: Ready, *, nats_url: str, prefix: str, copies: int, reply_
     _until_terminated(serve)
 
 
-def frontend(ready: Ready, *, nats_url: str, namespace: str) -> None:
-    """The facade, alone."""
+def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False) -> None:
+    """The facade; `http`: and the generation API."""
     from frontend.options import FrontendOptions
     from frontend.process import serve
 
-    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=None), ready))
+    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=0 if http else None), ready))
 
 
 def empty_route(ready: Ready) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, truediv
 
+from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
+from bench.gaps import GapTimes
+from bench.kills import WORKERS, KillTimes
+from rl_plane.update_steps import Phase
 
 AIM_FROM_WORKERS = 8
 """The aims for a fan-out are for 8 workers and more; with one it is all set-up."""
@@ -17,6 +22,8 @@ CALL_AIM = 1.5
 KILL_AIM_S = 0.01
 """Within milliseconds, where the server tells of closed connections."""
 PROBED_KILL_AIM_S = 2.0
+CONTROL_AIM = 2.0
+GAP_AIM = 2.0
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -75,6 +82,53 @@ def fan_out_rows(times: FanOutTimes) -> list[Row]:
     ]
 
 
+def _beside(
+    what: str, workers: int | None, ours: Sequence[float], beside: str, theirs: Sequence[float], aim: float | None
+) -> Row:
+    """`ours` and `theirs` of the same rounds."""
+    return Row(
+        what,
+        workers,
+        len(ours),
+        statistics.median(ours),
+        p99(ours),
+        beside,
+        statistics.median(theirs),
+        p99(theirs),
+        statistics.median(map(truediv, ours, theirs)),
+        aim,
+    )
+
+
+def commit_rows(times: CommitTimes) -> list[Row]:
+    after = times.seconds["raw_after"]
+    all_raw = list(map(add, times.seconds["raw_before"], after))
+    count = times.gathers
+    return [
+        _beside("update", times.workers, times.seconds["update"], f"{count} raw", all_raw, CONTROL_AIM),
+        _beside("its commit", times.workers, times.seconds["commit"], f"{times.after} raw", after, CONTROL_AIM),
+    ]
+
+
+def kill_rows(times: Mapping[Phase, KillTimes]) -> list[Row]:
+    rows = []
+    for phase, found in times.items():
+        for what, seconds in (("answer", found.answered), ("all others serve", found.serving)):
+            rows.append(_beside(f"killed in {phase} → {what}", WORKERS, seconds, "undisturbed", found.calm, None))
+    return rows
+
+
+def gap_rows(times: GapTimes) -> list[Row]:
+    def row(what: str, seconds: list[float], copies: list[float], aim: float | None) -> Row:
+        return _beside(what, 1, seconds, f"copy of {times.nbytes / 1e6:.0f} MB", copies, aim)
+
+    return [
+        row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
+        row("slowest step while staged", times.meanwhile, times.copies["host"], None),
+        row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+    ]
+
+
 def time_row(what: str, seconds: Sequence[float], aim: float | None = None, *, worst: bool = False) -> Row:
     """`worst`: the aim is about the longest, not the median."""
     middle = statistics.median(seconds)
@@ -83,17 +137,17 @@ def time_row(what: str, seconds: Sequence[float], aim: float | None = None, *, w
 
 # ---- as Markdown, which a terminal shows as well ----
 
-_FAN_OUT = ("what", "workers", "median ms", "p99 ms", "beside", "median ms", "p99 ms", "ratio", "aim", "holds")
+_RATIOS = ("what", "workers", "median ms", "p99 ms", "beside", "median ms", "p99 ms", "ratio", "aim", "holds")
 _TIMES = ("what", "times", "median ms", "largest ms", "aim ms", "holds")
 
 
-def fan_out_table(rows: Sequence[Row]) -> str:
+def ratio_table(rows: Sequence[Row]) -> str:
     return _table(
-        _FAN_OUT,
+        _RATIOS,
         [
             (
                 row.what,
-                f"{row.workers:,}",
+                "" if row.workers is None else f"{row.workers:,}",
                 _ms(row.median_s),
                 _ms(row.p99_s),
                 row.beside or "",

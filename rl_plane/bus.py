@@ -41,6 +41,8 @@ SERVICE_CONNECT_S = 30.0
 """For workers and frontends: a server that is started together with them may come up after them."""
 RECONNECT_WAIT_S = 0.1
 """nats-py's own 2 s would be most of the time that a restart of the server costs."""
+RECONNECT_GRACE_S = 1.0
+"""After a server's restart the workers are back within 0.2 s; before that a 503 means nothing."""
 PING_INTERVAL_S = 2.0
 MAX_PINGS = 2
 """Both ends find a dead TCP peer within 4 to 6 s; nats-py's default is 120 s × 2."""
@@ -365,6 +367,14 @@ class Bus:
             # if the leader has nothing after what we read.
             if top >= last or not await self._has_message_from(bucket, top + 1, keys):
                 return entries, max(top, last)
+
+    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+        """The newest messages of the keys that match: all that the leader had when this was called."""
+        while True:
+            entries = await self._batch_get(bucket, keys)
+            top = entries[-1].sequence if entries else 0
+            if not await self._has_message_from(bucket, top + 1, keys):  # or a lagging replica has answered
+                return entries
 
     async def _batch_get(self, bucket: Bucket, keys: str) -> list[Entry]:
         entries: list[Entry] = []

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, Bus
@@ -37,7 +37,7 @@ from rl_plane.ops import MAX_TIMEOUT_S, Op, not_a_member, op_named, parse_body
 from rl_plane.rows import WorkerRow
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.view import MembershipView
-from rl_plane.wire import Request, decode, encode
+from rl_plane.wire import Request, decode, encode, encode_for_each
 
 DEFAULT_NAMESPACE = "demo"
 DEFAULT_COMPONENT = "engine"
@@ -282,6 +282,20 @@ class RlClient:
             check_pin(await view.barrier(), epoch, fingerprint)
         return FanOut(snapshot, rows, time.monotonic() - start)
 
+    async def ask(
+        self,
+        view: MembershipView,
+        members: Sequence[Member],
+        op: str,
+        body: dict[str, Any],
+        timeout_s: float | None = None,
+        held: HeldLock | None = None,
+    ) -> list[WorkerRow]:
+        """`call_all` for a coordinator, which knows its members and, if the op changes anything, has the lock."""
+        spec = op_named(op)
+        request = self._request(spec, body, timeout_s, held if spec.changes else None, "")
+        return await self._send(view, members, request, timeout_s or spec.timeout_s)
+
     async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
         """Sends `(subject, payload)` to each at once; their answers, in the same order."""
         return await self._gather.run(targets, timeout_s)
@@ -321,9 +335,9 @@ class RlClient:
             payload = encode(request.to_wire())
             targets = [(direct + member.instance_id, payload) for member in members]
         else:
+            payloads = encode_for_each(request, [member.incarnation for member in members])
             targets = [
-                (direct + member.instance_id, encode(replace(request, incarnation=member.incarnation).to_wire()))
-                for member in members
+                (direct + member.instance_id, payload) for member, payload in zip(members, payloads, strict=True)
             ]
         rows: dict[int, WorkerRow] = {}
 

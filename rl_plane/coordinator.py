@@ -9,15 +9,14 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable, NotFound, PlaneError, Unavailable
+from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.fanout import Missing
 from rl_plane.history import Journal
 from rl_plane.judge import serves, still_there
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
@@ -113,7 +112,7 @@ class Coordinator:
             case Survey():
                 return await self._survey()
             case Ask(_, op, body, workers, timeout_s):
-                return Answered(await self._present(op, body, workers, timeout_s))
+                return Answered(await self._ask(op, body, workers, timeout_s))
             case Tell():
                 return await self._tell(instruction)
             case Write(_, record):
@@ -136,10 +135,11 @@ class Coordinator:
     # ---- asking ----
 
     async def _survey(self) -> Surveyed:
-        snapshot = await self._view.barrier()
-        rows = await self._present("attest", {}, [member.instance_id for member in snapshot], None)
-        entry = await self._client.bus.get(self._state, RECORD)
-        session = await read_session(self._client.bus, self._state)
+        (snapshot, rows), entry, session = await asyncio.gather(
+            self._attests(),
+            self._client.bus.get(self._state, RECORD),
+            read_session(self._client.bus, self._state),
+        )
         return Surveyed(
             _members(snapshot),
             snapshot.fingerprint,
@@ -152,38 +152,34 @@ class Coordinator:
             self._held.took_over,
         )
 
-    async def _present(
+    async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
+        snapshot = await self._view.barrier()
+        return snapshot, await self._ask("attest", {}, _members(snapshot), None)
+
+    async def _ask(
         self, op: str, body: Mapping[str, Any], workers: Iterable[str], timeout_s: float | None
     ) -> list[WorkerRow]:
-        """A worker that has left meanwhile is only left out."""
+        """A worker that has left meanwhile is only left out. Asking the leader who has is not worth a round trip:
+        one that left unseen has nobody on its subject, which answers at once."""
         wanted = set(workers)
-        present = [member.instance_id for member in await self._view.barrier() if member.instance_id in wanted]
-        if not present:
-            return []
-        try:
-            out = await self._client.call_all(
-                op,
-                dict(body),
-                workers=present,
-                component=self._view.subjects.component,
-                timeout_s=timeout_s,
-                empty="ok",
-                held=self._held if OPS[op].changes else None,
-            )
-        except NotFound:
-            return await self._present(op, body, present, timeout_s)
-        return out.rows
+        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
+        return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
     async def _tell(self, tell: Tell) -> Told:
-        """Members are read after the record was written: one that registers later reads the record first."""
-        members = _members(await self._view.barrier())
         body = {"record": tell.record.to_wire(), "sequence": tell.sequence}
-        self._told_at = time.monotonic()
-        rows, silent = await asyncio.gather(
-            self._present("follow_record", body, members, tell.timeout_s),
+        (members, rows), silent = await asyncio.gather(
+            self._tell_members(body, tell.timeout_s),
             self._tell_frontends(body, tell.timeout_s),
         )
         return Told(members, rows, silent)
+
+    async def _tell_members(
+        self, body: dict[str, Any], timeout_s: float
+    ) -> tuple[dict[str, str], list[WorkerRow]]:
+        """Members are read after the record was written: one that registers later reads the record first."""
+        members = _members(await self._view.barrier())
+        self._told_at = time.monotonic()
+        return members, await self._ask("follow_record", body, members, timeout_s)
 
     async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
         """Those that have not acknowledged. One that is dead has nobody subscribed to its subject."""
@@ -237,10 +233,7 @@ class Coordinator:
         elif note.session is not None:
             await self._held.put(SESSION, note.session.encode())
         else:
-            entry = await self._client.bus.get(self._state, SESSION)
-            if entry is not None and entry.value:
-                with contextlib.suppress(WrongSequence):
-                    await self._client.bus.purge(self._state, SESSION, entry.sequence)
+            await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
 
 
 def _members(snapshot: Snapshot) -> dict[str, str]:

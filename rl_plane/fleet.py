@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rl_plane import ops
@@ -19,7 +18,6 @@ from rl_plane.client import FanOut, RlClient, check_pin, select_members
 from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
     Conflict,
-    DeadlineExceeded,
     InvalidRequest,
     Locked,
     MembershipChanged,
@@ -28,10 +26,24 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
-from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, FleetOp, Select
+from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
+from rl_plane.fleet_replies import (
+    Call,
+    adapters_of,
+    answered,
+    change_error,
+    common,
+    ended,
+    facts_of,
+    head,
+    in_order,
+    is_serving,
+    join,
+    merged,
+    updated,
+)
 from rl_plane.history import (
     Journal,
-    UpdateEntry,
     first_answer,
     read_entry,
     read_history,
@@ -40,11 +52,9 @@ from rl_plane.history import (
     source_of,
     target_of,
 )
-from rl_plane.judge import serves
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import (
-    DecisionRecord,
     DesiredPause,
     UpdateSession,
     read_pause,
@@ -52,11 +62,9 @@ from rl_plane.record import (
     read_session,
     version_wire,
 )
-from rl_plane.rows import WorkerRow
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 from rl_plane.update_steps import Call as Coordination
 from rl_plane.update_steps import Outcome, Prepared
-from rl_plane.view import MembershipView
 
 READY_POLL_S = 0.2
 LOST_RETRIES = 3
@@ -64,21 +72,6 @@ LOST_RETRIES = 3
 
 
 Handler = Callable[["Call"], Awaitable[dict[str, Any]]]
-
-
-@dataclass(slots=True)
-class Call:
-    """One call under way, on one component."""
-
-    op: FleetOp
-    select: Select
-    body: dict[str, Any]
-    view: MembershipView
-    request_id: str
-    """The caller's, or one that nobody else knows."""
-    may_repeat: bool
-    """The caller gave a request id: it may have asked before."""
-    start: float
 
 
 class Fleet:
@@ -130,7 +123,7 @@ class Fleet:
             for call in calls:
                 await self._members(call)
         replies = [await handler(call) for call in calls]
-        return replies[0] if len(replies) == 1 else _join(names, replies)
+        return replies[0] if len(replies) == 1 else join(names, replies)
 
     # ---- who ----
 
@@ -171,16 +164,16 @@ class Fleet:
 
     async def _read(self, call: Call) -> dict[str, Any]:
         await self._members(call)
-        return _merged(call, await self._ask(call, call.op.name))
+        return merged(call, await self._ask(call, call.op.name))
 
     async def _liveness(self, call: Call) -> dict[str, Any]:
         await self._members(call)
         out = await self._ask(call, "liveness", timeout_s=self.liveness_timeout_s)
         if out.failed:
             raise Unavailable(
-                f"{len(out.failed)} of {len(out.rows)} engines did not answer", **_facts(call, out), alive=False
+                f"{len(out.failed)} of {len(out.rows)} engines did not answer", **facts_of(call, out), alive=False
             )
-        return _merged(call, out, alive=True)
+        return merged(call, out, alive=True)
 
     async def _ready(self, call: Call) -> dict[str, Any]:
         """A probe answers at once; a caller that gives `wait_s` waits so long for it to hold."""
@@ -197,39 +190,39 @@ class Fleet:
         reply = await self._liveness(call)
         record = call.view.record
         out = await self._ask(call, "state")
-        serving = [row for row in out.rows if row.status == "ok" and _serving(row, record)]
+        serving = [row for row in out.rows if row.status == "ok" and is_serving(row, record)]
         wanted = max(1, call.select.min_workers)
         if len(serving) < wanted:
             raise Unavailable(
                 f"{len(serving)} admitted workers hold the committed version; {wanted} are wanted",
-                **_facts(call, out),
+                **facts_of(call, out),
                 ready=False,
             )
-        return {**_merged(call, out, ready=True), "alive": reply["alive"]}
+        return {**merged(call, out, ready=True), "alive": reply["alive"]}
 
     async def _state(self, call: Call) -> dict[str, Any]:
         await self._members(call)
         record = call.view.record
         out = await self._ask(call, "state")
         bodies = [row.body for row in out.rows if row.status == "ok"]
-        return _merged(
+        return merged(
             call,
             out,
-            ready=bool(bodies) and not out.failed and all(_serving(row, record) for row in out.rows),
+            ready=bool(bodies) and not out.failed and all(is_serving(row, record) for row in out.rows),
             engine_alive=bool(bodies) and not out.failed and all(body["engine_alive"] for body in bodies),
-            pause_state=_common([body["pause_state"] for body in bodies], "mixed"),
-            applied_weight_version=_common([body["applied_weight_version"] for body in bodies], None),
+            pause_state=common([body["pause_state"] for body in bodies], "mixed"),
+            applied_weight_version=common([body["applied_weight_version"] for body in bodies], None),
             loras=sorted({name for body in bodies for name in body["loras"]}),
             version=version_wire(record),
-            adapters=_adapters(record),
+            adapters=adapters_of(record),
             sequence=record.sequence if record else None,
         )
 
     async def _workers(self, call: Call) -> dict[str, Any]:
         snapshot = await self._members(call)
         out = await self._ask(call, "state")
-        reply = _merged(call, out)
-        for row, member in zip(reply["workers"], _in_order(snapshot, out), strict=True):
+        reply = merged(call, out)
+        for row, member in zip(reply["workers"], in_order(snapshot, out), strict=True):
             row.update({"namespace": call.view.subjects.namespace, "component": call.view.subjects.component})
             if member is not None:
                 row.update(member.info)
@@ -243,9 +236,9 @@ class Fleet:
             if row.status == "ok" and row.body["admission"]["open"] and row.body["version"]:
                 served.setdefault(row.body["version"]["digest"], []).append(row.instance_id)
         if len(served) > 1:
-            raise Conflict("the fleet serves several versions", versions=served, **_facts(call, out))
+            raise Conflict("the fleet serves several versions", versions=served, **facts_of(call, out))
         record = call.view.record
-        return _merged(call, out, version=version_wire(record), adapters=_adapters(record))
+        return merged(call, out, version=version_wire(record), adapters=adapters_of(record))
 
     async def _updates(self, call: Call) -> dict[str, Any]:
         """Past updates: nobody is asked, so an empty fleet tells them too. `workers` picks of each its rows."""
@@ -259,7 +252,7 @@ class Fleet:
             for one in told:
                 rows = one["workers"]
                 one["workers"] = {key: rows[key] for key in call.select.workers if key in rows}
-        return {**_head(call, snapshot), "updates": told, "workers": []}
+        return {**head(call, snapshot), "updates": told, "workers": []}
 
     # ---- changing ----
 
@@ -309,14 +302,14 @@ class Fleet:
         after = await call.view.barrier() if pinned else snapshot
         if after.fingerprint != snapshot.fingerprint:
             raise MembershipChanged(
-                **{**_facts(call, out), "epoch": after.epoch, "fingerprint": after.fingerprint},
+                **{**facts_of(call, out), "epoch": after.epoch, "fingerprint": after.fingerprint},
                 before_epoch=snapshot.epoch,
                 after_epoch=after.epoch,
                 fix=f"{op} was done where a row says ok; read the members again, then repeat it or take it back",
             )
         if out.failed:
-            raise _change_error(call, op, out)
-        return _merged(call, out)
+            raise change_error(call, op, out)
+        return merged(call, out)
 
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
@@ -350,8 +343,8 @@ class Fleet:
         try:
             async with self.client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
                 journal = self._journal(call, held, body.model_dump(), request, asked.rollback)
-                if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                    return _answered(call, entry)
+                if call.may_repeat and (entry := await journal.first_answer(goes_on=True)) is not None:
+                    return answered(call, entry)
                 try:
                     pin = snapshot.fingerprint if pinned else None
                     asked_for = Coordination("update", call.request_id, body, pin)
@@ -369,7 +362,7 @@ class Fleet:
         if not call.may_repeat:
             return None
         entry = await first_answer(self.client.bus, call.view.subjects.state, call.request_id, request)
-        return _answered(call, entry) if entry is not None else None
+        return answered(call, entry) if entry is not None else None
 
     async def _with_source(self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot) -> ops.UpdateWeights:
         """The update itself: a roll-back is one with the source and the digest that the history has."""
@@ -415,7 +408,7 @@ class Fleet:
         coordinator = Coordinator(self.client, call.view, held, journal)
         outcome = await coordinator.run(asked_for)
         assert isinstance(outcome, Outcome)
-        reply = _updated(call, outcome, coordinator.phases)
+        reply = updated(call, outcome, coordinator.phases)
         if journal is not None:
             await journal.committed(outcome.version, reply["workers"], outcome.excluded, coordinator.phases)
         return reply
@@ -427,7 +420,7 @@ class Fleet:
         async with self.client.lock(call.view, update_id=call.request_id) as held:
             journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                raise _ended(entry)
+                raise ended(entry)
             start = time.monotonic()
             try:
                 prepared = await Coordinator(self.client, call.view, held, journal).run(
@@ -443,7 +436,7 @@ class Fleet:
             ]
             await journal.prepared(rows, prepared.digest, time.monotonic() - start)
         return {
-            **_head(call, call.view.snapshot()),
+            **head(call, call.view.snapshot()),
             "update_id": call.request_id,
             "digest": prepared.digest,
             "workers": rows,
@@ -456,7 +449,7 @@ class Fleet:
         if update_id is not None:
             entry = await read_entry(self.client.bus, state, update_id)
             if entry is not None and entry.outcome == "committed":
-                return _answered(call, entry)
+                return answered(call, entry)
         await self._whole_fleet(call)
         async with self.client.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, update_id)
@@ -489,7 +482,7 @@ class Fleet:
             assert isinstance(session, UpdateSession)
             if journal is not None:
                 await journal.failed(UpdateAborted("its caller aborted it"))
-        return {**_head(call, snapshot), "update_id": session.update_id, "workers": []}
+        return {**head(call, snapshot), "update_id": session.update_id, "workers": []}
 
     async def _whole_fleet(self, call: Call) -> Snapshot:
         if call.select.workers is not None:
@@ -524,7 +517,7 @@ class Fleet:
         async with self.client.lock(call.view, update_id=call.request_id) as held:
             journal = self._journal(call, held, {"version": "initial"}, request)
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                return _answered(call, entry)
+                return answered(call, entry)
             try:
                 return await self._committed(call, held, journal, Coordination("new_run", call.request_id))
             except PlaneError as error:
@@ -545,105 +538,3 @@ def _check_name(target: ops.BaseTarget | ops.LoraTarget, snapshot: Snapshot) -> 
         raise InvalidRequest(
             f"the base model is called {target.name!r}", field="target.name", fix="give the adapter another name"
         )
-
-
-# ---- replies ----
-
-
-def _serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
-    return record is not None and serves(row, record)
-
-
-def _common(values: Sequence[Any], otherwise: Any) -> Any:
-    return values[0] if values and all(value == values[0] for value in values) else otherwise
-
-
-def _adapters(record: DecisionRecord | None) -> dict[str, Any]:
-    return {name: one.version.to_wire() for name, one in record.adapters.items()} if record is not None else {}
-
-
-def _head(call: Call, snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "status": "ok",
-        "epoch": snapshot.epoch,
-        "fingerprint": snapshot.fingerprint,
-        "elapsed_s": time.monotonic() - call.start,
-    }
-
-
-def _merged(call: Call, out: FanOut, **fields: Any) -> dict[str, Any]:
-    return {**_head(call, out.snapshot), **fields, "workers": [row.to_wire() for row in out.rows]}
-
-
-def _updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        **_head(call, call.view.snapshot()),
-        "version": outcome.version.to_wire(),
-        "workers": [row.to_wire() for row in outcome.rows],
-        "excluded": list(outcome.excluded),
-        "phases": dict(phases),
-    }
-
-
-def _answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
-    """What an update was answered with, again: nobody is asked for it."""
-    if entry.version is None or (entry.error is not None and not entry.try_again):
-        raise entry.first_error()
-    return {
-        **_head(call, call.view.snapshot()),
-        "version": entry.version.to_wire(),
-        "workers": entry.rows(),
-        "excluded": list(entry.excluded),
-        "phases": dict(entry.phases),
-    }
-
-
-def _ended(entry: UpdateEntry) -> PlaneError:
-    """The answer to a repeated prepare of an update that has ended."""
-    if entry.version is None:
-        return entry.first_error()
-    return Conflict(
-        f"the update {entry.update_id!r} is committed as {entry.label}",
-        fix="prepare the next one under a new id",
-        version=entry.version.to_wire(),
-    )
-
-
-def _facts(call: Call, out: FanOut) -> dict[str, Any]:
-    head = _merged(call, out)
-    del head["status"]
-    return head
-
-
-def _in_order(snapshot: Snapshot, out: FanOut) -> list[Any]:
-    by_id = {member.instance_id: member for member in snapshot}
-    by_id.update({member.instance_id: member for member in out.snapshot})
-    return [by_id.get(row.instance_id) for row in out.rows]
-
-
-def _change_error(call: Call, op: str, out: FanOut) -> PlaneError:
-    """One kind of error from every worker is the call's error; anything else is a conflict that names each."""
-    facts = _facts(call, out)
-    errors = [row.error for row in out.failed if row.error is not None]
-    first = errors[0]
-    unanimous = len(errors) == len(out.rows) and all(type(error) is type(first) for error in errors)
-    if unanimous and not isinstance(first, DeadlineExceeded):  # which may have been done, or half done
-        return type(first)(first.message, **{**first.facts, **facts})
-    return Conflict(
-        f"{op} was not done on {len(errors)} of {len(out.rows)} workers: {out.failed[0].instance_id}: {first.message}",
-        fix="see each worker's row; repeating the call is safe",
-        **facts,
-    )
-
-
-def _join(names: Sequence[str], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several components in one reply: the rows one after another, the heads by name."""
-    rows = [
-        {"component": name, **row} for name, reply in zip(names, replies, strict=True) for row in reply["workers"]
-    ]
-    heads = {
-        name: {key: value for key, value in reply.items() if key != "workers"}
-        for name, reply in zip(names, replies, strict=True)
-    }
-    elapsed = sum(reply["elapsed_s"] for reply in replies)
-    return {"status": "ok", "components": heads, "workers": rows, "elapsed_s": elapsed}

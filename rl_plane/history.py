@@ -7,12 +7,13 @@ the record, it makes sure that the record's own entry is final (`Journal.begin`)
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rl_plane.bus import Bus
@@ -92,8 +93,13 @@ class UpdateEntry:
     def final(self) -> bool:
         return self.outcome in ("committed", "aborted")
 
+    def _fields(self) -> dict[str, Any]:
+        """Not `asdict`, which copies each worker's row."""
+        wire = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**wire, "version": self.version.to_wire() if self.version is not None else None}
+
     def encode(self) -> bytes:
-        data = json.dumps(asdict(self), default=str).encode()
+        data = json.dumps(self._fields(), default=str).encode()
         if len(data) <= MAX_ENTRY_BYTES:
             return data
         failed = {key: row for key, row in self.workers.items() if row.get("status") != "ok"}
@@ -110,7 +116,7 @@ class UpdateEntry:
         return cls(**wire, version=WeightVersion.from_wire(version) if version else None)
 
     def to_wire(self) -> dict[str, Any]:
-        wire = asdict(self)
+        wire = self._fields()
         del wire["request"]
         always = ("version", "transport", "ended_at")
         return {key: value for key, value in wire.items() if value is not None or key in always}
@@ -332,14 +338,18 @@ class Journal:
             request=request,
         )
 
-    async def first_answer(self) -> UpdateEntry | None:
+    async def first_answer(self, *, goes_on: bool = False) -> UpdateEntry | None:
         """How an update under this id has ended; None: it has not, and may run now. The lock is ours, so one that
-        is unfinished has lost its coordinator."""
+        is unfinished has lost its coordinator. `goes_on`: the caller will carry out what was decided, and answer
+        after that."""
         found = await first_answer(self._bus, self._state, self._entry.update_id, self._entry.request)
         if found is not None:
             return found
         record = await read_record(self._bus, self._state)
         if record is None or record.update_id != self._entry.update_id:
+            return None
+        if goes_on and not record.final:
+            await self.take_up()
             return None
         return from_record(record, await read_entry(self._bus, self._state, record.update_id))
 
@@ -360,7 +370,7 @@ class Journal:
             await self._held.put(history_key(record.update_id), settled.encode())
 
     async def take_up(self) -> None:
-        """Goes on with an update that another call has prepared."""
+        """Goes on with an update that another call has prepared, or a dead coordinator has decided."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
         if found is not None and not found.final:
             self._entry = found
@@ -416,7 +426,10 @@ class Journal:
         await self._end(replace(ended, phases=phases))
 
     async def _end(self, entry: UpdateEntry) -> None:
-        await self._write_if_held(replace(entry, ended_at=time.time()))
+        # At once: the entry is there already, so it is counted however they come.
+        await asyncio.gather(self._write_if_held(replace(entry, ended_at=time.time())), self._shorten())
+
+    async def _shorten(self) -> None:
         try:
             await self._bus.keep_newest(self._state, HISTORY_PREFIX + ">", KEEP)
         except BusUnreachable as error:

@@ -112,10 +112,7 @@ def judge_prepare(
     if not ready or (blocking and policy.on_prepare_failure == "abort"):
         raise prepare_error(blocking or failed, len(rows))
     if len(ready) < policy.min_ready:
-        raise UpdateAborted(
-            f"{len(ready)} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
-            field="policy.min_ready",
-        )
+        raise too_few(len(ready), policy)
     digest = next(iter(digests))
     if stated_digest is not None and digest != stated_digest:
         raise UpdateAborted(f"the workers received {digest}, the caller stated {stated_digest}", field="digest")
@@ -124,6 +121,14 @@ def judge_prepare(
         {key: row.incarnation for key, row in ready.items()},
         [row.instance_id for row in failed],
         all(row.body["refetchable"] for row in ready.values()),
+        failed,
+    )
+
+
+def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
+    return UpdateAborted(
+        f"{ready} workers prepared the update, policy.min_ready asks for {policy.min_ready}",
+        field="policy.min_ready",
     )
 
 
@@ -192,7 +197,9 @@ def outcome_of(
 ) -> Outcome:
     serving = {row.instance_id for row in committed if row.ok} & {row.instance_id for row in opened.rows if row.ok}
     # The row that tells most of each worker: its error, else its commit.
-    rows = {row.instance_id: row for row in [*committed, *gated.rows, *opened.rows] if not row.ok}
+    rows = {
+        row.instance_id: row for row in [*prepared.failed, *committed, *gated.rows, *opened.rows] if not row.ok
+    }
     rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
     excluded = sorted({*prepared.ready, *prepared.excluded, *gated.members, *opened.members} - serving)
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)

@@ -57,13 +57,7 @@ class HeldLock:
                     self._bucket, LOCK, self._value, last=self._revision, ttl_s=LOCK_TTL_S
                 )
             except WrongSequence as error:
-                # Our own renewal, whose answer was lost, counts; anybody else's doesn't.
-                entry = await self._bus.get(self._bucket, LOCK)
-                if entry is not None and entry.value == self._value:
-                    self._revision = entry.sequence
-                    return
-                self.lost = True
-                raise self._stale() from error
+                await self._renewed_unheard(error)
 
     async def put(self, key: str, value: bytes) -> int:
         """A write that the server takes only while this lock is held."""
@@ -71,8 +65,20 @@ class HeldLock:
             try:
                 return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision))
             except WrongSequence as error:
+                await self._renewed_unheard(error)
+            try:
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision))
+            except WrongSequence as error:
                 self.lost = True
                 raise self._stale() from error
+
+    async def _renewed_unheard(self, error: WrongSequence) -> None:
+        """Our own renewal, whose answer was lost, counts; anybody else's doesn't: StaleFence."""
+        entry = await self._bus.get(self._bucket, LOCK)
+        if entry is None or entry.value != self._value:
+            self.lost = True
+            raise self._stale() from error
+        self._revision = entry.sequence
 
     def _stale(self) -> StaleFence:
         return StaleFence(
@@ -84,7 +90,13 @@ class HeldLock:
             return
         async with self._busy:
             with contextlib.suppress(WrongSequence, BusUnreachable):
-                await self._bus.purge(self._bucket, LOCK, self._revision)
+                try:
+                    await self._bus.purge(self._bucket, LOCK, self._revision)
+                except WrongSequence:
+                    # A renewal that was cancelled on its way may have arrived: the lock would stay for its TTL.
+                    entry = await self._bus.get(self._bucket, LOCK)
+                    if entry is not None and entry.value == self._value:
+                        await self._bus.purge(self._bucket, LOCK, entry.sequence)
 
 
 async def _renewals(held: HeldLock) -> None:

@@ -105,6 +105,12 @@ class MembershipCore:
     members: dict[str, Member] = field(default_factory=dict)
     _by_connection: dict[tuple[str, int], str] = field(default_factory=dict)
     _snapshot: Snapshot | None = None
+    _in_doubt: bool = False
+
+    def reconnected(self) -> None:
+        """The feed was interrupted, and the store may have lost writes meanwhile: what follows in the feed says
+        nothing before the bucket was read again, however well it seems to follow."""
+        self._in_doubt = True
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
@@ -114,6 +120,8 @@ class MembershipCore:
 
     def feed(self, entry: Entry) -> list[Instruction]:
         """A write to the bucket, in the order of its stream; gaps and repeats may come."""
+        if self._in_doubt:
+            return [Resync()]
         if entry.sequence <= self.epoch:
             return []
         if entry.sequence != self.epoch + 1:
@@ -124,8 +132,9 @@ class MembershipCore:
 
     def snapshot_read(self, entries: list[Entry], last_sequence: int) -> list[Instruction]:
         """The whole bucket, complete up to `last_sequence`."""
-        if last_sequence < self.epoch:
+        if last_sequence < self.epoch and not self._in_doubt:
             return []  # the feed has overtaken this read
+        self._in_doubt = False
         self.epoch = last_sequence
         self._snapshot = None
         present = {entry.key[len(MEMBER_PREFIX) :] for entry in entries if entry.value is not None}

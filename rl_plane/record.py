@@ -39,6 +39,14 @@ class Source:
     refetchable: bool = True
     staging: Staging = "host"
 
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "transport": self.transport,
+            "cast": self.cast,
+            "refetchable": self.refetchable,
+            "staging": self.staging,
+        }
+
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Source:
         return cls(**wire)
@@ -51,6 +59,9 @@ class Adapter:
     version: WeightVersion
     source: Source
 
+    def to_wire(self) -> dict[str, Any]:
+        return {"version": self.version.to_wire(), "source": self.source.to_wire()}
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -61,7 +72,8 @@ class Held:
     adapters: Mapping[str, WeightVersion] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+        adapters = {name: version.to_wire() for name, version in self.adapters.items()}
+        return {"version": self.version.to_wire(), "adapters": adapters}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Held:
@@ -119,7 +131,20 @@ class DecisionRecord:
         return replace(self, open=True, rolling_from=None)
 
     def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+        # Each worker makes one for each update: `asdict` takes twenty times as long.
+        return {
+            "version": self.version.to_wire(),
+            "source": self.source.to_wire(),
+            "update_id": self.update_id,
+            "made": self.made.to_wire(),
+            "adapters": {name: adapter.to_wire() for name, adapter in self.adapters.items()},
+            "run_number": self.run_number,
+            "rolling_from": self.rolling_from.to_wire() if self.rolling_from is not None else None,
+            "pause_mode": self.pause_mode,
+            "keep_pause": self.keep_pause,
+            "open": self.open,
+            "decided_at": self.decided_at,
+        }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> DecisionRecord:
@@ -161,14 +186,16 @@ def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
     """Was `one` decided after `other`? For a store that may have lost writes that it had acknowledged.
 
-    Of two runs that nobody asked for (a worker that found an empty store began the second), the elder counts."""
+    Of two runs that nobody asked for (a worker that found an empty store began the second), the one that has come
+    further counts, else the elder."""
     if other is None:
         return True
-    if one.run_number != other.run_number:
-        return one.run_number > other.run_number
+    mine, theirs = (one.run_number, one.sequence), (other.run_number, other.sequence)
+    if mine != theirs:
+        return mine > theirs
     if one.version.run != other.version.run:
         return one.version.run < other.version.run
-    return (one.sequence, one.final) > (other.sequence, other.final)
+    return one.final and not other.final
 
 
 def version_wire(record: DecisionRecord | None) -> VersionReply | None:
@@ -243,5 +270,5 @@ async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
 async def read_frontends(bus: Bus, state: Bucket) -> list[str]:
     """The ids of the frontends that may deliver tokens now: each writes its key, which expires, before it confirms the
     record. So one that is not listed after a decision learns that decision before it routes a request."""
-    entries, _ = await bus.read_keys(state, FRONTEND_PREFIX + ">")
+    entries = await bus.list_keys(state, FRONTEND_PREFIX + ">")
     return [entry.key[len(FRONTEND_PREFIX) :] for entry in entries if entry.value is not None]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,7 +26,7 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus
+from rl_plane.bus import RECONNECT_GRACE_S, Bus
 from rl_plane.errors import EngineFailed, WorkerLost, error_from_wire
 
 WINDOW = 256
@@ -159,7 +160,8 @@ class IncomingStream:
     def put(self, message: Msg) -> bool:
         """A message from the worker. True: something is missing before it."""
         if not message.data and message.headers and message.headers.get("Status") == "503":
-            self.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
+            if not self._receiver.just_back():  # else the worker may be on its way back too: it is asked again
+                self.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
             return False
         body = msgpack.unpackb(message.data)
         is_next, gap = self._window.take(body["n"])
@@ -223,10 +225,11 @@ class StreamReceiver:
         self._open: dict[str, IncomingStream] = {}
         self._numbers = itertools.count()
         self._credits: asyncio.Task[None] | None = None
+        self._reconnected_at = -math.inf
 
     async def start(self) -> None:
         await self.bus.subscribe(f"{self.inbox}.*", self._message)
-        self.bus.on_reconnect(self._ask_again)
+        self.bus.on_reconnect(self._reconnected)
         self._credits = asyncio.create_task(self._give_credit())
 
     async def stop(self) -> None:
@@ -255,6 +258,14 @@ class StreamReceiver:
         stream = self._open.get(message.subject.rsplit(".", 1)[1])
         if stream is not None and stream.put(message):
             await stream.ask_again()
+
+    def just_back(self) -> bool:
+        """This connection was down until now: that nobody listens to a subject means nothing yet."""
+        return time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S
+
+    async def _reconnected(self) -> None:
+        self._reconnected_at = time.monotonic()
+        await self._ask_again()
 
     async def _ask_again(self) -> None:
         for stream in list(self._open.values()):

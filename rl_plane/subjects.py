@@ -118,8 +118,6 @@ class Entry:
 
 MEMBER_PREFIX = "w."
 """Members bucket: `w.<instance_id>` holds the worker's record."""
-CATCH_UP = "catch_up"
-"""Members bucket: written only to raise the sequence, where a store has lost writes."""
 
 LOCK = "lock"
 RECORD = "record"

@@ -16,6 +16,7 @@ from typing import Any
 
 from rl_plane.errors import (
     BusUnreachable,
+    Conflict,
     Locked,
     MembershipChanged,
     NoWorkers,
@@ -38,9 +39,10 @@ from rl_plane.judge import (
     outcome_of,
     serves,
     still_there,
+    too_few,
 )
 from rl_plane.ops import UpdatePolicy, UpdateWeights
-from rl_plane.record import DecisionRecord, UpdateSession, first_record
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, UpdateSession, first_record
 from rl_plane.rows import WorkerRow
 from rl_plane.update_steps import (
     Answered,
@@ -70,8 +72,13 @@ from rl_plane.update_steps import (
 
 SESSION_IDLE_S = 120.0
 """A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
+LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""So long after a decision nobody serves the version before, whoever could not be told."""
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
+
+END_ROLL_TRIES = 3
+"""Each waits until NATS is back; it may go away again at once."""
 
 NOBODY = Prepared("", {}, [], refetchable=True)
 
@@ -120,6 +127,7 @@ class UpdateMachine:
         _, base, outcome = yield from self._survey()
         if base.update_id == self.call.update_id:  # asked again, after its coordinator died
             return outcome or Outcome(base.made)
+        check_against(base, body)
         try:
             prepared = yield from self._prepare(base, body)
             record = next_record(base, body, self.call.update_id, prepared, self._now)
@@ -135,29 +143,38 @@ class UpdateMachine:
         """The first half, which any coordinator can complete later. Prepared twice under one id: the first stands."""
         body = self._body()
         session, base, _ = yield from self._survey()
+        if self._is_decided(session, base):
+            raise self._committed(base, "prepare the next one under a new id")
         if session is not None and session.live(self._now):
-            return Prepared(session.digest, session.prepared, [], session.refetchable, session)
+            return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
+        check_against(base, body)
         try:
             prepared = yield from self._prepare(base, body)
-            session = UpdateSession(
-                self.call.update_id,
-                label_of(base, body),
-                body.model_dump(),
-                prepared.digest,
-                prepared.refetchable,
-                prepared.ready,
-                self._now + SESSION_IDLE_S,
-            )
-            yield Note("session", session=session)
         except PlaneError:
             yield from self._abort(self.call.update_id)
+            raise
+        session = UpdateSession(
+            self.call.update_id,
+            label_of(base, body),
+            body.model_dump(),
+            prepared.digest,
+            prepared.refetchable,
+            prepared.ready,
+            self._now + SESSION_IDLE_S,
+        )
+        try:
+            yield Note("session", session=session)
+        except PlaneError:
+            yield from self._give_up(self.call.update_id)
             raise
         return replace(prepared, session=session)
 
     def _complete(self) -> Steps:
         """The second half: decides and commits what was prepared."""
-        session, base, _ = yield from self._survey()
-        assert session is not None
+        session, base, outcome = yield from self._survey()
+        if self._is_decided(session, base):
+            return outcome or Outcome(base.made)
+        session = self._expected(session)
         body = UpdateWeights.model_validate(session.body)
         ready = still_there(session.prepared, self._members)
         try:
@@ -165,6 +182,8 @@ class UpdateMachine:
                 raise UpdateAborted(f"the update was silent for {SESSION_IDLE_S:g} s", fix="prepare it again")
             if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
                 raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+            if len(ready) < body.policy.min_ready:
+                raise too_few(len(ready), body.policy)
             gone = sorted(session.prepared.keys() - ready.keys())
             prepared = Prepared(session.digest, ready, gone, session.refetchable)
             record = next_record(base, body, session.update_id, prepared, self._now)
@@ -172,17 +191,21 @@ class UpdateMachine:
         except OutcomeUnknown:
             raise
         except PlaneError:
-            yield from self._abort(session.update_id)
-            yield Note("session")
+            yield from self._give_up(session.update_id)
             raise
-        yield Note("session")
+        try:
+            yield Note("session")
+        except (BusUnreachable, StaleFence):
+            pass  # the record tells that it is over
         return (yield from self._carry_out(record, written, prepared, body.policy))
 
     def _abort_only(self) -> Steps:
-        session, _, _ = yield from self._survey()
-        assert session is not None
-        yield from self._abort(session.update_id)
+        session, base, _ = yield from self._survey()
+        if self._is_decided(session, base):
+            raise self._committed(base, "roll back to the version before, if it is not wanted")
+        session = self._expected(session)
         yield Note("session")
+        yield from self._abort(session.update_id)
         return session
 
     def _finish(self) -> Steps:
@@ -191,7 +214,9 @@ class UpdateMachine:
 
     def _new_run(self) -> Steps:
         """Sequence 0 of a new run, by the model that every worker was started with."""
-        _, base, _ = yield from self._survey()
+        _, base, outcome = yield from self._survey()
+        if base.update_id == self.call.update_id:
+            return outcome or Outcome(base.made)
         record = replace(
             first_record(one_model(self._attests), base.run_number + 1),
             update_id=self.call.update_id,
@@ -206,6 +231,18 @@ class UpdateMachine:
     def _body(self) -> UpdateWeights:
         assert self.call.body is not None
         return self.call.body
+
+    def _is_decided(self, session: UpdateSession | None, base: DecisionRecord) -> bool:
+        """Is the update that is meant the committed one? Its coordinator died before it could answer."""
+        meant = self.call.update_id or (session.update_id if session is not None else "")
+        return meant != "" and base.update_id == meant
+
+    def _committed(self, base: DecisionRecord, fix: str) -> Conflict:
+        return Conflict(
+            f"the update {base.update_id!r} is committed as {base.made.label}",
+            version=base.made.to_wire(),
+            fix=fix,
+        )
 
     def _expected(self, session: UpdateSession | None) -> UpdateSession:
         """The prepared update that is meant."""
@@ -224,16 +261,12 @@ class UpdateMachine:
         """The session that this call goes on with, the committed record, and the outcome of an update that a dead
         coordinator had decided: it is finished here. What one had not decided is dropped."""
         seen: Surveyed = yield Survey()
-        self._members, self._attests = seen.members, seen.attests
-        self._counted = seen.members.keys() - {
-            row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]
-        }
+        self._see(seen)
+        base, written = newest(seen), seen.written
         session = seen.session
-        if self.call.kind in ("complete", "abort"):
-            session = self._expected(session)
-        elif session is not None and not (
-            self.call.kind == "prepare" and session.update_id == self.call.update_id
-        ):
+        if session is not None and base is not None and session.update_id == base.update_id:
+            yield Note("clear")  # it was decided, and its coordinator died before it could note that
+        elif session is not None and not self._goes_on_with(session):
             if session.live(self._now):
                 raise Locked(
                     f"the update {session.update_id!r} is prepared and waits for complete or abort",
@@ -246,7 +279,6 @@ class UpdateMachine:
             session = None
         elif session is None and seen.took_over:
             yield from self._abort(None, "clear")
-        base, written = newest(seen), seen.written
         if base is None:
             raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
         if base is not seen.record:
@@ -257,11 +289,21 @@ class UpdateMachine:
             whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
             outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
             base = base.opened()
+            self._see((yield Survey("recheck")))  # who was closed by that update alone is open now
         return session, base, outcome
+
+    def _see(self, seen: Surveyed) -> None:
+        self._members, self._attests = seen.members, seen.attests
+        closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
+        self._counted = seen.members.keys() - closed
+
+    def _goes_on_with(self, session: UpdateSession) -> bool:
+        if self.call.kind == "prepare":
+            return session.update_id == self.call.update_id
+        return self.call.kind in ("complete", "abort")
 
     def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
         """Stages on every member; on failure the error tells of each worker."""
-        check_against(base, body)
         yield Note("begin", base=base)
         request = {
             "update_id": self.call.update_id,
@@ -298,6 +340,14 @@ class UpdateMachine:
         except PlaneError:
             pass  # said in the shell's log
 
+    def _give_up(self, update_id: str) -> Generator[Instruction, Any, None]:
+        """Of an update that waits for another call: what the session names stays staged, so it goes first."""
+        try:
+            yield Note("session")
+        except PlaneError:
+            return  # said in the shell's log
+        yield from self._abort(update_id)
+
     def _decide(self, record: DecisionRecord) -> Generator[Instruction, Any, int]:
         """After this the version is committed. A lost answer is settled by the record itself."""
         try:
@@ -331,7 +381,9 @@ class UpdateMachine:
                 return outcome
         except (BusUnreachable, StaleFence):
             pass  # said in the shell's log
-        watched: Answered = yield Watch(record, policy.commit_timeout_s)
+        if record.rolling_from is not None:
+            yield from self._end_roll(record)
+        watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
         try:
             yield Write("open", record.opened())
         except (BusUnreachable, StaleFence):
@@ -366,6 +418,22 @@ class UpdateMachine:
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
         return outcome_of(record, prepared, rows, told, after)
+
+    def _end_roll(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
+        """A worker whose turn has not come waits as long as the lock is held, and so for this call: without a roll
+        it swaps by itself."""
+        for _ in range(END_ROLL_TRIES):
+            try:
+                yield Write("open", record.opened())
+                return
+            except StaleFence:
+                return  # nobody waits for this call any more
+            except BusUnreachable:
+                pass
+            try:
+                yield Watch(record, 0.0)  # until NATS is back
+            except PlaneError:
+                pass
 
     def _leases(self, told: Told) -> Generator[Instruction, Any, None]:
         """Who has not acknowledged may serve what it knows until it leaves or its lease has run out."""

@@ -188,6 +188,8 @@ class Prepared:
     ready: Members
     excluded: list[str]
     refetchable: bool
+    failed: Sequence[WorkerRow] = ()
+    """What those that could not prepare have said."""
     session: UpdateSession | None = None
     """Of an update that waits for complete or abort."""
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,13 +15,13 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from rl_plane.bus import Bus, WrongSequence, is_marker
+from rl_plane.bus import RECONNECT_GRACE_S, Bus, WrongSequence, is_marker
 from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.record import DecisionRecord, newer, record_of
-from rl_plane.subjects import ADVISORY, CATCH_UP, MEMBER_PREFIX, RECORD, Entry, Subjects
+from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
 
@@ -29,14 +30,13 @@ log = logging.getLogger("rl_plane.view")
 RESYNC_RETRY_S = 0.1
 CANARY_TIMEOUT_S = 2.0
 """An advisory takes milliseconds; a server that sends none is swept at the faster rate meanwhile."""
-RECONNECT_GRACE_S = 1.0
-"""After a server's restart the workers are back within 0.2 s; before that a 503 means nothing."""
 STALLED_FACTOR = 3.0
 """A sweep that comes this many intervals late shows that this process stood still."""
 REMEMBERED_DISCONNECTS = 4096
-MAX_CATCH_UP = 100_000
-"""Writes that a store may have lost and that are made up for one by one, each in a fraction of a millisecond: joins and
-deaths of months."""
+EPOCH_KEY = MEMBER_PREFIX + "epoch"
+"""Of no worker: markers are written to it to raise the epoch."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: more than a day of joins and leaves."""
 
 PING = encode(Request("ping").to_wire())
 
@@ -67,6 +67,7 @@ class MembershipView:
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
         self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._reconnected_at = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -160,7 +161,9 @@ class MembershipView:
         return identity in self._dead_connections
 
     def found_dead(self, instance_id: str, revision: int) -> None:
-        """Somebody has proof: a 503 to the member registered at `revision`."""
+        """Somebody has proof: a 503 to the member registered at `revision`. Just after a reconnect it is none."""
+        if time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S:
+            return
         self._carry_out(self._core.found_dead(instance_id, revision))
 
     # ---- events in ----
@@ -187,7 +190,9 @@ class MembershipView:
         self._carry_out(self._core.disconnected(*identity))
 
     async def _reconnected(self) -> None:
+        self._reconnected_at = time.monotonic()
         self._probes.restart()
+        self._core.reconnected()
         self._resync_wanted.set()
 
     async def _resync(self) -> None:
@@ -195,21 +200,23 @@ class MembershipView:
         await self.bus.ensure_bucket(self.subjects.members)
         await self.bus.ensure_bucket(self.subjects.state)
         await self.read_record()
+        known = self._core.epoch
         entries, last = await self.bus.read_all(self.subjects.members)
-        if last < self._core.epoch:
-            await self._catch_up(last)
+        if last < known:
+            await self._raise_epoch(known)
             entries, last = await self.bus.read_all(self.subjects.members)
         self._carry_out(self._core.snapshot_read(entries, last))
 
-    async def _catch_up(self, last: int) -> None:
-        """The store has lost its last writes. Epochs go on from the highest that is known: below it nobody would notice
-        a change."""
-        epoch = self._core.epoch
-        log.warning("the members' store is at %d, %d was known: some writes were lost", last, epoch)
-        for _ in range(min(epoch - last, MAX_CATCH_UP)):
-            if last >= epoch:
-                return  # others do the same
-            last = await self.bus.put(self.subjects.members, CATCH_UP, b"")
+    async def _raise_epoch(self, known: int) -> None:
+        """The store has lost writes that it had acknowledged. Epochs that were told must not come again for another
+        fleet, and whoever follows the feed must not take what comes for old: so the sequence is raised above them."""
+        members = self.subjects.members
+        log.warning("the members' store has gone back below epoch %d", known)
+        for _ in range(MAX_RAISES):
+            entry = await self.bus.get(members, EPOCH_KEY)
+            with contextlib.suppress(WrongSequence):  # another one raises it too
+                if await self.bus.purge(members, EPOCH_KEY, entry.sequence if entry is not None else 0) > known:
+                    return
 
     # ---- instructions out ----
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -103,6 +103,17 @@ def encode(wire: dict[str, Any], form: Format = "msgpack") -> bytes:
         return json.dumps(wire, allow_nan=False, separators=(",", ":")).encode()
     packed: bytes = msgpack.packb(wire, use_bin_type=True)
     return packed
+
+
+def encode_for_each(request: Request, incarnations: Iterable[str]) -> list[bytes]:
+    """The request to each of these processes. All but the incarnation is encoded once: an update's bodies are large,
+    and its fleet may be."""
+    common = encode(request.to_wire())
+    assert 0x80 <= common[0] < 0x8F, (
+        "a msgpack map of fewer than 15 fields: one more is one more in the first byte"
+    )
+    head = bytes([common[0] + 1]) + common[1:] + msgpack.packb("incarnation")
+    return [head + msgpack.packb(incarnation) for incarnation in incarnations]
 
 
 def format_of(data: bytes) -> Format:

@@ -44,6 +44,13 @@ sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))
 """
 
 
+def stop_process(pid: int) -> None:
+    """SIGSTOP to a child of ours. Returns when it stands still: the signal alone leaves it time for one more
+    answer."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
 @dataclass
 class Spawned:
     """A worker process. Its log is beside the test's other files."""
@@ -64,9 +71,7 @@ class Spawned:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Returns when it stands still: the signal alone leaves it time for one more answer."""
-        self.signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        stop_process(self.process.pid)
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)

@@ -20,6 +20,11 @@ TIMES = (
     "registering → listed",
     "process started → listed (fake engine)",
 )
+UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")] + [
+    (f"killed in {phase} → {what}", 4)
+    for phase in ("prepare", "gate", "commit", "open")
+    for what in ("answer", "all others serve")
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,8 @@ def test_every_row_is_printed(ran: tuple[str, dict[str, Any]]) -> None:
         key=lambda row: (FAN_OUTS.index(row[0]), int(row[1])),
     )
     assert [cells[0] for cells in lines if cells[0] in TIMES] == list(TIMES)
+    updates = {what for what, _ in UPDATES}
+    assert [(cells[0], int(cells[1])) for cells in lines if cells[0] in updates] == UPDATES
 
 
 def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
@@ -52,11 +59,12 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
         (size, what) for size in SIZES for what in FAN_OUTS
     ]
     assert [row["what"] for row in rows["times"]] == list(TIMES)
-    for row in [*rows["fan_outs"], *rows["times"]]:
+    assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
+    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"]]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
-    for row in [*ran[1]["fan_outs"], *ran[1]["times"]]:
+    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"]]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)

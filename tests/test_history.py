@@ -359,7 +359,7 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
-    plane.spawn_copies(2)
+    ids = plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
     with monkeypatch.context() as patch:
         ends_at(patch, "gate", _Dies())
@@ -368,8 +368,12 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     entry = (await told(two))[0]
     assert (entry["update_id"], entry["outcome"], entry["label"]) == ("id-1", "committed", "step_1")
     assert (entry["version"]["sequence"], entry["who"]) == (1, one.owner)
+    # The answer is given once it is true: the workers serve it, without waiting for the end of their gate.
     again = await two.run("update_weights", body, "id-1")
     assert again["version"] == entry["version"]
+    assert [(row["instance_id"], row["status"]) for row in again["workers"]] == [(key, "ok") for key in ids]
+    assert await served(two) == {(again["version"]["digest"], True)}
+    assert (await told(two))[0]["who"] == one.owner
     # Another decision overwrites the record; the entry stays.
     await two.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
     labels = [(entry["label"], entry["outcome"]) for entry in await told(two)]

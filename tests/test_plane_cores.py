@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
@@ -12,19 +13,20 @@ from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
     InvalidWeights,
-    NoWorkers,
     PlaneError,
     Unsupported,
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.judge import judge_prepare, still_there
+from rl_plane.judge import judge_prepare
 from rl_plane.membership import Changed, Member, MembershipCore, Purge, Resync, fingerprint
 from rl_plane.ops import UpdatePolicy
 from rl_plane.probing import CONFIRM_S, HUNG_AFTER_S, MIN_SILENT_PROBES, PROBE_TIMEOUT_S, SWEEP_S, ProbeCore
+from rl_plane.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.streams import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
 from rl_plane.subjects import Entry
+from rl_plane.versions import WeightVersion
 
 # ---- membership ----
 
@@ -381,8 +383,8 @@ def test_a_sender_is_abandoned_after_a_silence_and_not_before() -> None:
 # ---- judging a prepare ----
 
 
-def ok(name: str, digest: str = "d1", refetchable: bool = True) -> WorkerRow:
-    return WorkerRow(name, f"i-{name}", "ok", {"digest": digest, "refetchable": refetchable})
+def ok(name: str) -> WorkerRow:
+    return WorkerRow(name, f"i-{name}", "ok", {"digest": "d1", "refetchable": True})
 
 
 def bad(name: str, error: PlaneError) -> WorkerRow:
@@ -390,47 +392,6 @@ def bad(name: str, error: PlaneError) -> WorkerRow:
 
 
 ABORT = UpdatePolicy()
-EXCLUDE = UpdatePolicy(on_prepare_failure="exclude")
-
-
-def test_all_prepared_is_ready() -> None:
-    prepared = judge_prepare([ok("a"), ok("b", refetchable=False)], {"a", "b"}, ABORT, "d1")
-    assert (prepared.digest, prepared.ready, prepared.excluded) == ("d1", {"a": "i-a", "b": "i-b"}, [])
-    assert prepared.refetchable is False
-    assert judge_prepare([ok("a"), ok("b")], {"a", "b"}, ABORT, None).refetchable is True
-
-
-def test_one_failure_aborts_or_is_excluded_as_the_policy_says() -> None:
-    rows = [ok("a"), bad("b", EngineFailed("broken"))]
-    with pytest.raises(UpdateAborted, match="broken"):
-        judge_prepare(rows, {"a", "b"}, ABORT, None)
-    prepared = judge_prepare(rows, {"a", "b"}, EXCLUDE, None)
-    assert (prepared.ready, prepared.excluded) == ({"a": "i-a"}, ["b"])
-
-
-def test_who_was_out_before_fails_nothing() -> None:
-    prepared = judge_prepare([ok("a"), bad("b", EngineFailed("broken"))], {"a"}, ABORT, None)
-    assert prepared.excluded == ["b"]
-
-
-def test_too_few_are_too_few() -> None:
-    policy = UpdatePolicy(on_prepare_failure="exclude", min_ready=2)
-    with pytest.raises(UpdateAborted) as caught:
-        judge_prepare([ok("a"), bad("b", WorkerLost("dead"))], {"a", "b"}, policy, None)
-    assert caught.value.facts["field"] == "policy.min_ready"
-    with pytest.raises(PlaneError):
-        judge_prepare([bad("a", WorkerLost("dead"))], {"a"}, EXCLUDE, None)
-    with pytest.raises(NoWorkers):
-        judge_prepare([], set(), EXCLUDE, None)
-
-
-@pytest.mark.parametrize("policy", [ABORT, EXCLUDE])
-def test_different_bytes_are_never_committed(policy: UpdatePolicy) -> None:
-    with pytest.raises(UpdateAborted, match="different bytes"):
-        judge_prepare([ok("a", "d1"), ok("b", "d2"), ok("c", "d1")], {"a", "b", "c"}, policy, None)
-    with pytest.raises(UpdateAborted) as caught:
-        judge_prepare([ok("a", "d1")], {"a"}, policy, "d9")
-    assert caught.value.facts["field"] == "digest"
 
 
 def test_the_callers_fault_is_told_as_such() -> None:
@@ -447,5 +408,10 @@ def test_the_callers_fault_is_told_as_such() -> None:
         judge_prepare([bad("a", Unsupported("no")), bad("b", WorkerLost("dead"))], {"a", "b"}, ABORT, None)
 
 
-def test_only_the_same_process_is_still_there() -> None:
-    assert still_there({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9"}) == {"a": "1"}
+def test_a_record_on_the_wire_has_all_its_fields() -> None:
+    version = WeightVersion("run", 3, "step", "blake3:00")
+    source = Source({"backend": "filesystem", "path": "/weights"}, cast=True)
+    adapters = {"a": Adapter(version, source)}
+    record = DecisionRecord(version, source, "id", version, adapters, rolling_from=Held(version, {"a": version}))
+    assert record.to_wire() == asdict(record)
+    assert DecisionRecord.decode(record.encode()) == record

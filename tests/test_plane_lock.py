@@ -143,3 +143,32 @@ async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: 
                 raise AssertionError("two hold the lock")
         await held.put("witness", b"")
         assert await live_fence(one.bus, one.subjects().state) == (held.fence, True)
+
+
+async def test_a_renewal_whose_answer_was_lost_does_not_cost_the_lock(plane: Plane) -> None:
+    client = await plane.client("holder")
+    async with client.lock(await client.view()) as held:
+        renewing = asyncio.create_task(held.renew())
+        await asyncio.sleep(0)  # it is sent, and not answered
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        assert renewing.cancelled()
+        await held.put("witness", b"mine")
+        assert not held.lost
+        entry = await client.bus.get(client.subjects().state, "witness")
+        assert entry is not None
+        assert entry.value == b"mine"
+        await held.renew()
+
+
+async def test_a_renewal_that_was_cancelled_on_its_way_does_not_keep_the_lock(plane: Plane) -> None:
+    client = await plane.client("holder")
+    view = await client.view()
+    async with client.lock(view) as held:
+        renewing = asyncio.create_task(held.renew())
+        await asyncio.sleep(0)  # it is sent, and not answered
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        assert renewing.cancelled()
+    async with client.lock(view, wait_s=0.0) as again:
+        assert not again.took_over

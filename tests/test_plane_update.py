@@ -451,15 +451,15 @@ async def test_a_death_just_before_a_phase_gives_the_answer_of_the_protocol(
     fleet = await plane.fleet()
     client = fleet.client
     doomed, other = plane.spawn_many(2)
-    view, call_all = await client.view(), client.call_all
+    view, ask = await client.view(), client.ask
 
-    async def killing(name: str, *args: Any, **more: Any) -> Any:
+    async def killing(of: Any, members: Any, name: str, *more: Any) -> Any:
         if name == op and doomed.process.poll() is None:
             doomed.kill()
             await plane.until(lambda: view.member(doomed.instance_id) is None)
-        return await call_all(name, *args, **more)
+        return await ask(of, members, name, *more)
 
-    monkeypatch.setattr(client, "call_all", killing)
+    monkeypatch.setattr(client, "ask", killing)
     update = fleet.run("update_weights", update_of(plane.model(1), "one"))
     if op == "prepare_update":
         with pytest.raises(Conflict):
@@ -492,14 +492,14 @@ url, namespace, die_at, body = sys.argv[1:]
 
 async def main():
     client = await RlClient.connect(url, namespace)
-    call_all = client.call_all
-    async def dying(op, *args, **more):
+    ask = client.ask
+    async def dying(view, members, op, *args):
         if op != die_at:
-            return await call_all(op, *args, **more)
+            return await ask(view, members, op, *args)
         if op == "prepare_update":
-            await call_all(op, *args, **more)
+            await ask(view, members, op, *args)
         os.kill(os.getpid(), signal.SIGKILL)
-    client.call_all = dying
+    client.ask = dying
     await Fleet(client).run("update_weights", json.loads(body))
 
 asyncio.run(main())

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -24,6 +25,7 @@ from rl_plane.wire import (
     Request,
     decode,
     encode,
+    encode_for_each,
     format_of,
     reply_from_wire,
     request_from_wire,
@@ -349,3 +351,10 @@ def test_the_digest_is_that_of_the_sorted_lines() -> None:
 )
 def test_a_tensors_size(spec: TensorSpec, nbytes: int) -> None:
     assert spec.nbytes == nbytes
+
+
+@pytest.mark.parametrize("body", [{}, {"label": "x" * 300}])
+def test_a_request_for_each_is_the_same_request_with_its_incarnation(body: dict[str, Any]) -> None:
+    request = Request("drain", body, "id", 1, "f", ("a" * 16,), fence=7, deadline=8)
+    for incarnation, data in zip(("0" * 16, "x"), encode_for_each(request, ("0" * 16, "x")), strict=True):
+        assert request_from_wire(decode(data)) == replace(request, incarnation=incarnation)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import GUARDS
 
 ROOT = Path(__file__).parent.parent
+SEEDS = 150
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,21 +20,31 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
 
 
-def test_seeds_are_clean() -> None:
-    done = simulate("--seeds", "100")
+def test_seeds_are_clean_and_take_every_transition() -> None:
+    done = simulate("--seeds", str(SEEDS), "--transitions")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    reached = {line.strip().partition(" ")[2] for line in done.stdout.splitlines()}
+    often = {name for name, rare in TRANSITIONS.items() if not rare}
+    assert not often - reached
+    assert "not in the list" not in done.stdout
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    one, two = (simulate("--seeds", "2", "--without", "decision") for _ in range(2))
-    timeless = [
-        line for line in one.stdout.splitlines() if "updates to" not in line
-    ]  # it names a temporary folder
-    assert timeless == [line for line in two.stdout.splitlines() if "updates to" not in line]
+    """Alone, and after others in one process."""
+    alone = simulate("--first", "3", "--seeds", "1", "--trace")
+    after = simulate("--first", "1", "--seeds", "3", "--jobs", "1", "--trace")
+    lines = _without_pid(alone.stdout)
+    assert len(lines) > 20
+    assert _without_pid(after.stdout)[-len(lines) :] == lines
+
+
+def _without_pid(output: str) -> list[str]:
+    """The trace: owners of the lock are named with the id of the real process."""
+    return [line.split("@")[0] for line in output.splitlines() if line.startswith("  ")]
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_without_a_guard_the_simulation_finds_the_fault(guard: str) -> None:
-    done = simulate("--seeds", "60", "--without", guard)
+    done = simulate("--seeds", "150", "--without", guard)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
     assert "again: python -m tests.sim" in done.stdout

@@ -189,7 +189,9 @@ class WorkerCore:
             state.open("updating")
         else:
             state.close("updating")
-        if self._missing() is not None and not self._may_serve_the_old():
+        if self._is_whole() or self._may_serve_the_old():
+            state.open("behind")
+        else:
             state.close("behind", state.closed.get("behind", ""))
 
     def ticked(self, now: float) -> None:
@@ -306,11 +308,9 @@ class WorkerCore:
             return Read()
         change, staged = self._missing(), self.staged
         if change is None:
-            if self._held() != record.held or self.state.sequence != record.sequence:
+            if not self._is_whole():
                 return Relabel(record)
-            if staged is not None and (staged.fence is None or staged.update_id == record.update_id):
-                return Drop(staged.update_id)
-            return Wait()
+            return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()
         if self.state.released:
@@ -325,6 +325,8 @@ class WorkerCore:
             if staged.fence is not None and now < wait_until:
                 return Wait(wait_until)  # its coordinator is about to say so
             return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+        if staged is not None and self._is_left(staged):
+            return Drop(staged.update_id)  # staging holds one at a time
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
@@ -340,9 +342,9 @@ class WorkerCore:
             )
         elif not source.refetchable:
             why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
-        elif self.staged is not None and self.staged.fence is not None:
+        elif self.staged is not None:
             self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")
-            return Wait(now + HEAL_RETRY_S)
+            return Wait(now + HEAL_RETRY_S)  # no failure: nothing is tried less often for it
         else:
             return Fetch(f"heal-{change.version.sequence}", change.name, change.version, source)
         self.fetch_failed(why, now)
@@ -355,8 +357,7 @@ class WorkerCore:
             raise Conflict(f"another update was committed since: {mine and mine.made.label}")
         change, staged = self._missing(), self.staged
         if change is None:
-            whole = self._held() == mine.held and self.state.sequence == mine.sequence
-            return None if whole else Relabel(mine)
+            return None if self._is_whole() else Relabel(mine)
         if change.version is None:
             assert change.name is not None
             return Unload(change.name, record.pause_mode)
@@ -366,6 +367,10 @@ class WorkerCore:
             )
         assert staged is not None
         return Swap(staged.update_id, change.name, change.version, record.pause_mode)
+
+    def _is_left(self, staged: Staged) -> bool:
+        """Fetched to heal, or of the decided update: if it doesn't fit, no coordinator comes for it any more."""
+        return staged.fence is None or (self.record is not None and staged.update_id == self.record.update_id)
 
     @staticmethod
     def _fits(staged: Staged | None, change: _Change, record: DecisionRecord) -> bool:
@@ -381,10 +386,15 @@ class WorkerCore:
         version = self.state.version
         return Held(version, dict(self.state.adapters)) if version is not None else None
 
+    def _is_whole(self) -> bool:
+        """Exactly the committed state is here, labels included."""
+        record = self.record
+        return record is not None and self._held() == record.held and self.state.sequence == record.sequence
+
     def _on_the_old(self) -> bool:
         """A rolling update goes on, and the state before it is here."""
         old = self.record.rolling_from if self.record is not None else None
-        return old is not None and self._held() == old
+        return old is not None and self.state.sequence is not None and self._held() == old
 
     def _may_serve_the_old(self) -> bool:
         """Its turn comes, as long as somebody rolls."""
@@ -392,18 +402,21 @@ class WorkerCore:
 
     def _missing(self) -> _Change | None:
         """The first difference between what is held and what is committed. Adapters that go, go first: they were never
-        committed with the new base."""
+        committed with a new base. Then comes what is staged, since anything else would need its place."""
         record = self.record
         assert record is not None
-        for name in sorted(self.state.adapters.keys() - record.adapters.keys()):
-            return _Change(name, None, None)
+        held = self.state.adapters
+        if gone := sorted(held.keys() - record.adapters.keys()):
+            return _Change(gone[0], None, None)
+        changes = [
+            _Change(name, adapter.version, adapter.source)
+            for name, adapter in sorted(record.adapters.items())
+            if name not in held or held[name].digest != adapter.version.digest
+        ]
         if self.state.digest != record.version.digest:
-            return _Change(None, record.version, record.source)
-        for name, adapter in sorted(record.adapters.items()):
-            mine = self.state.adapters.get(name)
-            if mine is None or mine.digest != adapter.version.digest:
-                return _Change(name, adapter.version, adapter.source)
-        return None
+            changes.insert(0, _Change(None, record.version, record.source))
+        fitting = (change for change in changes if self._fits(self.staged, change, record))
+        return next(fitting, changes[0] if changes else None)
 
 
 def why(error: BaseException) -> str:

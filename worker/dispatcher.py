@@ -28,6 +28,7 @@ from rl_plane.wire import (
     format_of,
     request_from_wire,
 )
+from worker.holds import with_holds
 from worker.lock_watch import LockWatch
 from worker.state import WorkerState
 
@@ -53,7 +54,7 @@ class Dispatcher:
         assert handlers.keys() | {"ping"} == OPS.keys()
         self._state = state
         self._lock = lock
-        self._handlers = handlers
+        self._handlers = with_holds(handlers, state.instance_id)
         self._revision = revision
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -107,12 +108,17 @@ class Dispatcher:
             failure = EngineFailed(f"{type(error).__name__}: {error}")
             await self._answer(bus, message, self._failed(request, start, failure), form)
 
-    async def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any]:
+    def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         assert request.fence is not None, "check_changing"
-        if not await self._lock.is_live(request.fence):
-            self._state.check_fence(request.fence)
-            raise StaleFence(f"nobody holds the fence {request.fence}", fence=self._state.fence)
-        outcome = self._handlers[request.op](body, request.fence)
+        if self._lock.is_holders(request.fence):
+            return self._handlers[request.op](body, request.fence)
+        return self._change_if_live(request, body, request.fence)
+
+    async def _change_if_live(self, request: Request, body: BaseModel, fence: int) -> Mapping[str, Any]:
+        if not await self._lock.is_live(fence):
+            self._state.check_fence(fence)
+            raise StaleFence(f"nobody holds the fence {fence}", fence=self._state.fence)
+        outcome = self._handlers[request.op](body, fence)
         return outcome if isinstance(outcome, Mapping) else await outcome
 
     def _is_meant(self, request: Request, direct: bool) -> bool:

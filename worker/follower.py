@@ -44,6 +44,9 @@ log = logging.getLogger("worker.follower")
 
 CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
+SESSION_GRACE_S = 3.0
+"""A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
+behind, decides what is still staged."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -133,15 +136,18 @@ class RecordFollower:
         raise BusUnreachable("the record could not be written")
 
     async def _restore(self, restore: Restore) -> None:
+        state, value = self._subjects.state, restore.record.encode()
+        try:
+            if restore.last:
+                await self._bus.put(state, RECORD, value, last=restore.last)
+            else:
+                await self._bus.create(state, RECORD, value)
+        except WrongSequence:
+            return  # somebody was faster, or a new decision has overtaken the leader's answer
         if restore.last:
             log.warning(
                 "%s: the store has lost %s: written back", self._state.instance_id, restore.record.made.label
             )
-        with contextlib.suppress(WrongSequence):
-            if restore.last:
-                await self._bus.put(self._subjects.state, RECORD, restore.record.encode(), last=restore.last)
-            else:
-                await self._bus.create(self._subjects.state, RECORD, restore.record.encode())
 
     # ---- by itself ----
 
@@ -172,7 +178,8 @@ class RecordFollower:
                 await self._wanted.wait()
 
     async def _try(self, instruction: Instruction) -> bool:
-        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away."""
+        """One instruction; what goes wrong is told to the core, which tries again later. False: NATS is away, or the
+        same would be tried again at once."""
         try:
             await self._carry_out(instruction)
         except BusUnreachable as error:
@@ -192,6 +199,8 @@ class RecordFollower:
             self._core.fetch_failed(words, time.monotonic())
             if self._state.digest is None:  # frozen requests could wait for ever
                 await self._engine.run(self._adapter.abort(None))
+            self._tell()
+            return self._core.next(time.monotonic()) != instruction
         self._tell()
         return True
 
@@ -209,14 +218,21 @@ class RecordFollower:
                 pass
 
     async def _change(self, instruction: Swap | Unload | Relabel) -> None:
-        desired = await read_pause(self._bus, self._subjects.state)
         async with self.changing:
             if self._core.next(time.monotonic()) != instruction:
                 return  # a commit was faster, or another decision came
-            # The update may have been long ago, and the fleet resumed since.
             record = self._core.record
-            keep_pause = record is not None and record.keep_pause and desired.left_s(time.time()) > 0
+            # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
+            keep_pause = record is not None and record.keep_pause and not record.final
+            keep_pause = keep_pause or await self._fleet_is_paused()
+            if self._core.next(time.monotonic()) != instruction:
+                return
             await self._step(instruction, keep_pause)
+
+    async def _fleet_is_paused(self) -> bool:
+        """Asked in turn with `pause` and `resume`, which write what they want before they ask the workers."""
+        desired = await read_pause(self._bus, self._subjects.state)
+        return desired.left_s(time.time()) > 0
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
@@ -275,21 +291,18 @@ class RecordFollower:
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
-        begun = False
 
-        async def begin() -> None:
-            nonlocal begun
+        async def taint() -> None:
             if self._state.pause_mode is None:
                 await self._engine.run(self._adapter.pause(mode, False))
-            begun = True
             self._core.overwriting()
             self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
-            return await self._updates.prepare(wanted, begin)
+            return await self._updates.prepare(wanted, taint)
         except BaseException:
-            if begun:
+            if self._state.digest is None:
                 self._core.overwrite_failed()
             self.look()
             raise
@@ -299,13 +312,16 @@ class RecordFollower:
         record = DecisionRecord.from_wire(body.record)
         async with self.turn(fence):
             self._core.learnt(record, body.sequence, time.monotonic())
+            keep_pause = record.keep_pause
+            with contextlib.suppress(BusUnreachable):  # it may have missed the update that left the fleet paused
+                keep_pause = keep_pause or await self._fleet_is_paused()
             done = self._last_commit
             if (
                 done is None or done["version"] != record.made.to_wire()
             ):  # else told twice, or it was faster itself
                 done = ops.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, record.keep_pause) or done
+                done = await self._step(step, keep_pause) or done
         self.look()
         self._tell()
         return done
@@ -336,10 +352,15 @@ class RecordFollower:
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
         async with self.turn(fence):
-            swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
-            done = await self._step(swap, body.policy.keep_pause)
+            staged, done = self._core.staged, None
+            if staged is not None and staged.update_id == wanted.update_id:
+                swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
+                done = await self._step(swap, body.policy.keep_pause)
+            elif self._state.version == record.version:  # it was faster by itself
+                done = self._last_commit
         self.look()
-        assert done is not None
+        if done is None:
+            raise Conflict("another update came meanwhile", fix="read the worker's state")
         return done
 
     # ---- one step ----
@@ -350,6 +371,10 @@ class RecordFollower:
             for name, version in step.record.held.adapters.items():
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
+            if keep_pause and self._state.pause_mode is None:
+                mode = step.record.pause_mode
+                await self._engine.run(self._adapter.pause(mode, False))
+                self._state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
             return None
         return await self._swap(step, keep_pause)
 
@@ -406,19 +431,22 @@ class RecordFollower:
         self._core.ticked(time.monotonic())
         if not self._core.depends_on_coordinator():
             return
+        # In this order: a session that is over was decided or aborted before, and the record tells which.
         fence, held = await live_fence(self._bus, self._subjects.state)
-        await self._read()
         session = await read_session(self._bus, self._subjects.state)
-        waiting_for = session.update_id if session is not None and session.live(time.time()) else None
+        await self._read()
+        waits = session is not None and session.live(time.time() - SESSION_GRACE_S)
+        waiting_for = session.update_id if session is not None and waits else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
             log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
             await self._updates.drop(given_up)
         self.look()
 
-    async def abort(self, update_id: str | None) -> bool:
+    async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""
         await self._read()
+        self._state.check_fence(fence)
         self._core.check_undecided(update_id)
         found = await self._updates.drop(update_id)
         self.look()

@@ -195,7 +195,7 @@ class OpHandlers:
         return await self._follower.commit(body, fence)
 
     async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
-        return ops.AbortUpdateReply(discarded=await self._follower.abort(body.update_id))
+        return ops.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
 
     async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
         self._check_memory()

@@ -1,4 +1,4 @@
-"""Whose turn it is to change the fleet, as a worker knows it: it follows the lock, and asks when it is not sure."""
+"""Follows the component's lock, so that a worker knows whose fence is live."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from worker.state import WorkerState
 
 log = logging.getLogger("worker.lock_watch")
 
+FENCE_KEY = "fence"
+"""Of the state bucket: written to raise its sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
+
 
 class LockWatch:
     """Raises the fence in the worker's state with every news of the lock."""
 
     def __init__(self, bus: Bus, bucket: Bucket, state: WorkerState) -> None:
         self._held = False
+        self._asked_on: tuple[str, int] | None = None
+        """The connection on which the leader was asked: what was said before it, or while there was none, is missed."""
         self._sequence = 0
         self._bus = bus
         self._bucket = bucket
@@ -28,26 +35,37 @@ class LockWatch:
         await self._bus.ensure_bucket(self._bucket)
         await self._bus.subscribe(self._bucket.feed(LOCK), self._heard)
         await self._bus.flush()
-        self._bus.on_reconnect(self._reconnected)
+        self._bus.on_reconnect(self._ask)
         await self._ask()
 
-    async def _reconnected(self) -> None:
-        self._held = False  # whatever was said meanwhile was missed: the next op asks
+    def is_holders(self, fence: int) -> bool:
+        """Is it the fence of the lock's holder, by the news so far?"""
+        return self._held and self._asked_on == self._bus.identity and fence == self._state.fence
 
     async def is_live(self, fence: int) -> bool:
-        """Is it the fence of the lock's holder? A coordinator may be here before the news of its lock."""
-        if not (self._held and fence == self._state.fence):
+        """The same; a coordinator may be here before the news of its lock."""
+        if not self.is_holders(fence):
             await self._ask()
-        return self._held and fence == self._state.fence
+        return self.is_holders(fence)
 
     async def _ask(self) -> None:
-        """The leader's word counts, also where its store has lost what was heard of it: then its fences begin lower."""
-        known, fence = self._sequence, self._state.fence
+        known, connection = self._sequence, self._bus.identity
         entry = await self._bus.get(self._bucket, LOCK)
-        if entry is not None and entry.sequence < known == self._sequence and fence == self._state.fence:
-            log.warning("%s: the store has lost the lock's last fences", self._state.instance_id)
-            self._sequence, self._state.fence = entry.sequence, 0
+        if self._sequence == known and (entry is None or entry.sequence < known):
+            self._held = False
+            await self._raise_fence()
         self._take(entry)
+        self._asked_on = connection
+
+    async def _raise_fence(self) -> None:
+        """If the store has lost writes that it had acknowledged, the next fences would be ones that workers have left
+        behind: its sequence is raised above them."""
+        if await self._bus.last_sequence(self._bucket) >= self._sequence:
+            return  # only the lock's marker has expired
+        log.warning("the state's store has gone back below the fence %d", self._sequence)
+        for _ in range(MAX_RAISES):
+            if await self._bus.put(self._bucket, FENCE_KEY, b"") > self._sequence:
+                return
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}

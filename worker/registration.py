@@ -107,7 +107,9 @@ class Registration:
             self._superseded()
 
     def _is_another(self, entry: Entry) -> bool:
-        return entry.value is not None and Member.from_entry(entry).incarnation != self._incarnation
+        """A record that is older than ours is one of before, which a store that went back still has."""
+        newer = entry.sequence > self.revision
+        return newer and entry.value is not None and Member.from_entry(entry).incarnation != self._incarnation
 
     def _superseded(self) -> None:
         log.error("another process has taken the instance id %s", self._instance_id)

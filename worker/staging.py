@@ -250,6 +250,18 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
+def check_overwrite(
+    adapter: EngineAdapter, delivery: Delivery, *, cast: bool, expected_digest: str | None
+) -> None:
+    """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
+    try:
+        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        DigestingStream(delivery, expected_digest=expected_digest).check_stated()
+    except BaseException:
+        delivery.close()
+        raise
+
+
 def overwrite(
     adapter: EngineAdapter,
     delivery: Delivery,
@@ -257,19 +269,17 @@ def overwrite(
     cast: bool,
     expected_digest: str | None,
     cancelled: Callable[[], bool],
-    begin: Callable[[], None] = lambda: None,
 ) -> str:
     """Checks a delivery and writes it over the served weights, on the calling thread; the version's digest.
 
-    Closes the delivery on every path. What can be checked without the bytes is checked first; then `begin` is called,
-    which may raise, and then the engine takes the first byte. After that, whatever is raised, the engine's weights are
-    of no version: a digest that turns out wrong at the end is an InvalidWeights too.
+    Closes the delivery on every path. What can be checked without the bytes is checked before the engine is asked
+    to do anything. After that, whatever is raised, the engine's weights are of no version: a digest that turns out
+    wrong at the end is an InvalidWeights too.
     """
     try:
         check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
         stream.check_stated()
-        begin()
         adapter.overwrite(stream, cast, cancelled)
         return stream.finish()
     finally:

@@ -70,7 +70,7 @@ class WorkerState:
 
     def check_fence(self, fence: int) -> None:
         """Again at the moment of the change: another coordinator may have taken over while it waited. Its fence is
-        higher, unless the store has lost the last ones."""
+        higher."""
         if fence != self.fence:
             raise StaleFence(
                 f"the fence {fence} is not {self.fence}: another coordinator has taken over",
@@ -111,8 +111,7 @@ class WorkerState:
             )
         if incarnation is not None and incarnation != self.incarnation:
             raise NotAdmitted(f"worker {self.instance_id} is a new process")
-        assert self.sequence is not None, "open without a version"
-        if sequence is not None and sequence != self.sequence:
+        if self.sequence is None or (sequence is not None and sequence != self.sequence):
             raise NotAdmitted(
                 f"{self.instance_id} serves sequence {self.sequence}, the request is for {sequence}",
                 sequence=self.sequence,

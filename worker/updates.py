@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, Staged
-from worker.staging import overwrite, receive, receive_adapter
-from worker.transports.base import WeightTransport
+from worker.staging import check_overwrite, overwrite, receive, receive_adapter
+from worker.transports.base import Delivery, WeightTransport
 
 log = logging.getLogger("worker.updates")
 
@@ -25,10 +23,13 @@ KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
 
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
-BEGIN_POLL_S = 0.1
-"""How often a receive that waits for a pause looks whether it was cancelled."""
 
-Begin = Callable[[], Coroutine[Any, Any, None]]
+
+Taint = Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,10 @@ class WeightUpdates:
         if (reason := self._info.capabilities.get(capability)) is not None:
             raise Unsupported(f"{self._info.engine}: {reason}", field=field)
 
-    async def prepare(self, wanted: Wanted, begin: Begin | None = None) -> PreparedReply:
+    async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
 
-        `begin` is awaited when all is checked and the first byte is about to be written over the served weights."""
+        `taint`: of one in place, awaited when all is checked that can be, before the first byte is written."""
         async with self._beginning:
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
                 return self.staged.reply
@@ -139,42 +140,54 @@ class WeightUpdates:
                 transport = self.transport(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled = threading.Event()
-                work = self._receive(wanted, transport, cancelled, begin)
+                work = self._receive(wanted, transport, cancelled, taint)
                 self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
+                self._receiving.task.add_done_callback(self._received)
             receiving = self._receiving
-        try:
-            # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
-            staging = await asyncio.shield(receiving.task)
-        finally:
-            if receiving.task.done() and self._receiving is receiving:
-                self._receiving = None
-        return staging.reply
+        # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
+        return (await asyncio.shield(receiving.task)).reply
+
+    def _received(self, task: asyncio.Task[Staging]) -> None:
+        """Whether anybody still waits for it or not."""
+        if self._receiving is not None and self._receiving.task is task:
+            self._receiving = None
+        if not task.cancelled():
+            task.exception()  # it is told to whoever waits
 
     async def _receive(
-        self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, begin: Begin | None
+        self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, taint: Taint
     ) -> Staging:
-        loop = asyncio.get_running_loop()
+        how: dict[str, Any] = {
+            "cast": wanted.cast,
+            "expected_digest": wanted.digest,
+            "cancelled": cancelled.is_set,
+        }
+
+        def open_it() -> Delivery:
+            delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
+            if wanted.in_place:
+                check_overwrite(self._adapter, delivery, cast=wanted.cast, expected_digest=wanted.digest)
+            return delivery
 
         def work() -> tuple[Staged | None, PreparedReply]:
-            delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
             tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
             refetchable = delivery.refetchable
-            how: dict[str, Any] = {
-                "cast": wanted.cast,
-                "expected_digest": wanted.digest,
-                "cancelled": cancelled.is_set,
-            }
             weights: Staged | None = None
             if wanted.in_place:
-                assert begin is not None
-                waiting = partial(_wait, loop, begin, cancelled)
-                found = overwrite(self._adapter, delivery, begin=waiting, **how)
+                found = overwrite(self._adapter, delivery, **how)
             else:
                 weights, found = (receive if wanted.name is None else receive_adapter)(
                     self._adapter, delivery, **how
                 )
             return weights, PreparedReply(digest=found, tensors=tensors, bytes=size, refetchable=refetchable)
 
+        delivery = await asyncio.to_thread(open_it)
+        if wanted.in_place:
+            try:
+                await taint()
+            except BaseException:
+                delivery.close()
+                raise
         weights, reply = await asyncio.to_thread(work)
         staging = Staging(wanted, weights, reply)
         if cancelled.is_set():
@@ -207,8 +220,6 @@ class WeightUpdates:
             found = True
             receiving.cancelled.set()
             await asyncio.wait([receiving.task], timeout=ABORT_WAIT_S)
-            if receiving.task.done() and not receiving.task.cancelled():
-                receiving.task.exception()  # it was told to whoever waits for it
             self._receiving = None
         staged = self.staged
         if staged is not None and update_id in (None, staged.wanted.update_id):
@@ -216,18 +227,3 @@ class WeightUpdates:
             self._set(None)
             await self._discard(staged)
         return found
-
-
-def _wait(loop: asyncio.AbstractEventLoop, begin: Begin, cancelled: threading.Event) -> None:
-    """For `begin`, from another thread than the loop's."""
-    begun = asyncio.run_coroutine_threadsafe(begin(), loop)
-    while True:
-        try:
-            return begun.result(BEGIN_POLL_S)
-        except TimeoutError:
-            if begun.done():
-                raise
-            if cancelled.is_set():
-                begun.cancel()
-        except concurrent.futures.CancelledError as error:
-            raise UpdateAborted("the update was aborted before it began to write") from error

@@ -117,9 +117,10 @@ class Worker:
         async with self._follower.changing:
             desired = await read_pause(self.bus, self.subjects.state)
             left_s = desired.left_s(time.time())
-            if left_s > 0 and self.state.pause_mode is None:
-                await self._engine.run(self._adapter.pause("keep", False))
-                self.state.pause(desired.mode, time.monotonic(), left_s)
+            if left_s > 0:
+                if self.state.pause_mode is None:
+                    await self._engine.run(self._adapter.pause("keep", False))
+                self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be another one by now
             elif left_s <= 0 and self.state.pause_mode is not None:
                 await self._follower.resume()
         self._tell()

@@ -1,16 +1,22 @@
-"""`python -m tests.sim [--seeds N] [--first SEED] [--without GUARD]`: a failure prints the trace, the seed and the
-invariant; the seed is one command to repeat."""
+"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--trace]`: a failure prints the trace,
+the seed, the invariant, and the one command that repeats it."""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 
-from tests.sim.guards import GUARDS, without
-from tests.sim.run import run_seed
+from tests.sim.coverage import TRANSITIONS
+from tests.sim.guards import FIXES, GUARDS, without
+from tests.sim.run import Result, adapters, run_seed
 
 
 def main() -> int:
@@ -24,28 +30,62 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--without", choices=GUARDS, help="switch a guard off: then a violation must be found")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; all cores")
+    parser.add_argument(
+        "--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found"
+    )
+    parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
+    parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
+    parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
     arguments = parser.parse_args()
     with without(arguments.without) if arguments.without else nullcontext():
-        return run(arguments.first, arguments.seeds)
+        return run(arguments)
 
 
-def run(first: int, seeds: int) -> int:
+def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
+    """In the order of the seeds, so that the first failure is the same for any number of processes."""
+    adapters()
+    gc.freeze()  # what is here now is not looked at after each seed
+    if jobs == 1 or seeds == 1:
+        yield from map(run_seed, range(first, first + seeds))
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        try:
+            yield from pool.map(run_seed, range(first, first + seeds), chunksize=4)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
-    served = committed = refused = 0
-    for seed in range(first, first + seeds):
-        result = run_seed(seed)
-        served, committed, refused = served + result.served, committed + result.committed, refused + result.aborted
-        if result.violation is not None:
+    served = committed = refused = failed = 0
+    reached: Counter[str] = Counter()
+    guard = f" --without {arguments.without}" if arguments.without else ""
+    for result in _results(arguments.first, arguments.seeds, arguments.jobs):
+        served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
+        reached.update(result.reached)
+        if arguments.trace or (result.violation is not None and not arguments.go_on):
             print("\n".join(result.trace))
-            print(f"seed {seed}: {result.violation}")
-            print(f"again: python -m tests.sim --seeds 1 --first {seed}")
-            return 1
+        if result.violation is not None:
+            print(f"seed {result.seed}: {result.violation}", flush=True)
+            failed += 1
+            if not arguments.go_on:
+                print(f"again: python -m tests.sim --seeds 1 --first {result.seed}{guard}")
+                return 1
     print(
-        f"{seeds} seeds clean in {time.monotonic() - start:.0f} s: {served} completions, {committed} updates "
-        f"committed, {refused} refused or aborted"
+        f"{arguments.seeds} seeds {'clean' if not failed else f'with {failed} failures'} in "
+        f"{time.monotonic() - start:.0f} s: {served} completions, {committed} updates committed, "
+        f"{refused} refused or aborted"
     )
-    return 0
+    if arguments.without:
+        return 1 if failed else 0
+    missing = [name for name in TRANSITIONS if name not in reached]
+    print(f"{len(reached)} transitions reached; never: {', '.join(missing) or 'none'}")
+    if arguments.transitions:
+        print("\n".join(f"{count:7d} {name}" for name, count in sorted(reached.items())))
+    if unknown := sorted(reached.keys() - set(TRANSITIONS)):
+        print(f"not in the list (tests/sim/coverage.py): {', '.join(unknown)}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
+import os
 import random
+import secrets
 import tempfile
+import uuid
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.sim import world as world_module
+from rl_plane.bus import Bus
+from rl_plane.lock import HeldLock
+from rl_plane.streams import IncomingStream
+from tests.sim.checks import Violation
+from tests.sim.coverage import recorded
+from tests.sim.faults import Faults, Scenario
+from tests.sim.trainers import ADAPTERS, Trainers, call
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
-from tests.sim.world import Process, SimFrontend, Violation, World, task_factory
-from worker.engines.fake import make_fake_model
+from tests.sim.world import Coordinator, World, sim_connect, watched_lock
+from worker.engines.fake import make_fake_adapter, make_fake_model
 
-WORKERS = 3
-FRONTENDS = 2
-LIFE_S = 15.0
-CLIENT_RATE = 15.0
-"""Requests a second, spread over the live frontends."""
-REST_S = 120.0
-"""After the last fault: leases, retries with growing pauses and reconnects all fit in."""
 MODELS = 5
+ADAPTER_FILES = 3
+STEPS_S = 4.0
+"""Calls and faults a second."""
+LONG_SHARE = 0.05
+"""Of the requests: long enough to live through something."""
+REST_S = 200.0
+"""After the last fault: leases, retries with growing pauses and the idle limit of a prepared update fit in."""
+QUIET_S = 4.0
+"""The fleet must not only become whole, but stay so."""
+LOOK_S = 1.0
+SHORT_IDLE_S = 3.0
+"""Of a prepared update in some runs: in the others nobody lives to see the end of the real one."""
 
 
 @lru_cache(maxsize=1)
 def models() -> list[Path]:
-    """Real checkpoints on the disk, once for all seeds; the last one has another shape."""
-    root = Path(tempfile.mkdtemp(prefix="rl-plane-sim-"))
+    """Real checkpoints on the disk, the same for all runs; the last one has another shape."""
+    root = Path(tempfile.gettempdir()) / f"rl-plane-sim-{os.getuid()}"
     found = [make_fake_model(root / f"m{seed}", seed=seed, tensors=2, nbytes=64) for seed in range(MODELS)]
-    found.append(make_fake_model(root / "wrong", seed=9, tensors=3, nbytes=64))
-    return [root / path.name if isinstance(path, Path) else root / f"m{i}" for i, path in enumerate(found)]
+    return [*found, make_fake_model(root / "wrong", seed=9, tensors=3, nbytes=64)]
+
+
+@lru_cache(maxsize=1)
+def adapters() -> list[Path]:
+    root = models()[0].parent
+    return [make_fake_adapter(root / f"a{seed}", seed, models()[0]) for seed in range(ADAPTER_FILES)]
 
 
 @dataclass
@@ -45,11 +67,9 @@ class Result:
     trace: list[str]
     served: int
     committed: int
-    aborted: int
-
-
-CLOSING_TURNS = 100
-"""Of the loop: nested clean-ups end one after another."""
+    refused: int
+    reached: frozenset[str]
+    """Transitions of the machines."""
 
 
 class _NoCanary:
@@ -61,178 +81,142 @@ class _NoCanary:
 
 @contextmanager
 def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
-    rng = random.Random(seed)
+    """A loop and a chance that are the same each time: nothing of this machine gets in."""
+    rng, names = random.Random(seed), random.Random(seed)
     state = random.getstate()
     random.seed(seed)
     loop = VirtualLoop(rng)
-    loop.set_task_factory(task_factory)
+    loop.set_exception_handler(lambda loop, context: None)
     asyncio.set_event_loop(loop)
     logging.disable(logging.CRITICAL)
+    gc.disable()
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # by a process that was killed
+    numbers = iter(range(1 << 62))
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (secrets, "token_hex", lambda count=16: f"{names.getrandbits(8 * count):0{2 * count}x}"),
+        (uuid, "uuid4", lambda: uuid.UUID(int=names.getrandbits(128))),
+        (Bus, "connect", classmethod(sim_connect)),
+        (HeldLock, "__init__", watched_lock(HeldLock.__init__)),
+        (IncomingStream, "__hash__", lambda self: self.__dict__.setdefault("born", next(numbers))),
+    ]
     try:
-        with virtual_time(loop), mock.patch("rl_plane.view.Client", _NoCanary):
+        with ExitStack() as stack:
+            for target, name, stand_in in stand_ins:
+                stack.enter_context(mock.patch.object(target, name, stand_in))
+            stack.enter_context(mock.patch("rl_plane.view.Client", _NoCanary))
+            if seed % 3 == 0:
+                stack.enter_context(mock.patch("rl_plane.update.SESSION_IDLE_S", SHORT_IDLE_S))
+            stack.enter_context(virtual_time(loop))
             yield loop, rng
     finally:
-        logging.disable(logging.NOTSET)
-        world_module._owner.clear()
-        _close(loop)
         random.setstate(state)
-
-
-def _close(loop: VirtualLoop) -> None:
-    """Everything that still runs is cancelled and ends, with connections that are dead."""
-    loop.set_exception_handler(lambda loop, context: None)
-    for _ in range(CLOSING_TURNS):
-        pending = asyncio.all_tasks(loop)
-        if not pending:
-            break
-        for task in pending:
-            task.cancel()
-        loop.call_soon(loop.stop)
-        loop.run_forever()
-    asyncio.set_event_loop(None)
-    loop.close()
+        asyncio.set_event_loop(None)
+        gc.collect()
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 def run_seed(seed: int) -> Result:
-    with _simulated(seed) as (loop, rng):
-        world = World(loop, rng, models())
-        failures: list[BaseException] = []
-
-        def failed(loop: Any, context: dict[str, Any]) -> None:
-            error = context.get("exception")
-            if isinstance(error, Violation):
-                failures.append(error)
-
-        loop.set_exception_handler(failed)
-        violation: Violation | None = None
-        try:
-            loop.run_until_complete(_life(world, failures))
-        except Violation as error:
-            violation = error
-        except RuntimeError as error:
-            violation = Violation("I5", str(error))
-        return Result(seed, violation, world.trace, world.served, world.committed_updates, world.aborted_updates)
+    with recorded() as reached, _simulated(seed) as (loop, rng):
+        return _run(seed, loop, rng, reached)
 
 
-async def _life(world: World, failures: list[BaseException]) -> None:
+def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) -> Result:
+    world = World(loop, rng, models(), adapters())
+    try:
+        loop.run_until_complete(_life(world))
+    except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop
+        if world.checks.violation is None:
+            world.checks.fail("I5", str(error))
+    loop.bury(world.all_processes)
+    checks = world.checks
+    return Result(
+        seed, checks.violation, world.trace, world.served, world.committed, world.refused, frozenset(reached)
+    )
+
+
+async def _life(world: World) -> None:
     rng, loop = world.rng, world.loop
-    ids = [f"{number:016x}" for number in range(1, WORKERS + 1)]
-    for instance_id in ids:
-        await world.start_worker(instance_id)
-    for _ in range(FRONTENDS):
-        await world.start_frontend()
-    jobs: set[asyncio.Task[Any]] = set()
-
-    def job(process: Process, work: Any) -> None:
-        task = world.spawn(process, work)
-        jobs.add(task)
-
-    def check() -> None:
-        for task in [task for task in jobs if task.done()]:
-            jobs.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-        if failures:
-            raise failures[0]
+    scenario = Scenario.drawn(rng)
+    world.say(str(scenario))
+    world.token_delay_s = scenario.token_delay_s
+    faults, trainers = Faults(world, scenario), Trainers(world, scenario.calls)
+    for number in range(1, scenario.workers + 1):
+        world.start_worker(f"{number:016x}")
+    for _ in range(scenario.frontends):
+        world.start_frontend()
+    for _ in range(scenario.trainers):
+        world.start_trainer()
+    jobs: list[asyncio.Task[None]] = []
 
     async def clients() -> None:
         while True:
-            await asyncio.sleep(rng.expovariate(CLIENT_RATE))
-            if alive := [frontend for frontend in world.frontends if frontend.process.alive]:
-                frontend = rng.choice(alive)
-                job(frontend.process, world.generate(frontend))
+            await asyncio.sleep(rng.expovariate(scenario.client_rate))
+            if alive := world.frontends():
+                one = rng.choice(alive)
+                tokens = 30 if rng.random() < LONG_SHARE else rng.choice([1, 3])
+                adapter = rng.choice(ADAPTERS) if "lora" in scenario.calls and rng.random() < 0.3 else None
+                one.process.spawn(_checked(world, world.generate(one, tokens, adapter)))
 
-    asking = loop.create_task(clients())
-    end = loop.now + LIFE_S
-    step = 0
+    asking = loop.create_task(_checked(world, clients()))
+    end = loop.now + scenario.life_s
     while loop.now < end:
-        await asyncio.sleep(rng.expovariate(4.0))
-        check()
-        alive = [frontend for frontend in world.frontends if frontend.process.alive]
-        choice = rng.random()
-        if choice < 0.5 and alive:
-            step += 1
-            frontend = rng.choice(alive)
-            job(frontend.process, world.update(frontend, _update_body(world, step)))
+        await asyncio.sleep(rng.expovariate(STEPS_S))
+        if rng.random() < 0.4 and (able := world.alive()):
+            by = rng.choice(able)
+            jobs.append(by.process.spawn(_checked(world, trainers.something(by))))
         else:
-            await _fault(world, ids)
+            faults.something()
     asking.cancel()
-    # Rest: everything is brought back, and nothing fails any more.
-    world.say("rest")
-    world.server.lost_answers = 0.0
-    world.server.start()
-    for process in [*world.started.values()] + [each.process for each in world.frontends]:
-        for bus in process.buses:
-            process.thaw(bus)
-    for instance_id in ids:
-        if not world.started[instance_id].alive:
-            await world.start_worker(instance_id)
-    if not any(frontend.process.alive for frontend in world.frontends):
-        await world.start_frontend()
-    await asyncio.sleep(REST_S)
-    check()
-    await world.check_rest()
-    frontend = next(frontend for frontend in world.frontends if frontend.process.alive)
-    await _must_work(world, frontend)
-    check()
-    await world.check_rest()
+    faults.end()
+    await _become_whole(world)
+    await _must_work(world, trainers)
 
 
-async def _must_work(world: World, frontend: SimFrontend) -> None:
-    """The fleet is not only whole, it can still be updated and asked."""
-    before = world.committed_updates
-    body = {"transport": {"backend": "filesystem", "path": str(world.models[1])}, "version": "last"}
-    await world.update(frontend, body)
-    if world.committed_updates == before:
-        raise Violation("I7", "at rest, an update does not commit")
-    served = world.served
-    await world.generate(frontend)
-    if world.served == served:
-        raise Violation("I7", "at rest, nobody generates")
+async def _checked(world: World, work: Any) -> None:
+    """An error of the simulation itself is not lost."""
+    try:
+        await work
+    except Exception as error:
+        import traceback
+
+        world.say(traceback.format_exc())
+        world.checks.fail("simulator", f"{type(error).__name__}: {error}")
 
 
-def _update_body(world: World, step: int) -> dict[str, Any]:
-    rng = world.rng
-    path = world.models[rng.randrange(1, MODELS)] if rng.random() < 0.85 else world.models[-1]
-    policy: dict[str, Any] = {"prepare_timeout_s": 20.0, "commit_timeout_s": 20.0}
-    if rng.random() < 0.4:
-        policy["on_prepare_failure"] = "exclude"
-    return {
-        "transport": {"backend": "filesystem", "path": str(path)},
-        "version": f"step_{step}",
-        "policy": policy,
-    }
+async def _become_whole(world: World) -> None:
+    give_up = world.loop.now + REST_S
+    whole_since: float | None = None
+    while whole_since is None or world.loop.now < whole_since + QUIET_S:
+        await asyncio.sleep(LOOK_S)
+        running = next((each for each in world.calls if each.ended_at is None and each.by.alive), None)
+        problem = world.checks.problem()
+        if problem is None and running is None:
+            whole_since = whole_since or world.loop.now
+            continue
+        whole_since = None
+        if world.loop.now > give_up:
+            if problem is not None:
+                world.checks.fail(problem.invariant, problem.text)
+            elif running is not None:
+                world.checks.fail("I5", f"{running.op} {running.name} does not end")
 
 
-async def _fault(world: World, ids: list[str]) -> None:
-    rng, loop = world.rng, world.loop
-    choice = rng.random()
-    if choice < 0.35:
-        instance_id = rng.choice(ids)
-        process = world.started[instance_id]
-        if process.alive:
-            world.say(f"kill {process.name}")
-            process.kill()
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
-            await world.start_worker(instance_id)
-    elif choice < 0.55:
-        alive = [frontend for frontend in world.frontends if frontend.process.alive]
-        if len(alive) > 1 or (alive and rng.random() < 0.5):
-            frontend = rng.choice(alive)
-            world.say(f"kill {frontend.process.name}")
-            frontend.process.kill()
-            await world.start_frontend()
-    elif choice < 0.8:
-        processes = [*world.started.values()] + [each.process for each in world.frontends]
-        process = rng.choice([process for process in processes if process.alive])
-        seconds = rng.uniform(0.1, 12.0)
-        world.say(f"freeze {process.name} for {seconds:.1f} s")
-        process.freeze(seconds)
-    elif choice < 0.9:
-        if world.server.up:
-            world.say("kill nats")
-            world.server.kill()
-            loop.call_later(rng.uniform(0.05, 3.0), world.server.start)
-    else:
-        world.server.lost_answers = rng.choice([0.0, 0.01, 0.05])
-        world.say(f"lost answers: {world.server.lost_answers}")
+async def _must_work(world: World, trainers: Trainers) -> None:
+    """The fleet is not only whole, it can still be steered, updated and asked."""
+    one: Coordinator = world.frontends()[0]
+
+    async def steps() -> None:
+        await trainers.tidy_up(one)
+        await _become_whole(world)
+        body = {"transport": {"backend": "filesystem", "path": str(world.models[1])}, "version": "last"}
+        if world.members() and await call(world, one, "update_weights", body, "last") is None:
+            world.checks.fail("I7", "at rest, an update does not commit")
+        served = world.served
+        await world.generate(one, 3)
+        if world.members() and world.served == served:
+            world.checks.fail("I7", "at rest, nobody generates")
+
+    with contextlib.suppress(asyncio.CancelledError):
+        await one.process.spawn(_checked(world, steps()))
+    await _become_whole(world)

@@ -1,8 +1,10 @@
 """A simulated NATS server with the few JetStream calls that the plane makes, behind the interface of `Bus`.
 
 Like the real one: messages from one connection to another keep their order, others overtake each other; what is in
-flight is lost when the server restarts; a request to a subject without subscribers is answered 503; writes to a
-bucket are compare-and-set, kept over restarts, and republished. A write's answer may be lost though it was taken.
+flight is lost when the server restarts; what a client sends while it is cut off it sends later, its writes included; a
+request to a subject without subscribers is answered 503; writes to a bucket are compare-and-set, kept over restarts,
+and republished. A write's answer may be lost though it was taken. A restart may lose writes that were acknowledged, or
+the whole store.
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ import itertools
 import json
 import random
 from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
 from rl_plane.subjects import ADVISORY, Bucket, Entry
+from tests.sim.virtual_loop import PROCESS
 
 DELAY_S = (0.0001, 0.003)
 SLOW_S = (0.05, 0.6)
 SLOW_SHARE = 0.01
+STALL_S = (0.6, 8.0)
+"""With `stalls`: a path that stands still for a while."""
+LATE_S = (0.0, 6.0)
+"""How much later the second copy of a request comes."""
 RECONNECT_S = (0.05, 0.4)
 TIMEOUT_S = 2.0
 MARKER_S = 60.0
@@ -40,13 +48,17 @@ class _Key:
     sequence: int
     value: bytes | None
     expired: bool = False
-    timer: asyncio.TimerHandle | None = None
+    timer: Any = None
+    expires_at: float | None = None
 
 
 @dataclass(slots=True)
 class _Stream:
+    bucket: Bucket
     last: int
     keys: dict[str, _Key] = field(default_factory=dict)
+    log: list[tuple[float, int, str, _Key | None]] = field(default_factory=list)
+    """Of each write: when, the last sequence before it, its key, and what that held: to undo it."""
 
     def matching(self, keys: str) -> list[str]:
         """`prefix.>`, or `>` for all."""
@@ -56,6 +68,7 @@ class _Stream:
 @dataclass(slots=True, eq=False)
 class _Subscription:
     conn: SimConn
+    number: int
     tokens: list[str]
     callback: Callable[[Any], Awaitable[None]]
     queue: str
@@ -76,7 +89,7 @@ class _Subscription:
             await self.callback(await self.inbox.get())
 
     async def unsubscribe(self) -> None:
-        self.conn.server.subscriptions.discard(self)
+        self.conn.server.forget(self)
         if self.task is not None:
             self.task.cancel()
 
@@ -93,29 +106,34 @@ class SimConn:
         self.is_connected = server.up
         self.up = asyncio.Event()
         self.is_closed = False
-        self.frozen = False
-        self.thawed = asyncio.Event()
-        self.thawed.set()
-        self.pending: list[tuple[str, bytes, str]] = []
-        """What was published while the process stood still or was cut off: nats-py sends it later."""
+        self.context: Context = copy_context()
+        """Of the process whose client this is."""
+        self.process = PROCESS.get()
+        self.subscriptions: list[_Subscription] = []
+        self.pending: list[Callable[[], None]] = []
+        """What was sent while it was cut off: nats-py sends it later."""
         self.bus: SimBus
 
     def new_inbox(self) -> str:
         return f"_INBOX.{next(self.server.numbers)}"
 
-    async def publish(self, subject: str, payload: bytes = b"", reply: str = "") -> None:
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        self.send(lambda: self.server.publish(self, subject, payload, reply, headers))
+
+    def send(self, message: Callable[[], None]) -> None:
         if self.is_closed:
             return
-        if self.is_connected and not self.frozen:
-            self.server.publish(self, subject, payload, reply)
+        if self.is_connected:
+            message()
         else:
-            self.pending.append((subject, payload, reply))
+            self.pending.append(message)
 
     def send_pending(self) -> None:
-        if self.is_connected and not self.frozen:
-            pending, self.pending = self.pending, []
-            for subject, payload, reply in pending:
-                self.server.publish(self, subject, payload, reply)
+        pending, self.pending = self.pending, []
+        for message in pending:
+            message()
 
     async def close(self) -> None:
         if not self.is_closed:
@@ -123,7 +141,7 @@ class SimConn:
 
 
 class SimBus(Bus):
-    """A Bus on the simulated server. After `die`, nothing that its process still does reaches anybody."""
+    """A Bus on the simulated server."""
 
     def __init__(self, server: SimServer, name: str) -> None:
         super().__init__("sim", name)
@@ -131,61 +149,67 @@ class SimBus(Bus):
         self.conn = SimConn(server, name)
         self.conn.bus = self
         self.nc = self.conn
-        server.conns.add(self.conn)
+        server.conns.append(self.conn)
         if not server.up:
-            server.loop.call_later(server.rng.uniform(*RECONNECT_S), server._reconnect, self.conn)
+            server.later(server.rng.uniform(*RECONNECT_S), server._reconnect, self.conn)
 
     async def connected(self) -> None:
         """As `Bus.connect` waits."""
         if not self.conn.is_connected:
             await self.conn.up.wait()
 
-    def die(self) -> None:
-        self.server.disconnect(self.conn, for_good=True)
-
     @property
     def identity(self) -> tuple[str, int]:
         return self.server.id, self.conn.client_id
 
+    async def close(self) -> None:
+        await self.conn.close()
+
     async def subscribe(self, subject: str, callback: Callable[[Any], Awaitable[None]], queue: str = "") -> Any:
-        subscription = _Subscription(self.conn, subject.split("."), callback, queue)
+        subscription = _Subscription(self.conn, next(self.server.numbers), subject.split("."), callback, queue)
         if not self.conn.is_closed:
-            self.server.subscriptions.add(subscription)
+            self.server.remember(subscription)
             subscription.task = asyncio.get_running_loop().create_task(subscription.run(), name=f"sub {self.name}")
         return subscription
 
+    async def _request(self, work: Callable[[], Any]) -> Any:  # type: ignore[override]
+        """`work` is done by the server. What is sent, and what is answered, may be late or lost."""
+        server, conn = self.server, self.conn
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def answered(result: Any, client_id: int) -> None:
+            if not answer.done() and conn.is_connected and conn.client_id == client_id:
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+
+        def arrive() -> None:
+            if not server.up:
+                return
+            try:
+                result = work()
+            except (WrongSequence, BusUnreachable) as error:
+                result = error
+            if server.rng.random() >= server.lost_answers:
+                server.later(server.delay(), answered, result, conn.client_id)
+
+        conn.send(lambda: server.arrive_from(conn, arrive))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            raise BusUnreachable("simulated: NATS does not answer", retry_after_s=1.0) from None
+
     async def flush(self) -> None:
-        await self._trip()
-
-    async def _trip(self) -> None:
-        """To the server, or an error."""
-        if self.conn.is_closed:
-            raise asyncio.CancelledError  # a dead process does nothing more
-        await self.conn.thawed.wait()
-        if not self.conn.is_connected:
-            await asyncio.sleep(TIMEOUT_S)
-            raise BusUnreachable("simulated: NATS does not answer")
-        await asyncio.sleep(self.server.delay())
-        if self.conn.is_closed or not self.conn.is_connected:
-            await asyncio.sleep(TIMEOUT_S)
-            raise BusUnreachable("simulated: lost on the way")
-
-    async def _answered(self) -> None:
-        """And back. The server may have died in between, or the answer got lost."""
-        if self.server.rng.random() < self.server.lost_answers:
-            await asyncio.sleep(TIMEOUT_S)
-            raise BusUnreachable("simulated: the answer was lost")
-        await self._trip()
+        await self._request(lambda: None)
 
     async def ensure_bucket(self, bucket: Bucket) -> None:
-        await self._trip()
-        first = int((1.7e9 + self.server.loop.time()) * 1000)
-        self.server.streams.setdefault(bucket.name, _Stream(first - 1))
-        await self._answered()
+        await self._request(lambda: self.server.make(bucket))
 
     async def bucket_exists(self, bucket: Bucket) -> bool:
-        await self._trip()
-        return bucket.name in self.server.streams
+        found: bool = await self._request(lambda: bucket.name in self.server.streams)
+        return found
 
     async def put(
         self,
@@ -197,45 +221,51 @@ class SimBus(Bus):
         ttl_s: int | None = None,
         while_key: tuple[str, int] | None = None,
     ) -> int:
-        await self._trip()
-        sequence = self.server.write(bucket, key, value, last, ttl_s, while_key)
-        await self._answered()
+        sequence: int = await self._request(lambda: self.server.write(bucket, key, value, last, ttl_s, while_key))
         return sequence
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
-        await self._trip()
-        sequence = self.server.write(bucket, key, None, last, int(MARKER_S), None)
-        await self._answered()
+        sequence: int = await self._request(
+            lambda: self.server.write(bucket, key, None, last, int(MARKER_S), None)
+        )
         return sequence
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None:
-        await self._trip()
-        stream = self.server.stream(bucket)
-        found = stream.keys.get(key)
-        entry = Entry(key, found.value, found.sequence, found.expired) if found else None
-        await self._answered()
+        def read() -> Entry | None:
+            found = self.server.stream(bucket).keys.get(key)
+            return Entry(key, found.value, found.sequence, found.expired) if found else None
+
+        entry: Entry | None = await self._request(read)
         return entry
 
     async def last_sequence(self, bucket: Bucket) -> int:
-        await self._trip()
-        last = self.server.stream(bucket).last
-        await self._answered()
+        last: int = await self._request(lambda: self.server.stream(bucket).last)
         return last
 
-    async def read_all(self, bucket: Bucket, keys: str = ">") -> tuple[list[Entry], int]:
-        await self._trip()
-        stream = self.server.stream(bucket)
-        entries = [Entry(key, stream.keys[key].value, stream.keys[key].sequence) for key in stream.matching(keys)]
-        last = stream.last
-        await self._answered()
-        return sorted(entries, key=lambda entry: entry.sequence), last
+    async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
+        return await self.read_keys(bucket, ">")
+
+    async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
+        def read() -> tuple[list[Entry], int]:
+            stream = self.server.stream(bucket)
+            found = [
+                Entry(key, stream.keys[key].value, stream.keys[key].sequence) for key in stream.matching(keys)
+            ]
+            return sorted(found, key=lambda entry: entry.sequence), stream.last
+
+        entries: tuple[list[Entry], int] = await self._request(read)
+        return entries
+
+    async def list_keys(self, bucket: Bucket, keys: str) -> list[Entry]:
+        return (await self.read_keys(bucket, keys))[0]
 
     async def keep_newest(self, bucket: Bucket, keys: str, count: int) -> None:
-        await self._trip()
-        stream = self.server.stream(bucket)
-        for key in sorted(stream.matching(keys), key=lambda key: stream.keys[key].sequence)[:-count]:
-            del stream.keys[key]
-        await self._answered()
+        def shorten() -> None:
+            stream = self.server.stream(bucket)
+            for key in sorted(stream.matching(keys), key=lambda key: stream.keys[key].sequence)[:-count]:
+                del stream.keys[key]
+
+        await self._request(shorten)
 
 
 class SimServer:
@@ -244,29 +274,73 @@ class SimServer:
         self.rng = rng
         self.id = "SIM"
         self.up = True
+        self.up_since = 0.0
+        self.restarts = 0
         self.lost_answers = 0.0
+        self.stalls = 0.0
+        """Of the messages, how many stand still on their way, and all behind them on the same path."""
+        self.stalled = False
+        """Has anything?"""
+        self.duplicates = 0.0
+        """Of the requests, how many come twice."""
         self.numbers = itertools.count(1)
-        self.conns: set[SimConn] = set()
-        self.subscriptions: set[_Subscription] = set()
+        self.conns: list[SimConn] = []
         self.streams: dict[str, _Stream] = {}
-        self.on_write: Callable[[Bucket, str, bytes | None], None] = lambda bucket, key, value: None
+        self.on_write: Callable[[Bucket, str, bytes | None, int], None] = lambda bucket, key, value, sequence: None
+        self._context = copy_context()
+        self._exact: dict[str, list[_Subscription]] = {}
+        self._patterns: list[_Subscription] = []
         self._free_at: dict[tuple[int, int], float] = {}
 
+    def later(self, delay: float, work: Callable[..., None], *args: Any) -> None:
+        """Whatever becomes of the process that runs now."""
+        self.loop.call_later(delay, work, *args, context=self._context)
+
     def delay(self) -> float:
-        return self.rng.uniform(*(SLOW_S if self.rng.random() < SLOW_SHARE else DELAY_S))
+        chance = self.rng.random()
+        if chance < SLOW_SHARE:
+            return self.rng.uniform(*SLOW_S)
+        if chance > 1.0 - self.stalls:
+            self.stalled = True
+            return self.rng.uniform(*STALL_S)
+        return self.rng.uniform(*DELAY_S)
 
     # ---- core NATS ----
 
+    def remember(self, subscription: _Subscription) -> None:
+        subscription.conn.subscriptions.append(subscription)
+        if "*" in subscription.tokens or ">" in subscription.tokens:
+            self._patterns.append(subscription)
+        else:
+            self._exact.setdefault(".".join(subscription.tokens), []).append(subscription)
+
+    def forget(self, subscription: _Subscription) -> None:
+        if subscription not in subscription.conn.subscriptions:
+            return
+        subscription.conn.subscriptions.remove(subscription)
+        if "*" in subscription.tokens or ">" in subscription.tokens:
+            self._patterns.remove(subscription)
+        else:
+            self._exact[".".join(subscription.tokens)].remove(subscription)
+
     def publish(
-        self, source: SimConn | None, subject: str, data: bytes, reply: str = "", headers: Any = None
+        self,
+        source: SimConn | None,
+        subject: str,
+        data: bytes,
+        reply: str = "",
+        headers: dict[str, str] | None = None,
     ) -> None:
         if not self.up:
             return
         tokens = subject.split(".")
+        head = tokens[0]
+        found = list(self._exact.get(subject, ()))
+        found += [one for one in self._patterns if one.tokens[0] in (head, "*", ">") and one.matches(tokens)]
         queues: dict[str, list[_Subscription]] = {}
         chosen = []
-        for subscription in sorted(self.subscriptions, key=lambda each: each.conn.client_id):
-            if subscription.conn.is_connected and subscription.matches(tokens):
+        for subscription in sorted(found, key=lambda each: each.number) if len(found) > 1 else found:
+            if subscription.conn.is_connected:
                 if subscription.queue:
                     queues.setdefault(subscription.queue, []).append(subscription)
                 else:
@@ -275,23 +349,43 @@ class SimServer:
         if not chosen and reply:
             self.publish(None, reply, b"", headers={"Status": "503"})
         for subscription in chosen:
-            self._deliver(source, subscription, SimMsg(subject, reply, data, headers))
+            message = SimMsg(subject, reply, data, headers)
+            self._deliver(source, subscription, message)
+            if reply and self.duplicates and self.rng.random() < self.duplicates:
+                self.later(self.rng.uniform(*LATE_S), self._deliver, source, subscription, message)
 
-    def _deliver(self, source: SimConn | None, subscription: _Subscription, message: SimMsg) -> None:
-        pair = (source.client_id if source else 0, subscription.conn.client_id)
+    def _travel(self, source: int, to: int, arrive: Callable[[], None]) -> None:
+        pair = (source, to)
         at = max(self.loop.time() + self.delay(), self._free_at.get(pair, 0.0) + 1e-6)
         self._free_at[pair] = at
+        self.loop.call_at(at, arrive, context=self._context)
+
+    def arrive_from(self, conn: SimConn, arrive: Callable[[], None]) -> None:
+        """A client's message for the server itself: JetStream's. In flight it dies with the connection."""
+        client_id, restarts = conn.client_id, self.restarts
+
+        def arrived() -> None:
+            if conn.client_id == client_id and self.restarts == restarts:
+                arrive()
+
+        self._travel(conn.client_id, 0, arrived)
+
+    def _deliver(self, source: SimConn | None, subscription: _Subscription, message: SimMsg) -> None:
         conn, client_id = subscription.conn, subscription.conn.client_id
 
         def arrive() -> None:
-            if conn.frozen:
-                self.loop.call_later(0.1, arrive)  # it waits in the kernel's buffers
-            elif conn.is_connected and conn.client_id == client_id:
+            if conn.is_connected and conn.client_id == client_id:
                 subscription.inbox.put_nowait(message)
 
-        self.loop.call_at(at, arrive)
+        self._travel(source.client_id if source else 0, client_id, arrive)
 
     # ---- streams ----
+
+    def make(self, bucket: Bucket) -> None:
+        """As `Bus.ensure_bucket` makes it: from the Unix milliseconds of now on."""
+        first = int((1.7e9 + self.loop.time()) * 1000)
+        if bucket.name not in self.streams:
+            self.streams[bucket.name] = _Stream(bucket, first - 1)
 
     def stream(self, bucket: Bucket) -> _Stream:
         if bucket.name not in self.streams:
@@ -316,25 +410,58 @@ class SimServer:
                 raise WrongSequence(f"simulated: {key}")
         if (before := stream.keys.get(key)) is not None and before.timer is not None:
             before.timer.cancel()
+        stream.log.append((self.loop.time(), stream.last, key, before))
         stream.last += 1
         entry = stream.keys[key] = _Key(stream.last, value, expired)
         if ttl_s is not None:
-            entry.timer = self.loop.call_later(ttl_s, self._expire, bucket, key, entry)
+            entry.expires_at = self.loop.time() + ttl_s
+            self._set_timer(stream, key, entry)
         headers = {"Nats-Sequence": str(stream.last)}
         if value is None:
             headers["Nats-Marker-Reason" if expired else "KV-Operation"] = "MaxAge" if expired else "PURGE"
         self.publish(None, bucket.feed(key), value or b"", headers=headers)
-        self.on_write(bucket, key, value)
+        self.on_write(bucket, key, value, stream.last)
         return stream.last
 
-    def _expire(self, bucket: Bucket, key: str, entry: _Key) -> None:
-        stream = self.streams.get(bucket.name)
-        if stream is None or stream.keys.get(key) is not entry:
+    def _set_timer(self, stream: _Stream, key: str, entry: _Key) -> None:
+        assert entry.expires_at is not None
+        entry.timer = self.loop.call_at(
+            max(entry.expires_at, self.loop.time()), self._expire, stream, key, entry, context=self._context
+        )
+
+    def _expire(self, stream: _Stream, key: str, entry: _Key) -> None:
+        if self.streams.get(stream.bucket.name) is not stream or stream.keys.get(key) is not entry:
             return
-        if entry.value is None:
+        if not self.up:  # it looks when it is back
+            entry.expires_at = self.loop.time() + 0.2
+            self._set_timer(stream, key, entry)
+        elif entry.value is None:
             del stream.keys[key]
         else:
-            self.write(bucket, key, None, None, int(MARKER_S), None, expired=True)
+            self.write(stream.bucket, key, None, None, int(MARKER_S), None, expired=True)
+
+    def lose_writes(self, bucket: Bucket, count: int) -> int:
+        """The newest writes of a bucket were acknowledged, and are gone; how many."""
+        stream = self.streams.get(bucket.name)
+        lost = 0
+        while stream is not None and stream.log and lost < count:
+            _, stream.last, key, before = stream.log.pop()
+            now = stream.keys.pop(key, None)
+            if now is not None and now.timer is not None:
+                now.timer.cancel()
+            if before is not None:
+                stream.keys[key] = before
+                if before.expires_at is not None:
+                    self._set_timer(stream, key, before)
+            lost += 1
+        return lost
+
+    def lose_since(self, bucket: Bucket, at: float) -> int:
+        stream = self.streams.get(bucket.name)
+        return self.lose_writes(bucket, sum(when >= at for when, *_ in stream.log)) if stream is not None else 0
+
+    def lose_store(self) -> None:
+        self.streams.clear()
 
     # ---- connections and restarts ----
 
@@ -342,33 +469,35 @@ class SimServer:
         was_connected, conn.is_connected = conn.is_connected, False
         if for_good:
             conn.is_closed = True
-            self.conns.discard(conn)
-            for subscription in [each for each in self.subscriptions if each.conn is conn]:
-                self.subscriptions.discard(subscription)
+            self.conns.remove(conn)
+            for subscription in list(conn.subscriptions):
+                self.forget(subscription)
                 if subscription.task is not None:
                     subscription.task.cancel()
         if was_connected and self.up:
             event = {"server": {"id": self.id}, "client": {"id": conn.client_id}}
             self.publish(None, ADVISORY, json.dumps(event).encode())
         if not for_good:
-            self.loop.call_later(self.rng.uniform(*RECONNECT_S), self._reconnect, conn)
+            self.later(self.rng.uniform(*RECONNECT_S), self._reconnect, conn)
 
     def _reconnect(self, conn: SimConn) -> None:
         if conn.is_closed or conn.is_connected:
             return
-        if not self.up:
-            self.loop.call_later(self.rng.uniform(*RECONNECT_S), self._reconnect, conn)
+        if not self.up or (conn.process is not None and conn.process.frozen):
+            self.later(self.rng.uniform(*RECONNECT_S), self._reconnect, conn)
             return
         conn.client_id = next(self.numbers)
         conn.is_connected = True
         conn.up.set()
         conn.send_pending()
-        self.loop.create_task(conn.bus._reconnected(), name=f"reconnected {conn.name}")
+        conn.context.run(self.loop.create_task, conn.bus._reconnected(), name=f"reconnected {conn.name}")
 
     def kill(self) -> None:
         self.up = False
+        self.restarts += 1
         for conn in sorted(self.conns, key=lambda each: each.client_id):
             self.disconnect(conn, for_good=False)
 
     def start(self) -> None:
-        self.up = True
+        if not self.up:
+            self.up, self.up_since = True, self.loop.time()

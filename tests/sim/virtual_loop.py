@@ -1,42 +1,193 @@
-"""An event loop whose time jumps: nothing waits, and a minute of a fleet's life takes milliseconds."""
+"""An event loop whose time jumps, and whose callbacks belong to simulated processes.
+
+Nothing waits: a minute of a fleet's life takes milliseconds. Each callback runs in the process (`PROCESS`) of the
+task that asked for it: those of a frozen process wait for its thaw, as after SIGSTOP; those of a dead one never run,
+as after SIGKILL, so that no clean-up gives a last word.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import random
-import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Protocol
 
 THREAD_DELAY_S = (0.0, 0.02)
 """What runs on a thread is done at once in real time, and takes so long in virtual time."""
+PRUNE_AT = 500
+"""Cancelled timers in the heap before it is rebuilt: time-outs are mostly cancelled, an hour ahead of their time."""
+LIVELOCK_TURNS = 20_000
+"""Of the loop, at one moment of virtual time."""
+CLOSING_TURNS = 100
+"""Of the loop, at the end: nested clean-ups end one after another."""
 
 
-class _Jump(selectors.SelectSelector):
-    """Nothing to wait for: the next timer is now."""
+class Life(Protocol):
+    """What the loop knows of a process."""
 
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("deadlock: nothing is ready and no timer runs")
-        if timeout > 0:
-            self.loop.now += timeout
-        return []
+    alive: bool
+    frozen: bool
+    waiting: list[Handle]
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+PROCESS: ContextVar[Any] = ContextVar("process", default=None)
+"""The simulated process (a `Life`) that runs now; None: the world itself."""
+
+
+class Handle:
+    __slots__ = ("_when", "args", "callback", "context", "dead", "loop")
+
+    def __init__(
+        self, loop: VirtualLoop, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when: float
+    ) -> None:
+        self.loop = loop
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self._when = when
+        self.dead = False
+
+    def cancel(self) -> None:
+        if not self.dead:
+            self.dead = True
+            if self._when:
+                self.loop.cancelled += 1
+
+    def cancelled(self) -> bool:
+        return self.dead
+
+    def when(self) -> float:
+        return self._when
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task whose hash doesn't depend on its address, so that sets of tasks have the same order in each run."""
+
+    _numbers = itertools.count()
+    number: int
+
+    def __new__(cls, *args: Any, **more: Any) -> SimTask:
+        self: SimTask = super().__new__(cls)
+        self.number = next(cls._numbers)
+        return self
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, rng: random.Random) -> None:
-        selector = _Jump()
-        selector.loop = self
+        super().__init__()
         self.now = 1000.0
+        self.cancelled = 0
+        self._turns = 0
+        self._burying = False
+        self.slow_thread_share = 0.0
+        """Of what runs on threads, how much takes seconds: a large checkpoint, a slow disk."""
         self._rng = rng
-        super().__init__(selector)
+        self._queue: deque[Handle] = deque()
+        self._timers: list[tuple[float, int, Handle]] = []
+        self._order = itertools.count()
+        SimTask._numbers = itertools.count()
+        self.set_task_factory(lambda loop, work, **more: SimTask(work, loop=loop, **more))
 
     def time(self) -> float:
         return self.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    # ---- what is to run ----
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:  # type: ignore[override]
+        handle = Handle(self, callback, args, context if context is not None else copy_context(), 0.0)
+        self._queue.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        handle = Handle(self, callback, args, context if context is not None else copy_context(), when)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def again(self, handles: list[Handle]) -> None:
+        """What a process was about to do when it was stopped."""
+        self._queue.extend(handles)
+
+    def bury(self, processes: Iterable[Life]) -> None:
+        """Cancels whatever still runs, also in dead processes, until all has ended."""
+        self._burying = True
+        for process in processes:
+            self._queue.extend(process.waiting)
+        for _ in range(CLOSING_TURNS):
+            pending = asyncio.all_tasks(self)
+            if not pending:
+                break
+            for task in pending:
+                task.cancel()
+            self.call_soon(self.stop)
+            self.run_forever()
+        self._queue.clear()
+        self._timers.clear()
+        self.close()
+
+    def _run_once(self) -> None:
+        queue, timers = self._queue, self._timers
+        self._turns += 1
+        if self._turns > LIVELOCK_TURNS:
+            raise RuntimeError(f"livelock: time stands still in {queue[0].callback if queue else None}")
+        if self.cancelled > PRUNE_AT and self.cancelled * 2 > len(timers):
+            timers[:] = [timer for timer in timers if not timer[2].dead]
+            heapq.heapify(timers)
+            self.cancelled = 0
+        if not queue and not self._stopping:  # type: ignore[attr-defined]
+            while timers and timers[0][2].dead:
+                heapq.heappop(timers)
+                self.cancelled -= 1
+            if not timers:
+                raise RuntimeError("deadlock: nothing is ready and no timer runs")
+            if timers[0][0] > self.now:
+                self.now, self._turns = timers[0][0], 0
+        while timers and timers[0][0] <= self.now:
+            handle = heapq.heappop(timers)[2]
+            if handle.dead:
+                self.cancelled -= 1
+            else:
+                handle._when = 0.0
+                queue.append(handle)
+        for _ in range(len(queue)):
+            handle = queue.popleft()
+            if handle.dead:
+                continue
+            process: Life | None = handle.context.get(PROCESS)
+            if process is not None and (process.frozen or not process.alive) and not self._burying:
+                process.waiting.append(handle)
+                continue
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler({"message": "in a callback", "exception": error})
+
+    # ---- threads ----
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         future: asyncio.Future[Any] = self.create_future()
@@ -49,8 +200,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except Exception as error:
                 future.set_exception(error)
 
-        self.call_later(self._rng.uniform(*THREAD_DELAY_S), run)
+        slow = self._rng.random() < self.slow_thread_share
+        self.call_later(self._rng.uniform(*(0.2, 4.0) if slow else THREAD_DELAY_S), run)
         return future
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        return None
+
+    def _write_to_self(self) -> None:
+        return None
 
 
 @contextmanager

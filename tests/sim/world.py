@@ -1,212 +1,152 @@
-"""A fleet in the simulation: workers, frontends and clients as processes that can be killed and cut off, and what is
-checked of them at every step."""
+"""A fleet in the simulation: its workers, frontends and trainers as processes that can be killed and cut off."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
+import json
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from frontend.committed import Committed
-from frontend.engine_client import EngineClient
-from frontend.fleet_status import FleetStatus
+from frontend.options import FrontendOptions
+from frontend.process import Frontend
 from rl_plane.client import RlClient
-from rl_plane.errors import PlaneError
+from rl_plane.errors import BusUnreachable, PlaneError
 from rl_plane.fleet import Fleet
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.record import DecisionRecord
-from rl_plane.streams import StreamReceiver
-from rl_plane.subjects import RECORD, Bucket, Subjects
-from rl_plane.versions import WeightVersion
-from tests.sim.sim_nats import SimBus, SimServer
-from worker.engines.base import EngineOptions
-from worker.engines.fake import build, fake_token
+from rl_plane.lock import HeldLock
+from rl_plane.membership import Member, fingerprint
+from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
+from tests.sim import product
+from tests.sim.checks import CALL, CallRecord, Checks
+from tests.sim.desired import Desired
+from tests.sim.engine import SimEngine, SimTransport
+from tests.sim.process import InlineEngine, Process
+from tests.sim.sim_nats import SimServer
+from tests.sim.virtual_loop import PROCESS, VirtualLoop
 from worker.staging import model_digest
-from worker.transports.filesystem import FilesystemTransport
 from worker.worker import Worker
 
-SUBJECTS = Subjects("sim", "engine")
-TOKENS = 4
 RESTART_S = 0.5
-ANSWER_BOUND_S = 900.0
-"""I5: a call ends within the bounds that its policy adds up to, and retries."""
+ADMISSION_WAIT_S = 10.0
 
 
-class Violation(AssertionError):
-    def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
+@dataclass(eq=False)
+class Coordinator:
+    """Whoever may change the fleet: a frontend, or a trainer with an RlClient of its own."""
 
-
-class InlineEngine:
-    """EngineLoop's interface on the one loop of the simulation."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return await work
-
-    async def stream(self, source: Any) -> Any:
-        async with contextlib.aclosing(source) as items:
-            async for item in items:
-                yield [item]
-
-
-class Process:
-    """Tasks and connections that die together, at once, without a last word."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
-        self.alive = True
-        self.buses: list[SimBus] = []
-        self.before: set[asyncio.Task[Any]] = set()
-
-    def bus(self, name: str) -> SimBus:
-        bus = SimBus(self.world.server, name)
-        self.buses.append(bus)
-        return bus
-
-    def kill(self) -> None:
-        self.alive = False
-        for bus in self.buses:
-            bus.die()
-        for task in asyncio.all_tasks():
-            if _owner.get(task) is self:
-                task.cancel()
-
-    def freeze(self, seconds: float) -> None:
-        """SIGSTOP, then SIGCONT: it goes on where it was, and sends late what it had to say."""
-        for bus in self.buses:
-            bus.conn.frozen = True
-            bus.conn.thawed.clear()
-            self.world.loop.call_later(seconds, self.thaw, bus)
-            # The server's PING goes unanswered.
-            self.world.loop.call_later(min(seconds, 5.0), self._pinged, bus)
-
-    def _pinged(self, bus: SimBus) -> None:
-        if bus.conn.frozen and bus.conn.is_connected:
-            self.world.server.disconnect(bus.conn, for_good=False)
-
-    @staticmethod
-    def thaw(bus: SimBus) -> None:
-        bus.conn.frozen = False
-        bus.conn.thawed.set()
-        bus.conn.send_pending()
-
-
-class _Owners(dict["asyncio.Task[Any]", Process]):
-    pass
-
-
-_owner: _Owners = _Owners()
-_current: list[Process | None] = [None]
-
-
-def task_factory(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
-    """A task belongs to the process of the task that made it."""
-    task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **more)
-    maker = asyncio.current_task(loop)
-    owner = _owner.get(maker) if maker is not None else _current[0]
-    if owner is not None:
-        _owner[task] = owner
-        task.add_done_callback(lambda done: _owner.pop(done, None))
-    return task
-
-
-@contextlib.contextmanager
-def as_process(process: Process) -> Any:
-    task = asyncio.current_task()
-    assert task is not None
-    before = _owner.get(task)
-    _owner[task] = process
-    try:
-        yield
-    finally:
-        if before is None:
-            _owner.pop(task, None)
-        else:
-            _owner[task] = before
-
-
-@dataclass
-class SimFrontend:
     process: Process
     client: RlClient
     fleet: Fleet
-    engines: EngineClient
+    frontend: Frontend | None = None
+
+    async def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if self.frontend is not None:
+            return await self.frontend.calls.run(op, body, request_id)
+        return await self.fleet.run(op, body, request_id)
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
-    loop: Any
+    loop: VirtualLoop
     rng: random.Random
     models: list[Path]
+    adapters: list[Path]
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.subjects = Subjects("sim", "engine")
         self.server = SimServer(self.loop, self.rng)
-        self.server.on_write = self._written
-        self.decided: list[WeightVersion] = []
-        self.ids = itertools.count(1)
-        self.workers: dict[str, tuple[Process, Worker]] = {}
+        self.checks = Checks(self)
+        self.server.on_write = self.checks.written
+        self.desired = Desired(self)
+        self.numbers = itertools.count(1)
+        self.token_delay_s = 0.0
+        self.gone: set[str] = set()
+        """Checkpoints that are not there now."""
+        self.all_processes: list[Process] = []
+        self.workers: dict[str, tuple[Process, Worker, SimEngine]] = {}
         self.started: dict[str, Process] = {}
         """The newest process of each instance id; it is in `workers` once its engine is built."""
-        self.frontends: list[SimFrontend] = []
-        self.first_delivered: dict[int, float] = {}
-        """Sequence → when a client first had tokens of it."""
-        self.served = 0
-        self.committed_updates = 0
-        self.aborted_updates = 0
+        self.coordinators: list[Coordinator] = []
+        self.calls: list[CallRecord] = []
+        self.outage_s = 0.0
+        """How long the server was away, all together."""
+        self.served = self.committed = self.refused = 0
 
     def say(self, text: str) -> None:
         self.trace.append(f"{self.loop.now - 1000:9.4f} {text}")
 
-    # ---- I6, I1 ----
+    # ---- what there is ----
 
-    def _written(self, bucket: Bucket, key: str, value: bytes | None) -> None:
-        if bucket != SUBJECTS.state or key != RECORD or not value:
-            return
-        version = DecisionRecord.decode(value).version
-        self.say(f"record: {version.sequence} {version.label}")
-        if self.decided and version == self.decided[-1]:
-            return  # it was opened
-        if self.decided:
-            last = self.decided[-1]
-            if version.run != last.run or version.sequence != last.sequence + 1:
-                raise Violation("I6", f"the record went from {last.sequence} to {version.sequence}")
-        self.decided.append(version)
+    def live_workers(self) -> Iterator[tuple[Process, Worker]]:
+        for process, worker, _ in list(self.workers.values()):
+            if process.alive:
+                yield process, worker
+
+    def frontends(self) -> list[Coordinator]:
+        return [one for one in self.alive() if one.frontend is not None]
+
+    def alive(self) -> list[Coordinator]:
+        return [one for one in self.coordinators if one.process.alive]
+
+    def processes(self) -> list[Process]:
+        found = [*self.started.values(), *(one.process for one in self.coordinators)]
+        return [process for process in found if process.alive]
+
+    def undisturbed(self, process: Process, seconds: float) -> bool:
+        quiet_since = self.loop.now - seconds
+        return not process.frozen and process.disturbed_at < quiet_since and self._up_since() < quiet_since
+
+    def _up_since(self) -> float:
+        return self.server.up_since if self.server.up else self.loop.now
+
+    def _entries(self, bucket: Any, prefix: str) -> list[Entry]:
+        stream = self.server.streams.get(bucket.name)
+        keys = stream.keys if stream is not None else {}
+        return [
+            Entry(key, entry.value, entry.sequence)
+            for key, entry in keys.items()
+            if key.startswith(prefix) and entry.value
+        ]
+
+    def members(self) -> list[str]:
+        return [entry.key[len(MEMBER_PREFIX) :] for entry in self._entries(self.subjects.members, MEMBER_PREFIX)]
+
+    def fingerprint(self) -> str:
+        return fingerprint(Member.from_entry(one) for one in self._entries(self.subjects.members, MEMBER_PREFIX))
+
+    def session_waits(self) -> bool:
+        """Is an update prepared, and waits for complete or abort?"""
+        found = self._entries(self.subjects.state, SESSION)
+        return bool(found) and float(json.loads(found[0].value or b"")["expires_at"]) > 1.7e9 + self.loop.now
 
     # ---- processes ----
 
-    def spawn(self, process: Process, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = self.loop.create_task(work)
-        _owner[task] = process
-        return task
+    def process(self, name: str) -> Process:
+        process = Process(self.loop, self.server, name)
+        self.all_processes.append(process)
+        return process
 
-    async def start_worker(self, instance_id: str) -> None:
-        process = self.started[instance_id] = Process(self, f"worker {instance_id[-2:]}")
+    def start_worker(self, instance_id: str) -> None:
+        process = self.started[instance_id] = self.process(f"worker {instance_id[-2:]}.{next(self.numbers)}")
         self.say(f"{process.name} starts")
 
         async def life() -> None:
-            adapter = build(EngineOptions(self.models[0]))
-            info = await adapter.start()
-            transports = {"filesystem": FilesystemTransport([self.models[0].parent])}
+            engine = SimEngine(self, process, self.models[0])
+            info = await engine.start()
             bus = process.bus(instance_id)
             await bus.connected()
             worker = Worker(
                 bus,
-                SUBJECTS,
-                adapter,
-                InlineEngine(process),  # type: ignore[arg-type]
+                self.subjects,
+                engine,
+                InlineEngine(),  # type: ignore[arg-type]
                 info,
-                transports,
+                {"filesystem": SimTransport(self)},
                 member_info={
                     "engine": "fake",
                     "model": "m",
@@ -215,140 +155,131 @@ class World:
                     "transports": ["filesystem"],
                 },
                 model_digest=model_digest(self.models[0]),
-                on_end=lambda why: self._ended(process, why),
+                on_end=lambda why: self._ended(instance_id, process, why),
             )
-            self.workers[instance_id] = (process, worker)
+            product.watch_ops(worker, lambda request: self.checks.doing(process, worker, request))
+            self.workers[instance_id] = (process, worker, engine)
             try:
                 await worker.start()
             except PlaneError as error:
-                self._ended(process, f"could not start: {error.message}")
-                if self.started[instance_id] is process:
-                    self.loop.call_later(RESTART_S, self._restart, instance_id, process)
+                self._ended(instance_id, process, f"could not start: {error.message}")
 
-        self.spawn(process, life())
+        process.spawn(life())
 
-    def _restart(self, instance_id: str, ended: Process) -> None:
-        """As a supervisor does, unless somebody was faster."""
-        if self.started[instance_id] is ended:
-            self.loop.create_task(self.start_worker(instance_id))
-
-    def _ended(self, process: Process, why: str) -> None:
+    def _ended(self, instance_id: str, process: Process, why: str) -> None:
+        """A real one exits, and its supervisor starts it again, unless somebody was faster."""
         self.say(f"{process.name} ends: {why}")
-        self.loop.call_soon(process.kill)  # a real one exits
 
-    async def start_frontend(self) -> None:
-        process = Process(self, f"frontend {next(self.ids)}")
+        def restart() -> None:
+            if self.started.get(instance_id) is process:
+                self.start_worker(instance_id)
+
+        self.server.later(0.0, process.kill)
+        self.server.later(RESTART_S, restart)
+
+    def leave(self, instance_id: str) -> None:
+        """SIGTERM: it drains and leaves."""
+        process, worker, _ = self.workers[instance_id]
+        del self.started[instance_id]
+        process.disturbed_at = self.loop.now
+        self.say(f"{process.name} leaves")
+
+        async def stop() -> None:
+            await worker.drain(5.0)
+            await worker.stop()
+            self.say(f"{process.name} has left")
+            self.server.later(0.0, process.kill)
+
+        process.spawn(stop())
+
+    def start_frontend(self) -> None:
+        process = self.process(f"frontend {next(self.numbers)}")
 
         async def life() -> None:
-            bus = process.bus(process.name.replace(" ", "-"))
-            await bus.connected()
-            client = RlClient(bus, SUBJECTS.namespace, SUBJECTS.component)
+            options = FrontendOptions("sim", "sim", "engine", admission_wait_s=ADMISSION_WAIT_S)
             while True:
                 try:
-                    await client._gather.start_listening()
-                    view = await client._start_view(SUBJECTS)
-                    break
-                except PlaneError:
-                    await asyncio.sleep(0.2)
-            receiver = StreamReceiver(bus)
-            await receiver.start()
-            committed = Committed(bus, SUBJECTS.state)
-            status = FleetStatus(client, view)
+                    async with Frontend.running(options) as frontend:
+                        me = Coordinator(process, frontend.client, frontend.calls.fleet, frontend)
+                        self.coordinators.append(me)
+                        self.say(f"{process.name} is up")
+                        await asyncio.Event().wait()
+                except PlaneError as error:
+                    self.say(f"{process.name} could not start: {error.message[:60]}")
+                    for bus in process.buses:
+                        await bus.close()
+                    await asyncio.sleep(RESTART_S)
+
+        process.spawn(life())
+
+    def start_trainer(self) -> None:
+        process = self.process(f"trainer {next(self.numbers)}")
+
+        async def life() -> None:
             while True:
                 try:
-                    await committed.start()
-                    await status.start()
-                    break
+                    client = await RlClient.connect("sim", "sim", "engine", name=process.name.replace(" ", "-"))
+                    self.coordinators.append(Coordinator(process, client, Fleet(client)))
+                    self.say(f"{process.name} is up")
+                    return
                 except PlaneError:
-                    await asyncio.sleep(0.2)
-            engines = EngineClient(receiver, view, status, committed, 10.0)
-            engines.start()
-            self.frontends.append(SimFrontend(process, client, Fleet(client), engines))
-            self.say(f"{process.name} is up")
+                    await asyncio.sleep(RESTART_S)
 
-        self.spawn(process, life())
+        process.spawn(life())
 
-    # ---- what clients do ----
+    # ---- generation ----
 
-    async def generate(self, frontend: SimFrontend) -> None:
+    async def generate(self, coordinator: Coordinator, tokens_wanted: int, adapter: str | None = None) -> None:
+        assert coordinator.frontend is not None
+        process = coordinator.process
         prompt = [self.rng.randrange(3, 200) for _ in range(3)]
-        request = GenerateRequest(id=f"r{next(self.ids)}", prompt_token_ids=prompt, max_tokens=TOKENS)
+        request = GenerateRequest(
+            id=f"r{next(self.numbers)}", prompt_token_ids=prompt, max_tokens=tokens_wanted, adapter=adapter
+        )
         tokens: list[int] = []
         spans: list[Any] = []
         start = self.loop.now
+        by: Process | None = None
         try:
-            async for event in frontend.engines.generate(request):
+            async for event in coordinator.frontend.engines.generate(request):
                 if isinstance(event, GenerateDelta):
                     tokens += event.token_ids
                     spans = list(event.spans) or spans
                     if event.finish_reason in ("abort", "error"):
                         return
+                else:
+                    by = self.workers[event.instance_id][0]
         except PlaneError as error:
             self.say(f"generate: {error.code}")
+            if tokens and error.code in ("worker_lost", "engine_failed"):
+                self.checks.failed_stream(process, by, f"{error.code}: {error.message}", start)
             return
-        self._check_tokens(prompt, tokens, spans, start)
-
-    def _check_tokens(self, prompt: list[int], tokens: list[int], spans: list[Any], start: float) -> None:
-        """I3: whatever a frontend delivers was made by committed weights, and says which."""
         self.served += 1
-        if not spans or spans[0].start != 0 or spans[-1].end != len(tokens):
-            raise Violation("I3", f"{len(tokens)} tokens came with the spans {spans}")
-        for span in spans:
-            version = WeightVersion(span.run, span.sequence, span.version, span.digest)
-            if version not in self.decided:
-                raise Violation("I3", f"tokens of {version}, which was never committed")
-            for newer, at in self.first_delivered.items():
-                if newer > span.sequence and at < start:
-                    raise Violation("I3", f"asked after {newer} was served, and answered by {span.sequence}")
-            for position in range(span.start, span.end):
-                if tokens[position] != fake_token(span.digest, prompt, position, 512):
-                    raise Violation("I3", f"token {position} was not made by {span.version}")
-        for span in spans:
-            self.first_delivered.setdefault(span.sequence, self.loop.now)
-
-    async def update(self, frontend: SimFrontend, body: dict[str, Any]) -> None:
-        name = body.get("version", "?")
-        decided = len(self.decided)
-        start = self.loop.now
-        self.say(f"{frontend.process.name} updates to {name}: {body['transport']['path'][-12:]}")
-        try:
-            async with asyncio.timeout(ANSWER_BOUND_S):
-                reply = await frontend.fleet.run("update_weights", body)
-        except TimeoutError:
-            if frontend.process.alive:
-                raise Violation("I5", f"the update {name} did not end in {self.loop.now - start:g} s") from None
-            return
-        except PlaneError as error:
-            self.aborted_updates += 1
-            self.say(f"update {name}: {error.code} {error.message[:90]}")
-            if error.code in ("update_aborted", "invalid_weights", "invalid_request"):
-                labels = [version.label for version in self.decided[decided:]]
-                if name in labels:
-                    raise Violation("I2", f"the update {name} was told as aborted, and is committed") from error
-            return
-        self.committed_updates += 1
-        self.say(f"update {name}: committed, excluded {reply['excluded']}")
-        version = WeightVersion.from_wire(reply["version"])
-        if version not in self.decided:
-            raise Violation("I2", f"the update {name} was told as committed, and is not")
-
-    # ---- at rest ----
-
-    async def check_rest(self) -> None:
-        """I7, I2: when nothing fails any more, every worker serves the committed version, and nobody is stuck."""
-        last = self.decided[-1]
-        for instance_id, (process, worker) in self.workers.items():
-            if not process.alive:
-                continue
-            state = worker.state
-            if state.version != last or state.closed or state.digest != last.digest:
-                raise Violation(
-                    "I7",
-                    f"{process.name} ({instance_id}) holds {state.version and state.version.label}, "
-                    f"closed {state.closed}, committed is {last.label}",
-                )
-            if (busy := worker._updates.busy_with) is not None:
-                raise Violation("I7", f"{process.name} still holds staged weights of {busy}")
+        self.checks.completed(process.name, prompt, tokens, spans, start)
 
 
-Fault = Callable[[], None]
+# ---- what is put into the product, to watch it and to connect it ----
+
+
+async def sim_connect(cls: Any, url: str = "", name: str = "rl-plane", wait_s: float = 5.0) -> Any:
+    """`Bus.connect`, for the simulated process that runs now."""
+    process = PROCESS.get()
+    bus = process.bus(name)
+    try:
+        async with asyncio.timeout(wait_s):
+            await bus.connected()
+    except TimeoutError:
+        await bus.close()
+        raise BusUnreachable("simulated: no NATS server answers") from None
+    return bus
+
+
+def watched_lock(init: Any) -> Any:
+    """`HeldLock.__init__`, which also tells under which fence a call works."""
+
+    def __init__(self: HeldLock, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if (call := CALL.get()) is not None:
+            call.fences.append(self.fence)
+
+    return __init__

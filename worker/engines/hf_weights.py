@@ -146,10 +146,13 @@ def host_copies(
 
 
 def _copy(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    # Through numpy, which takes read-only memory and lets other threads run meanwhile.
-    tensor = torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
-    np.copyto(_bytes(tensor).numpy(), np.frombuffer(data, dtype=np.uint8))
-    return tensor
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
+    # Through numpy, which takes read-only memory, lets other threads run meanwhile, and asks for huge pages: what
+    # torch.empty gives takes longer to free than the swap takes to copy, and it is freed while the engine is paused.
+    copied = np.empty(spec.nbytes, dtype=np.uint8)
+    np.copyto(copied, np.frombuffer(data, dtype=np.uint8))
+    return torch.from_numpy(copied).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

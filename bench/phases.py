@@ -1,0 +1,41 @@
+"""What the coordinators of this process do, and when; and a way to step in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rl_plane.coordinator import Coordinator
+from rl_plane.update_steps import Event, Instruction, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One instruction that was carried out. `perf_counter` seconds."""
+
+    phase: Phase
+    start: float
+    end: float
+
+
+@contextmanager
+def phases_seen(before: Callable[[Instruction], None] = lambda _: None) -> Iterator[list[Seen]]:
+    """Grows while updates are coordinated. `before` is called with each instruction."""
+    seen: list[Seen] = []
+    carry_out = Coordinator._carry_out
+
+    async def noted(self: Coordinator, instruction: Instruction) -> Event:
+        before(instruction)
+        start = time.perf_counter()
+        try:
+            return await carry_out(self, instruction)
+        finally:
+            seen.append(Seen(instruction.phase, start, time.perf_counter()))
+
+    Coordinator._carry_out = noted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Coordinator._carry_out = carry_out  # type: ignore[method-assign]

@@ -1,0 +1,133 @@
+"""What the fleet's ops answer: the merged replies and errors of `Fleet`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plane.client import FanOut
+from rl_plane.errors import Conflict, DeadlineExceeded, PlaneError
+from rl_plane.fleet_ops import FleetOp, Select
+from rl_plane.history import UpdateEntry
+from rl_plane.judge import serves
+from rl_plane.membership import Snapshot
+from rl_plane.record import DecisionRecord
+from rl_plane.rows import WorkerRow
+from rl_plane.update_steps import Outcome
+from rl_plane.view import MembershipView
+
+
+@dataclass(slots=True)
+class Call:
+    """One call under way, on one component."""
+
+    op: FleetOp
+    select: Select
+    body: dict[str, Any]
+    view: MembershipView
+    request_id: str
+    """The caller's, or one that nobody else knows."""
+    may_repeat: bool
+    """The caller gave a request id: it may have asked before."""
+    start: float
+
+
+def is_serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
+    return record is not None and serves(row, record)
+
+
+def common(values: Sequence[Any], otherwise: Any) -> Any:
+    return values[0] if values and all(value == values[0] for value in values) else otherwise
+
+
+def adapters_of(record: DecisionRecord | None) -> dict[str, Any]:
+    return {name: one.version.to_wire() for name, one in record.adapters.items()} if record is not None else {}
+
+
+def head(call: Call, snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "status": "ok",
+        "epoch": snapshot.epoch,
+        "fingerprint": snapshot.fingerprint,
+        "elapsed_s": time.monotonic() - call.start,
+    }
+
+
+def merged(call: Call, out: FanOut, **fields: Any) -> dict[str, Any]:
+    return {**head(call, out.snapshot), **fields, "workers": [row.to_wire() for row in out.rows]}
+
+
+def updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        **head(call, call.view.snapshot()),
+        "version": outcome.version.to_wire(),
+        "workers": [row.to_wire() for row in outcome.rows],
+        "excluded": list(outcome.excluded),
+        "phases": dict(phases),
+    }
+
+
+def answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
+    """What an update was answered with, again: nobody is asked for it."""
+    if entry.version is None or (entry.error is not None and not entry.try_again):
+        raise entry.first_error()
+    return {
+        **head(call, call.view.snapshot()),
+        "version": entry.version.to_wire(),
+        "workers": entry.rows(),
+        "excluded": list(entry.excluded),
+        "phases": dict(entry.phases),
+    }
+
+
+def ended(entry: UpdateEntry) -> PlaneError:
+    """The answer to a repeated prepare of an update that has ended."""
+    if entry.version is None:
+        return entry.first_error()
+    return Conflict(
+        f"the update {entry.update_id!r} is committed as {entry.label}",
+        fix="prepare the next one under a new id",
+        version=entry.version.to_wire(),
+    )
+
+
+def facts_of(call: Call, out: FanOut) -> dict[str, Any]:
+    head = merged(call, out)
+    del head["status"]
+    return head
+
+
+def in_order(snapshot: Snapshot, out: FanOut) -> list[Any]:
+    by_id = {member.instance_id: member for member in snapshot}
+    by_id.update({member.instance_id: member for member in out.snapshot})
+    return [by_id.get(row.instance_id) for row in out.rows]
+
+
+def change_error(call: Call, op: str, out: FanOut) -> PlaneError:
+    """One kind of error from every worker is the call's error; anything else is a conflict that names each."""
+    facts = facts_of(call, out)
+    errors = [row.error for row in out.failed if row.error is not None]
+    first = errors[0]
+    unanimous = len(errors) == len(out.rows) and all(type(error) is type(first) for error in errors)
+    if unanimous and not isinstance(first, DeadlineExceeded):  # which may have been done, or half done
+        return type(first)(first.message, **{**first.facts, **facts})
+    return Conflict(
+        f"{op} was not done on {len(errors)} of {len(out.rows)} workers: {out.failed[0].instance_id}: {first.message}",
+        fix="see each worker's row; repeating the call is safe",
+        **facts,
+    )
+
+
+def join(names: Sequence[str], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several components in one reply: the rows one after another, the heads by name."""
+    rows = [
+        {"component": name, **row} for name, reply in zip(names, replies, strict=True) for row in reply["workers"]
+    ]
+    heads = {
+        name: {key: value for key, value in reply.items() if key != "workers"}
+        for name, reply in zip(names, replies, strict=True)
+    }
+    elapsed = sum(reply["elapsed_s"] for reply in replies)
+    return {"status": "ok", "components": heads, "workers": rows, "elapsed_s": elapsed}

@@ -1,0 +1,221 @@
+"""Which transitions of the two machines a run has taken, by name; and the list of all that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from rl_plane.errors import PlaneError
+from rl_plane.update import UpdateMachine
+from rl_plane.update_steps import End, Failed
+from worker import core
+from worker.core import WorkerCore
+
+
+@contextmanager
+def recorded() -> Iterator[set[str]]:
+    """The names of what is reached in this block."""
+    reached: set[str] = set()
+    with ExitStack() as stack:
+        for target, name, stand_in in _watchers(reached):
+            stack.enter_context(mock.patch.object(target, name, stand_in))
+        yield reached
+
+
+def _watchers(reached: set[str]) -> list[tuple[Any, str, Any]]:
+    return [
+        (UpdateMachine, "step", _watched_step(UpdateMachine.step, reached)),
+        *((WorkerCore, name, _watched(getattr(WorkerCore, name), name, reached)) for name in _NAMES),
+    ]
+
+
+def _watched_step(step: Any, reached: set[str]) -> Any:
+    def watched(self: UpdateMachine, event: Any, now: float) -> Any:
+        before = self.phase
+        instruction = step(self, event, now)
+        if event is not None:  # else it begins
+            what = "fails" if isinstance(event, Failed) else "goes well"
+            after: str = instruction.phase
+            if isinstance(instruction, End):
+                after = "error" if isinstance(instruction.result, PlaneError) else "done"
+            reached.add(f"coordinator: {before} {what} → {after}")
+        return instruction
+
+    return watched
+
+
+def _watched(method: Any, name: str, reached: set[str]) -> Any:
+    def watched(self: WorkerCore, *args: Any, **more: Any) -> Any:
+        result = method(self, *args, **more)
+        reached.add(f"worker: {_NAMES[name](self, args, result)}")
+        return result
+
+    return watched
+
+
+def _next(self: WorkerCore, args: Any, result: Any) -> str:
+    return f"by itself → {_instruction(self, result, args[0])}"
+
+
+def _instruction(self: WorkerCore, result: Any, now: float) -> str:
+    match result:
+        case None:
+            return "all done"
+        case core.Swap(name=name) | core.Fetch(name=name):
+            return f"{type(result).__name__} {'an adapter' if name is not None else 'the base'}"
+        case core.Wait(until=until):
+            return _wait(self, until)
+        case _:
+            return type(result).__name__
+
+
+def _wait(self: WorkerCore, until: float | None) -> str:
+    if until is not None:
+        staged = self.staged is not None and self.staged.fence is not None
+        return "Wait for the commit" if staged and until != self._next_try else "Wait to try again"
+    if self.record is not None and self.record.rolling_from is not None and self._may_serve_the_old():
+        return "Wait for its turn"
+    return "Wait for memory" if self.state.released and self._missing() is not None else "Wait"
+
+
+def _leader_said(self: WorkerCore, args: Any, result: Any) -> str:
+    if result is None:
+        return "the leader said → lease"
+    if result.last:
+        return "the leader has lost a decision → Restore"
+    return "the leader has nothing → Restore " + ("the first" if result.record.sequence == 0 else "a decision")
+
+
+_NAMES: dict[str, Any] = {
+    "next": _next,
+    "leader_said": _leader_said,
+    "learnt": lambda self, args, result: f"learnt → {'news' if result else 'old'}",
+    "commit_step": lambda self, args, result: f"commit → {_instruction(self, result, 0.0)}",
+    "coordinator_is": lambda self, args, result: (
+        "asks after its coordinator → " + ("given up" if result else "alone" if self._alone else "goes on")
+    ),
+    "overwriting": lambda self, args, result: "overwriting",
+    "overwrite_failed": lambda self, args, result: "overwrite failed",
+    "fetch_failed": lambda self, args, result: "fetch failed",
+    "swap_failed": lambda self, args, result: "swap failed",
+    "enabled": lambda self, args, result: "enabled",
+}
+
+TRANSITIONS: dict[str, bool] = {
+    "coordinator: abort fails → error": True,
+    "coordinator: abort goes well → error": False,
+    "coordinator: abort goes well → session": True,
+    "coordinator: begin fails → abort": False,
+    "coordinator: begin goes well → decide": True,
+    "coordinator: begin goes well → prepare": False,
+    "coordinator: clear fails → begin": True,
+    "coordinator: clear fails → gate": True,
+    "coordinator: clear goes well → abort": True,
+    "coordinator: clear goes well → begin": False,
+    "coordinator: clear goes well → clear": True,
+    "coordinator: clear goes well → done": True,
+    "coordinator: clear goes well → error": True,
+    "coordinator: clear goes well → gate": False,
+    "coordinator: clear goes well → restore": True,
+    "coordinator: commit fails → error": True,
+    "coordinator: commit fails → watch": True,
+    "coordinator: commit goes well → leases": False,
+    "coordinator: commit goes well → open": False,
+    "coordinator: decide fails → abort": True,
+    "coordinator: decide fails → error": True,
+    "coordinator: decide fails → settle": True,
+    "coordinator: decide goes well → gate": False,
+    "coordinator: decide goes well → pause": False,
+    "coordinator: decide goes well → session": True,
+    "coordinator: gate fails → error": True,
+    "coordinator: gate fails → watch": True,
+    "coordinator: gate goes well → commit": False,
+    "coordinator: gate goes well → roll": False,
+    "coordinator: leases goes well → done": True,
+    "coordinator: leases goes well → open": False,
+    "coordinator: leases goes well → watch": True,
+    "coordinator: open fails → done": True,
+    "coordinator: open fails → error": True,
+    "coordinator: open fails → watch": False,
+    "coordinator: open goes well → abort": True,
+    "coordinator: open goes well → begin": False,
+    "coordinator: open goes well → done": False,
+    "coordinator: open goes well → error": False,
+    "coordinator: open goes well → leases": True,
+    "coordinator: open goes well → open": False,
+    "coordinator: open goes well → watch": False,
+    "coordinator: pause fails → watch": True,
+    "coordinator: pause goes well → gate": False,
+    "coordinator: prepare fails → abort": True,
+    "coordinator: prepare goes well → abort": False,
+    "coordinator: prepare goes well → decide": False,
+    "coordinator: prepare goes well → recheck": False,
+    "coordinator: prepare goes well → session": False,
+    "coordinator: recheck fails → abort": True,
+    "coordinator: recheck goes well → abort": True,
+    "coordinator: recheck goes well → decide": True,
+    "coordinator: restore fails → error": True,
+    "coordinator: restore goes well → begin": True,
+    "coordinator: restore goes well → gate": True,
+    "coordinator: roll fails → watch": True,
+    "coordinator: roll goes well → open": False,
+    "coordinator: roll goes well → roll": False,
+    "coordinator: session fails → abort": True,
+    "coordinator: session fails → error": True,
+    "coordinator: session goes well → done": False,
+    "coordinator: session goes well → error": True,
+    "coordinator: session goes well → gate": True,
+    "coordinator: settle fails → error": True,
+    "coordinator: settle goes well → abort": True,
+    "coordinator: settle goes well → gate": True,
+    "coordinator: settle goes well → pause": True,
+    "coordinator: settle goes well → session": True,
+    "coordinator: survey fails → error": False,
+    "coordinator: survey goes well → abort": False,
+    "coordinator: survey goes well → begin": False,
+    "coordinator: survey goes well → clear": False,
+    "coordinator: survey goes well → decide": True,
+    "coordinator: survey goes well → done": True,
+    "coordinator: survey goes well → error": False,
+    "coordinator: survey goes well → gate": True,
+    "coordinator: survey goes well → restore": True,
+    "coordinator: watch fails → error": True,
+    "coordinator: watch goes well → done": True,
+    "coordinator: watch goes well → error": True,
+    "coordinator: watch goes well → open": False,
+    "worker: asks after its coordinator → alone": True,
+    "worker: asks after its coordinator → given up": False,
+    "worker: asks after its coordinator → goes on": False,
+    "worker: by itself → Drop": False,
+    "worker: by itself → Fetch an adapter": False,
+    "worker: by itself → Fetch the base": False,
+    "worker: by itself → Read": False,
+    "worker: by itself → Relabel": False,
+    "worker: by itself → Swap an adapter": False,
+    "worker: by itself → Swap the base": False,
+    "worker: by itself → Unload": True,
+    "worker: by itself → Wait": False,
+    "worker: by itself → Wait for its turn": False,
+    "worker: by itself → Wait for memory": True,
+    "worker: by itself → Wait for the commit": False,
+    "worker: by itself → Wait to try again": False,
+    "worker: commit → Relabel": True,
+    "worker: commit → Swap an adapter": False,
+    "worker: commit → Swap the base": False,
+    "worker: commit → Unload": True,
+    "worker: commit → all done": False,
+    "worker: enabled": False,
+    "worker: fetch failed": False,
+    "worker: learnt → news": False,
+    "worker: learnt → old": False,
+    "worker: overwrite failed": True,
+    "worker: overwriting": False,
+    "worker: swap failed": False,
+    "worker: the leader has lost a decision → Restore": False,
+    "worker: the leader has nothing → Restore a decision": False,
+    "worker: the leader has nothing → Restore the first": False,
+    "worker: the leader said → lease": False,
+}
+"""All that there are, and whether one is rare: fewer than one seed in 17 takes it."""

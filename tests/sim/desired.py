@@ -1,0 +1,78 @@
+"""What trainers and operators want of the fleet, by the answers that they got: pauses, disabled workers, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
+from tests.sim.checks import CallRecord
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+UNSURE_S = 5.0
+"""A lease's end, give or take what a call takes."""
+
+
+class Desired:
+    """Calls are ordered by their fences. One without an answer, or with an error, may have been done or not."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.tidied = False
+        """Has an operator undone everything?"""
+
+    def _calls(self, *ops: str) -> list[CallRecord]:
+        """That held the lock, in their order."""
+        found = [call for call in self._world.calls if call.op in ops and call.fences]
+        return sorted(found, key=lambda call: call.fences[-1])
+
+    @property
+    def _unknown(self) -> bool:
+        """The store has lost what it was told."""
+        return self._world.subjects.state.name in self._world.checks.lost_at
+
+    def paused(self) -> bool | None:
+        """None: either will do."""
+        paused: bool | None = False
+        until = 0.0
+        for call in self._calls("pause", "resume", "update_weights", "complete_weights_update"):
+            if call.op in ("update_weights", "complete_weights_update"):
+                if not call.body.get("keeps_pause") and not call.body.get("policy", {}).get("keep_pause"):
+                    continue
+                if call.outcome in ("invalid_request", "invalid_weights", "update_aborted", "locked"):
+                    continue
+            if call.outcome != "ok" or call.ended_at is None:
+                paused, until = None, max(until, self._world.loop.now)
+                continue
+            paused = call.op != "resume"
+            lease_s = call.body.get("lease_s", DEFAULT_PAUSE_LEASE_S)
+            until = call.ended_at + lease_s
+        if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < UNSURE_S + 20.0):
+            return None
+        return paused and self._world.loop.now < until
+
+    def is_disabled(self, instance_id: str) -> bool:
+        return self._disabled(instance_id) is True and not self._unknown
+
+    def may_be(self, instance_id: str) -> set[str]:
+        """The reasons for which it may be closed."""
+        reasons = set()
+        if self._disabled(instance_id) is not False or (
+            self._unknown and any(self._of(instance_id, self._calls("disable")))
+        ):
+            reasons.add("disabled")
+        if self._calls("release_memory") and not self.tidied:
+            reasons.add("memory")  # who was away when it was resumed has not heard of it
+        return reasons
+
+    def _disabled(self, instance_id: str) -> bool | None:
+        disabled: bool | None = False
+        for call in self._of(instance_id, self._calls("enable", "disable")):
+            disabled = call.op == "disable" if call.outcome == "ok" else None
+        return disabled
+
+    @staticmethod
+    def _of(instance_id: str, calls: Iterable[CallRecord]) -> list[CallRecord]:
+        return [call for call in calls if instance_id in call.body["workers"]]

@@ -1,0 +1,92 @@
+"""A process of the simulation: tasks and connections that die together, at once, without a last word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from contextvars import copy_context
+from typing import Any
+
+from tests.sim.sim_nats import SimBus, SimServer
+from tests.sim.virtual_loop import PROCESS, Handle, VirtualLoop
+
+PING_S = (4.0, 6.0)
+"""How long a server waits for the answers to its PINGs."""
+
+
+class Process:
+    def __init__(self, loop: VirtualLoop, server: SimServer, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self.waiting: list[Handle] = []
+        self.buses: list[SimBus] = []
+        self.stood_still_s = 0.0
+        self.disturbed_at = 0.0
+        """When it, its engine or its connection was last tampered with."""
+        self._thaw_at = 0.0
+        self._loop = loop
+        self._server = server
+        self._context = copy_context()
+        self._context.run(PROCESS.set, self)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self._loop.create_task(work, context=self._context.copy())
+
+    def bus(self, name: str) -> SimBus:
+        """For the code that runs in this process."""
+        bus = SimBus(self._server, name)
+        self.buses.append(bus)
+        return bus
+
+    def kill(self) -> None:
+        self.alive = False
+        for bus in self.buses:
+            if not bus.conn.is_closed:
+                self._server.disconnect(bus.conn, for_good=True)
+
+    def freeze(self, seconds: float) -> None:
+        """SIGSTOP, then SIGCONT: it goes on where it was, late."""
+        self.disturbed_at = self._loop.now
+        self.stood_still_s += seconds
+        self._thaw_at = max(self._thaw_at, self._loop.now + seconds)
+        if not self.frozen:
+            self.frozen = True
+            self._server.later(seconds, self._thaw_if_due)
+            self._server.later(self._server.rng.uniform(*PING_S), self._pinged)
+
+    def _pinged(self) -> None:
+        if self.frozen and self.alive:
+            for bus in self.buses:
+                self.cut_off(bus)
+
+    def cut_off(self, bus: SimBus) -> None:
+        self.disturbed_at = self._loop.now
+        if bus.conn.is_connected:
+            self._server.disconnect(bus.conn, for_good=False)
+
+    def _thaw_if_due(self) -> None:
+        if self.frozen and self._loop.now < self._thaw_at:
+            self._server.later(self._thaw_at - self._loop.now, self._thaw_if_due)
+        else:
+            self.thaw()
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.disturbed_at = self._loop.now
+            self.frozen = False
+            waiting, self.waiting = self.waiting, []
+            self._loop.again(waiting)
+
+
+class InlineEngine:
+    """EngineLoop's interface on the one loop of the simulation."""
+
+    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    async def stream(self, source: Any) -> Any:
+        async with contextlib.aclosing(source) as items:
+            async for item in items:
+                yield [item]

@@ -1,0 +1,56 @@
+"""SIGKILL and SIGSTOP of a worker, of the coordinating frontend and of nats-server at each boundary of an update's
+phases, on real processes, while clients check every token: no completion is of other weights than the committed ones.
+
+One case: `-k fake-kill-worker-gate.before`; other choices within the cases: `KILL_SEED=7`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import pytest_asyncio
+
+from tests.killing import DECIDE, Case, Engine, Fault, Matrix, Victim
+
+if sys.platform != "linux":
+    pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
+
+PHASES = ("prepare_update", "gate", "commit_update", "open")
+BOUNDARIES = [f"{phase}.{side}" for phase in PHASES for side in ("before", "after")]
+FAULTS: tuple[Fault, ...] = ("kill", "stop")
+VICTIMS: tuple[Victim, ...] = ("worker", "coordinator", "nats")
+POINTS: dict[Engine, Sequence[str]] = {
+    "fake": [*BOUNDARIES, DECIDE],
+    "hf": ("prepare_update.after", "commit_update.after"),  # real weights around the decision and the swap
+}
+CASES = [
+    Case(engine, fault, victim, point)
+    for engine, points in POINTS.items()
+    for point in points
+    for fault in FAULTS
+    for victim in VICTIMS
+]
+FLEETS: dict[Engine, int] = {"fake": 2, "hf": 1}
+"""Side by side: most of a case is waiting for a lease or a start."""
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def matrix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Matrix]:
+    """Begins at once with all cases that were selected; each test waits for its own."""
+    names = {item.name for item in request.session.items if item.path == request.path}
+    chosen = [case for case in CASES if any(name.endswith(f"[{case}]") for name in names)]
+    matrix = Matrix(chosen, tmp_path_factory.mktemp("kill"), FLEETS)
+    yield matrix
+    await matrix.close()
+    print(matrix.report())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_what_is_killed_in_the_middle(case: Case, matrix: Matrix) -> None:
+    await matrix.result(case)

@@ -1,0 +1,942 @@
+"""The coordinator of an update, by events and expected instructions: no loop, no clock, no worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from rl_plane.errors import (
+    BusUnreachable,
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Locked,
+    MembershipChanged,
+    NotFound,
+    NotPrepared,
+    NoWorkers,
+    OutcomeUnknown,
+    PlaneError,
+    StaleFence,
+    UpdateAborted,
+    WorkerLost,
+)
+from rl_plane.ops import UpdateWeights
+from rl_plane.record import Adapter, DecisionRecord, Source, UpdateSession
+from rl_plane.rows import WorkerRow
+from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
+from rl_plane.update_steps import (
+    Answered,
+    Ask,
+    Call,
+    Done,
+    End,
+    Event,
+    Failed,
+    Instruction,
+    Note,
+    Outcome,
+    Prepared,
+    Settle,
+    Settled,
+    Survey,
+    Surveyed,
+    Tell,
+    Told,
+    WaitSilent,
+    Watch,
+    Write,
+    Written,
+)
+from rl_plane.versions import WeightVersion
+
+MEMBERS = {"a": "ia", "b": "ib", "c": "ic"}
+NOW = 1000.0
+NEW = "blake3:" + "1" * 64
+FILES = {"backend": "filesystem", "path": "/new"}
+
+V0 = WeightVersion("run-1", 0, "initial", "model")
+R0 = DecisionRecord(V0, Source(None), "", V0)
+V1 = WeightVersion("run-1", 1, "one", "d1")
+R1 = DecisionRecord(V1, Source({"backend": "filesystem", "path": "/1"}), "u1", V1, open=False, decided_at=5.0)
+R1_OPEN = R1.opened()
+LOST = BusUnreachable("NATS does not answer")
+FENCED = StaleFence("another coordinator has taken over")
+
+Kind = TypeVar("Kind", bound=Instruction)
+
+
+def ok(key: str, **body: Any) -> WorkerRow:
+    return WorkerRow(key, f"i{key}", "ok", body)
+
+
+def bad(key: str, error: PlaneError) -> WorkerRow:
+    return WorkerRow(key, f"i{key}", "error", error=error)
+
+
+def silent(key: str) -> WorkerRow:
+    return bad(key, DeadlineExceeded("no answer"))
+
+
+def lost(key: str) -> WorkerRow:
+    return bad(key, WorkerLost("it died"))
+
+
+def attest(key: str, record: DecisionRecord | None = R0, admitted: bool = True, model: str = "model") -> WorkerRow:
+    return ok(key, record=record.to_wire() if record is not None else None, admitted=admitted, model_digest=model)
+
+
+def state(key: str, version: WeightVersion, ready: bool = True) -> WorkerRow:
+    return ok(key, ready=ready, sequence=version.sequence, version=version.to_wire())
+
+
+class Driver:
+    """Feeds a machine with what a healthy fleet answers, unless `answers` says otherwise: phase → events, in order;
+    the last one stays. `trace`: the instructions so far."""
+
+    def __init__(self, call: Call, record: DecisionRecord | None = R0, **answers: Any) -> None:
+        self.machine = UpdateMachine(call)
+        self.members: dict[str, str] = dict(MEMBERS)
+        self.record = record
+        self.answers = {phase: list(one) if isinstance(one, list) else [one] for phase, one in answers.items()}
+        self.trace: list[Instruction] = []
+        self.session: UpdateSession | None = None
+        self.attests: list[WorkerRow] | None = None
+        self.witness: DecisionRecord | None = None
+        self.took_over = False
+        self.now = NOW
+
+    def run(self) -> End:
+        event: Event | None = None
+        while True:
+            instruction = self.machine.step(event, self.now)
+            assert self.machine.phase == instruction.phase
+            if isinstance(instruction, End):
+                return instruction
+            self.trace.append(instruction)
+            assert len(self.trace) < 50
+            event = self.event(instruction)
+
+    def event(self, instruction: Instruction) -> Event:
+        special = self.answers.get(instruction.phase)
+        if special:
+            answer = special[0] if len(special) == 1 else special.pop(0)
+            if isinstance(answer, PlaneError):
+                return Failed(answer)
+            if answer is not None:
+                event: Event = answer(instruction) if callable(answer) else answer
+                return event
+        return self.healthy(instruction)
+
+    def healthy(self, instruction: Instruction) -> Event:
+        match instruction:
+            case Survey():
+                return self.surveyed()
+            case Ask(op="prepare_update", workers=workers):
+                return Answered([ok(key, digest=NEW, refetchable=True) for key in workers])
+            case Ask(workers=workers):
+                return Answered([ok(key) for key in workers])
+            case Tell():
+                return Told(dict(self.members), [ok(key) for key in self.members], [])
+            case Write(_, record):
+                self.record = record
+                return Written(20 + len(self.trace))
+            case Settle():
+                return Settled(self.record, 15)
+            case Watch(record):
+                return Answered([state(key, record.made) for key in self.members])
+            case _:
+                return Done()
+
+    def surveyed(self) -> Surveyed:
+        attests = self.attests
+        if attests is None:
+            attests = [attest(key, self.record) for key in self.members]
+        return Surveyed(
+            dict(self.members), "print", 9, attests, self.record, 10, self.session, self.witness, self.took_over
+        )
+
+    # ---- what it did ----
+
+    @property
+    def phases(self) -> list[str]:
+        return [instruction.phase for instruction in self.trace]
+
+    def all(self, kind: type[Kind], phase: str = "") -> list[Kind]:
+        return [one for one in self.trace if isinstance(one, kind) and phase in ("", one.phase)]
+
+    def one(self, kind: type[Kind], phase: str = "") -> Kind:
+        found = self.all(kind, phase)
+        assert len(found) == 1, self.trace
+        return found[0]
+
+    def outcome(self) -> Outcome:
+        result = self.run().result
+        assert isinstance(result, Outcome), result
+        return result
+
+    def prepared(self) -> Prepared:
+        result = self.run().result
+        assert isinstance(result, Prepared), result
+        return result
+
+    def error(self, kind: type[PlaneError]) -> PlaneError:
+        result = self.run().result
+        assert type(result) is kind, result
+        return result
+
+
+def body(**fields: Any) -> UpdateWeights:
+    return UpdateWeights.model_validate({"transport": FILES, "version": "new", **fields})
+
+
+def update(fingerprint: str | None = None, **fields: Any) -> Call:
+    return Call("update", "u9", body(**fields), fingerprint)
+
+
+def lora(op: str, name: str = "x", **fields: Any) -> Call:
+    transport = {} if op == "unload" else {"transport": FILES}
+    given = {"target": {"kind": "lora", "op": op, "name": name}, **transport, **fields}
+    return Call("update", "u9", UpdateWeights.model_validate(given))
+
+
+WHOLE = ["survey", "begin", "prepare", "decide", "gate", "commit", "open", "open"]
+ABORTED = ["survey", "begin", "prepare", "abort"]
+
+
+# ---- a whole update ----
+
+
+def test_a_whole_update() -> None:
+    driver = Driver(update())
+    outcome = driver.outcome()
+    assert driver.phases == WHOLE
+    assert driver.one(Note).base == R0
+    prepare = driver.one(Ask, "prepare")
+    assert (prepare.op, list(prepare.workers), prepare.timeout_s) == ("prepare_update", ["a", "b", "c"], 300.0)
+    assert prepare.body == {
+        "update_id": "u9",
+        "target": {"kind": "base", "adapters": "keep"},
+        "transport": FILES,
+        "encoding": "full",
+        "label": "new",
+        "digest": None,
+        "cast": False,
+        "staging": "host",
+        "pause_mode": "keep",
+    }
+    decided = driver.one(Write, "decide").record
+    made = WeightVersion("run-1", 1, "new", NEW)
+    assert decided == DecisionRecord(made, Source(FILES), "u9", made, open=False, decided_at=NOW)
+    gate, commit = driver.one(Tell, "gate"), driver.one(Ask, "commit")
+    assert (gate.record, gate.sequence) == (decided, 24), "of the decision's write"
+    assert (commit.op, list(commit.workers)) == ("commit_update", ["a", "b", "c"])
+    assert commit.body == {"update_id": "u9", "record": decided.to_wire(), "sequence": 24}
+    assert driver.one(Write, "open").record == decided.opened()
+    opened = driver.one(Tell, "open")
+    assert (opened.record, opened.sequence) == (decided.opened(), 27)
+    assert (outcome.version, outcome.excluded) == (made, [])
+    assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
+
+
+def test_a_version_without_a_label_is_called_by_its_sequence() -> None:
+    driver = Driver(Call("update", "u9", UpdateWeights.model_validate({"transport": FILES})), R1_OPEN)
+    assert driver.outcome().version == WeightVersion("run-1", 2, "2", NEW)
+    assert driver.one(Ask, "prepare").body["label"] == "2"
+
+
+def test_the_policys_times_and_modes_reach_the_workers() -> None:
+    policy = {"prepare_timeout_s": 1.0, "gate_timeout_s": 2.5, "commit_timeout_s": 3.0, "pause_mode": "wait"}
+    driver = Driver(update(policy=policy, cast=True))
+    driver.outcome()
+    assert driver.one(Ask, "prepare").timeout_s == 1.0
+    assert driver.one(Ask, "prepare").body["pause_mode"] == "wait"
+    assert [one.timeout_s for one in driver.all(Tell)] == [2.5, 2.5]
+    assert driver.one(Ask, "commit").timeout_s == 3.0
+    decided = driver.one(Write, "decide").record
+    assert (decided.pause_mode, decided.source.cast) == ("wait", True)
+
+
+def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
+    driver = Driver(update(policy={"barrier": "rolling"}))
+    outcome = driver.outcome()
+    assert driver.phases == [*WHOLE[:5], "roll", "roll", "roll", "open", "open"]
+    decided = driver.one(Write, "decide").record
+    assert (decided.open, decided.rolling_from, decided.final) == (True, R0.held, False)
+    assert [list(one.workers) for one in driver.all(Ask, "roll")] == [["a"], ["b"], ["c"]]
+    final = driver.one(Write, "open").record
+    assert (final.open, final.rolling_from) == (True, None)
+    assert outcome.excluded == []
+
+
+def test_rolling_waits_for_the_silent_after_it_has_opened() -> None:
+    told = Told(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], ["f1"])
+    driver = Driver(update(policy={"barrier": "rolling"}), open=[None, told])
+    outcome = driver.outcome()
+    assert driver.phases[-3:] == ["open", "open", "leases"]
+    assert driver.one(WaitSilent) == WaitSilent({"c": "ic"}, ["f1"])
+    assert outcome.excluded == ["c"]
+    driver = Driver(update(policy={"barrier": "rolling"}), gate=told)
+    driver.outcome()
+    assert "leases" not in driver.phases, "the old may still be served"
+
+
+def test_keep_pause_is_noted_once_it_is_decided() -> None:
+    driver = Driver(update(policy={"keep_pause": True, "pause_mode": "abort"}))
+    driver.outcome()
+    assert driver.phases == [*WHOLE[:4], "pause", *WHOLE[4:]]
+    assert driver.one(Note, "pause").pause_mode == "abort"
+    assert driver.one(Write, "decide").record.keep_pause
+
+
+# ---- prepare ----
+
+
+def test_a_pinned_fleet_that_changed_is_not_updated() -> None:
+    driver = Driver(update("another"))
+    error = driver.error(MembershipChanged)
+    assert error.facts["after_epoch"] == 9
+    assert len(error.facts["workers"]) == 3
+    assert driver.phases == [*ABORTED[:3], "recheck", "abort"]
+    driver = Driver(update("print"))
+    driver.outcome()
+    assert driver.phases == [*WHOLE[:3], "recheck", *WHOLE[3:]]
+
+
+def prepared_rows(*rows: WorkerRow) -> Callable[[Ask], Answered]:
+    """These instead of the healthy ones."""
+
+    def answer(ask: Ask) -> Answered:
+        mine = {row.instance_id: row for row in rows}
+        return Answered([mine.get(key) or ok(key, digest=NEW, refetchable=True) for key in ask.workers])
+
+    return answer
+
+
+def test_a_failed_prepare_aborts_on_all_and_tells_of_each() -> None:
+    driver = Driver(update(), prepare=prepared_rows(bad("b", EngineFailed("no room"))))
+    error = driver.error(UpdateAborted)
+    assert "no room" in error.message
+    assert [row["status"] for row in error.facts["workers"]] == ["ok", "error", "ok"]
+    assert driver.phases == ABORTED
+    abort = driver.one(Ask, "abort")
+    assert (abort.op, abort.body, list(abort.workers)) == ("abort_update", {"update_id": "u9"}, ["a", "b", "c"])
+
+
+def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
+    driver = Driver(
+        update(policy={"on_prepare_failure": "exclude"}), prepare=prepared_rows(bad("b", EngineFailed("no room")))
+    )
+    outcome = driver.outcome()
+    assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
+    assert outcome.excluded == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "message"),
+    [
+        (
+            update(policy={"on_prepare_failure": "exclude", "min_ready": 3}),
+            [lost("b")],
+            "2 workers prepared the update, policy.min_ready asks for 3",
+        ),
+        (update(), [ok("b", digest="other", refetchable=True)], "different bytes"),
+        (
+            update(policy={"on_prepare_failure": "exclude"}),
+            [ok("b", digest="other", refetchable=True)],
+            "different bytes",
+        ),
+        (update(digest="blake3:" + "2" * 64), [], "the caller stated blake3:222"),
+    ],
+)
+def test_what_is_not_prepared_well_is_never_decided(call: Call, rows: Sequence[WorkerRow], message: str) -> None:
+    driver = Driver(call, prepare=prepared_rows(*rows))
+    assert message in driver.error(UpdateAborted).message
+    assert driver.phases == ABORTED
+    assert driver.record == R0
+
+
+def test_a_stated_digest_that_fits_is_told_to_the_workers() -> None:
+    driver = Driver(update(digest=NEW))
+    driver.outcome()
+    assert driver.one(Ask, "prepare").body["digest"] == NEW
+
+
+def test_with_nobody_there_nothing_is_decided() -> None:
+    driver = Driver(update())
+    driver.members = {}
+    driver.error(NoWorkers)
+    assert driver.phases == ABORTED
+    driver = Driver(update(), None)
+    driver.attests = [attest("a", None)]
+    driver.error(NoWorkers)
+    assert driver.phases == ["survey"], "nobody has fixed sequence 0"
+
+
+def test_one_that_left_before_it_was_asked_is_lost() -> None:
+    driver = Driver(update(), prepare=Answered([ok(key, digest=NEW, refetchable=True) for key in "ab"]))
+    assert "it left before the update began" in driver.error(UpdateAborted).message
+
+
+def test_who_is_closed_fails_nothing_and_who_hangs_does() -> None:
+    failing = prepared_rows(bad("c", EngineFailed("closed anyway")))
+    driver = Driver(update(), prepare=failing)
+    driver.attests = [attest("a"), attest("b"), attest("c", admitted=False)]
+    assert driver.outcome().excluded == ["c"]
+    driver = Driver(update(), prepare=prepared_rows(silent("c")))
+    driver.attests = [attest("a"), attest("b"), silent("c")]
+    driver.error(UpdateAborted)
+    assert driver.phases == ABORTED
+
+
+def test_a_lost_bus_while_preparing_aborts_and_says_so() -> None:
+    driver = Driver(update(), prepare=LOST, abort=LOST)
+    assert driver.run().result is LOST
+    assert driver.phases == ABORTED
+
+
+def test_what_all_can_fetch_again_is_refetchable_else_not() -> None:
+    driver = Driver(update(), prepare=prepared_rows(ok("b", digest=NEW, refetchable=False)))
+    driver.outcome()
+    assert not driver.one(Write, "decide").record.source.refetchable
+
+
+@pytest.mark.parametrize("refetchable", [True, False])
+def test_unstaged_only_where_the_committed_version_can_be_fetched_again(refetchable: bool) -> None:
+    base = replace(R1_OPEN, source=replace(R1.source, refetchable=refetchable))
+    driver = Driver(update(policy={"staging": "none"}), base)
+    if refetchable:
+        driver.outcome()
+        assert driver.one(Ask, "prepare").body["staging"] == "none"
+        assert driver.one(Write, "decide").record.source.staging == "none"
+    else:
+        error = driver.error(InvalidRequest)
+        assert error.facts["field"] == "policy.staging"
+        assert not driver.all(Ask, "prepare")
+
+
+# ---- the decision ----
+
+
+@pytest.mark.parametrize("last", [None, R1_OPEN])
+def test_a_decision_whose_answer_was_lost_and_that_stands_is_carried_out(last: DecisionRecord | None) -> None:
+    driver = Driver(update(), decide=LOST)
+    driver.answers["settle"] = [lambda _: Settled(driver.one(Write, "decide").record, 77)]
+    outcome = driver.outcome()
+    assert driver.phases == [*WHOLE[:4], "settle", *WHOLE[4:]]
+    assert driver.one(Tell, "gate").sequence == 77
+    assert outcome.version.label == "new"
+
+
+@pytest.mark.parametrize("stands", [None, R0])
+def test_a_decision_whose_answer_was_lost_and_that_does_not_stand_is_aborted(
+    stands: DecisionRecord | None,
+) -> None:
+    driver = Driver(update(), decide=LOST, settle=Settled(stands, 10))
+    assert driver.run().result is LOST
+    assert driver.phases == [*WHOLE[:4], "settle", "abort"]
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+def test_a_decision_that_can_not_be_settled_is_unknown_and_nothing_is_aborted(why: PlaneError) -> None:
+    driver = Driver(update(), decide=LOST, settle=why)
+    error = driver.error(OutcomeUnknown)
+    assert error.facts["update_id"] == "u9"
+    assert "Idempotency-Key" in error.facts["fix"]
+    assert driver.phases == [*WHOLE[:4], "settle"]
+
+
+def test_fenced_while_deciding_is_aborted() -> None:
+    driver = Driver(update(), decide=FENCED)
+    assert driver.run().result is FENCED
+    assert driver.phases == [*WHOLE[:4], "abort"]
+
+
+# ---- after the decision ----
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+@pytest.mark.parametrize(
+    ("phase", "before"),
+    [("pause", WHOLE[:4]), ("gate", WHOLE[:4]), ("commit", WHOLE[:5]), ("leases", WHOLE[:6]), ("open", WHOLE[:6])],
+)
+def test_lost_on_the_way_the_workers_are_watched_and_then_it_is_opened(
+    phase: str, before: list[str], why: PlaneError
+) -> None:
+    answers: dict[str, Any] = {phase: [why, None]}
+    if phase == "leases":
+        answers["gate"] = Told(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], [])
+    driver = Driver(update(policy={"keep_pause": phase == "pause"}), **answers)
+    outcome = driver.outcome()
+    assert driver.phases == [*before, phase, "watch", "open"]
+    decided = driver.one(Write, "decide").record
+    assert driver.one(Watch) == Watch(decided, 60.0)
+    assert driver.all(Write, "open")[-1].record == decided.opened()
+    assert (outcome.version, outcome.excluded) == (decided.made, [])
+
+
+def test_an_open_record_that_can_not_be_written_is_left_to_the_next() -> None:
+    driver = Driver(update(), gate=LOST, open=LOST)
+    assert driver.outcome().version.label == "new"
+
+
+def test_a_short_commit_time_does_not_open_before_every_lease_has_ended() -> None:
+    driver = Driver(update(policy={"commit_timeout_s": 0.5}), gate=LOST)
+    driver.outcome()
+    assert driver.one(Watch).timeout_s == LEASES_END_S
+
+
+def test_rolling_lost_on_the_way_is_watched_too() -> None:
+    driver = Driver(update(policy={"barrier": "rolling"}), roll=[None, LOST])
+    driver.outcome()
+    # Who still waits for its turn is let go before anybody watches it.
+    assert driver.phases[-5:] == ["roll", "roll", "open", "watch", "open"]
+    assert driver.all(Write, "open")[0].record == driver.one(Write, "decide").record.opened()
+
+
+@pytest.mark.parametrize("nobody", [None, Conflict("nobody tells")])
+def test_rolling_lets_the_others_go_as_soon_as_the_record_can_be_written(nobody: PlaneError | None) -> None:
+    driver = Driver(
+        update(policy={"barrier": "rolling"}), roll=LOST, open=[LOST, LOST, None], watch=[nobody, None]
+    )
+    driver.outcome()
+    assert driver.phases[-8:] == ["roll", *["open", "watch"] * 3, "open"]
+    assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 0.0, 60.0]
+
+
+def test_rolling_that_was_fenced_lets_nobody_wait() -> None:
+    driver = Driver(update(policy={"barrier": "rolling"}), roll=LOST, open=FENCED)
+    driver.outcome()
+    assert driver.phases[-4:] == ["roll", "open", "watch", "open"]
+
+
+def test_when_nobody_tells_what_the_workers_do_that_is_said() -> None:
+    nobody = Conflict("committed, and nobody tells")
+    driver = Driver(update(), commit=LOST, watch=nobody)
+    assert driver.run().result is nobody
+
+
+def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> None:
+    told = Told({**MEMBERS, "d": "id"}, [ok("a"), silent("b"), lost("c"), silent("d")], ["f1"])
+    driver = Driver(update(), gate=told)
+    outcome = driver.outcome()
+    assert driver.phases == [*WHOLE[:6], "leases", "open", "open"]
+    assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "the dead serve nobody"
+    assert list(driver.one(Ask, "commit").workers) == ["a"], "nobody swaps who is not gated"
+    assert outcome.excluded == ["b", "c", "d"]
+    assert {row.instance_id: row.ok for row in outcome.rows} == {"a": True, "b": False, "c": False, "d": False}
+    driver = Driver(update(), gate=Told(MEMBERS, [ok(key) for key in MEMBERS], ["f1"]))
+    driver.outcome()
+    assert driver.one(WaitSilent) == WaitSilent({}, ["f1"])
+    driver = Driver(update(), gate=Told(MEMBERS, [ok("a"), ok("b"), lost("c")], []))
+    driver.outcome()
+    assert "leases" not in driver.phases
+
+
+def test_a_new_process_is_not_told_to_swap_what_it_has_not_staged() -> None:
+    members = {**MEMBERS, "b": "another"}
+    driver = Driver(update(), gate=Told(members, [ok(key) for key in members], []))
+    driver.outcome()
+    assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
+
+
+def test_a_swap_that_fails_or_an_opening_that_is_not_heard_excludes() -> None:
+    driver = Driver(update(), commit=Answered([ok("a"), bad("b", EngineFailed("broken")), ok("c")]))
+    outcome = driver.outcome()
+    assert outcome.excluded == ["b"]
+    assert [row.instance_id for row in outcome.rows if not row.ok] == ["b"]
+    driver = Driver(update(), open=[None, Told(MEMBERS, [ok("a"), silent("b"), ok("c")], [])])
+    assert driver.outcome().excluded == ["b"]
+
+
+@pytest.mark.parametrize("at_last", [1, 2])
+def test_too_few_that_serve_are_watched_and_then_told(at_last: int) -> None:
+    broken = [bad(key, EngineFailed("broken")) for key in "bc"]
+    driver = Driver(
+        update(policy={"min_ready": 2}),
+        commit=Answered([ok("a"), *broken]),
+        watch=lambda watch: Answered(
+            [state(key, watch.record.made, ready=number < at_last) for number, key in enumerate("abc")]
+        ),
+    )
+    if at_last == 2:
+        assert driver.outcome().excluded == ["c"]
+    else:
+        error = driver.error(Conflict)
+        assert error.facts["excluded"] == ["b", "c"]
+        assert "new is committed, but 1 workers serve it" in error.message
+    assert driver.phases == [*WHOLE, "watch", "open"]
+
+
+def test_who_holds_another_version_does_not_serve_it() -> None:
+    driver = Driver(update(), gate=LOST, watch=Answered([state(key, V0) for key in MEMBERS]))
+    driver.error(Conflict)
+    other = WeightVersion("run-1", 1, "new", "other")
+    driver = Driver(update(), gate=LOST, watch=Answered([state(key, other) for key in MEMBERS]))
+    driver.error(Conflict)
+
+
+# ---- two calls ----
+
+
+def session_of(call: Call, expires_at: float = NOW + 10, **more: Any) -> UpdateSession:
+    assert call.body is not None
+    made = UpdateSession(call.update_id, "new", call.body.model_dump(), NEW, True, MEMBERS, expires_at)
+    return replace(made, **more)
+
+
+def prepare(**fields: Any) -> Call:
+    return Call("prepare", "u9", body(**fields))
+
+
+SESSION = session_of(prepare())
+COMPLETE, ABORT = Call("complete", "u9"), Call("abort", "u9")
+
+
+def with_session(call: Call, noted: UpdateSession, *records: DecisionRecord, **answers: Any) -> Driver:
+    driver = Driver(call, *records, **answers)
+    driver.session = noted
+    return driver
+
+
+def test_prepared_it_waits_for_another_call() -> None:
+    driver = Driver(prepare())
+    prepared = driver.prepared()
+    assert driver.phases == ["survey", "begin", "prepare", "session"]
+    assert driver.one(Note, "session").session == prepared.session
+    assert prepared.session == session_of(prepare(), NOW + SESSION_IDLE_S)
+    assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
+
+
+def test_prepared_twice_under_one_id_the_first_stands() -> None:
+    driver = with_session(prepare(version="another"), SESSION)
+    prepared = driver.prepared()
+    assert driver.phases == ["survey"]
+    assert (prepared.session, prepared.digest) == (SESSION, NEW)
+
+
+def test_prepared_again_after_a_silence_it_is_done_again() -> None:
+    driver = with_session(prepare(), replace(SESSION, expires_at=NOW))
+    driver.prepared()
+    assert driver.phases == ["survey", "begin", "prepare", "session"]
+
+
+def test_a_prepare_that_fails_leaves_no_session() -> None:
+    driver = Driver(prepare(), prepare=prepared_rows(lost("a")))
+    driver.error(UpdateAborted)
+    assert driver.phases == ABORTED
+
+
+def test_a_session_that_may_have_been_noted_goes_before_what_it_names() -> None:
+    driver = Driver(prepare(), session=[LOST, None])
+    assert driver.run().result is LOST
+    assert driver.phases == ["survey", "begin", "prepare", "session", "session", "abort"]
+    assert driver.all(Note, "session")[-1].session is None
+    driver = Driver(prepare(), session=LOST)
+    assert driver.run().result is LOST
+    assert driver.phases[-2:] == ["session", "session"], "what it names stays staged: it may be completed"
+
+
+def test_what_is_prepared_is_completed_by_anybody() -> None:
+    call = prepare(policy={"barrier": "strict", "pause_mode": "abort"})
+    driver = with_session(Call("complete", ""), session_of(call))
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "decide", "session", "gate", "commit", "open", "open"]
+    decided = driver.one(Write, "decide").record
+    assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
+    assert (decided.pause_mode, decided.source) == ("abort", Source(FILES))
+    assert driver.one(Note, "session").session is None
+    assert outcome.excluded == []
+
+
+@pytest.mark.parametrize("call", [COMPLETE, ABORT])
+def test_what_is_not_prepared_is_neither_completed_nor_aborted(call: Call) -> None:
+    driver = Driver(call)
+    assert driver.error(UpdateAborted).facts["field"] == "update_id"
+    driver = with_session(call, replace(SESSION, update_id="other"))
+    assert "u9" in driver.error(UpdateAborted).message
+    assert driver.phases == ["survey"], "the other one stays"
+
+
+@pytest.mark.parametrize(
+    ("policy", "gone", "ends"),
+    [
+        ({}, "a", UpdateAborted),
+        ({"on_prepare_failure": "exclude"}, "a", None),
+        ({"on_prepare_failure": "exclude"}, "abc", UpdateAborted),
+        ({"on_prepare_failure": "exclude", "min_ready": 3}, "a", UpdateAborted),
+    ],
+)
+def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: type[PlaneError] | None) -> None:
+    driver = with_session(COMPLETE, session_of(prepare(policy=policy)))
+    driver.members = {key: "another" if key in gone else incarnation for key, incarnation in MEMBERS.items()}
+    if ends is None:
+        assert "a" in driver.outcome().excluded
+        assert list(driver.one(Ask, "commit").workers) == ["b", "c"]
+    else:
+        driver.error(ends)
+        assert driver.phases == ["survey", "session", "abort"]
+
+
+def test_a_silent_session_has_ended() -> None:
+    driver = with_session(COMPLETE, replace(SESSION, expires_at=NOW))
+    assert "silent" in driver.error(UpdateAborted).message
+    assert driver.phases == ["survey", "session", "abort"]
+
+
+def test_a_prepared_update_is_aborted() -> None:
+    driver = with_session(ABORT, SESSION)
+    assert driver.run().result == SESSION
+    assert driver.phases == ["survey", "session", "abort"]
+    assert driver.one(Ask, "abort").body == {"update_id": "u9"}
+
+
+def test_a_fenced_completion_gives_up() -> None:
+    driver = with_session(COMPLETE, SESSION, decide=FENCED, session=FENCED)
+    assert driver.run().result is FENCED
+    assert driver.phases == ["survey", "decide", "session"]
+
+
+def test_a_decided_update_is_carried_out_though_its_session_can_not_be_ended() -> None:
+    driver = with_session(COMPLETE, SESSION, session=LOST)
+    assert driver.outcome().version.label == "new"
+
+
+DECIDED = replace(R1, update_id="u9")
+
+
+@pytest.mark.parametrize("expires_at", [NOW - 1, NOW + 100])
+@pytest.mark.parametrize("kept", [True, False])
+def test_completed_again_after_its_coordinator_died_it_is_not_decided_twice(expires_at: float, kept: bool) -> None:
+    for record in (DECIDED, DECIDED.opened()):
+        driver = Driver(COMPLETE, record)
+        driver.session = replace(SESSION, expires_at=expires_at) if kept else None
+        assert driver.outcome().version == V1
+        assert "decide" not in driver.phases
+        assert "abort" not in driver.phases
+        assert ("clear" in driver.phases) == kept
+        assert ("gate" in driver.phases) == (not record.final)
+
+
+def test_what_is_decided_is_neither_aborted_nor_prepared_again() -> None:
+    for call in (ABORT, prepare()):
+        driver = with_session(call, SESSION, DECIDED.opened())
+        assert driver.error(Conflict).facts["version"] == V1.to_wire()
+        assert driver.phases == ["survey", "clear"]
+
+
+@pytest.mark.parametrize("kind", ["update", "finish"])
+def test_the_session_of_a_decided_update_keeps_nobody_waiting(kind: Any) -> None:
+    driver = with_session(Call(kind, "u10", body()), SESSION, DECIDED)
+    driver.outcome()
+    assert driver.phases[:3] == ["survey", "clear", "gate"]
+    assert driver.all(Note, "clear") == [Note("clear")]
+
+
+@pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
+def test_another_live_session_is_waited_for(kind: Any) -> None:
+    driver = with_session(Call(kind, "u10", body()), SESSION)
+    error = driver.error(Locked)
+    assert (error.facts["holder"], driver.phases) == ("u9", ["survey"])
+
+
+@pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
+def test_another_dead_session_is_cleared(kind: Any) -> None:
+    driver = with_session(Call(kind, "u10", body()), replace(SESSION, expires_at=NOW))
+    assert not isinstance(driver.run().result, PlaneError)
+    assert driver.phases[:3] == ["survey", "clear", "clear"]
+    assert driver.one(Ask, "clear").body == {"update_id": "u9"}
+
+
+# ---- what a dead coordinator has left ----
+
+
+def test_what_was_left_staged_is_cleared_after_a_take_over() -> None:
+    driver = Driver(update())
+    driver.took_over = True
+    driver.outcome()
+    assert driver.phases == ["survey", "clear", *WHOLE[1:]]
+    assert driver.one(Ask, "clear").body == {"update_id": None}
+    driver = with_session(COMPLETE, SESSION)
+    driver.took_over = True
+    driver.outcome()
+    assert "clear" not in driver.phases, "it waits to be completed"
+
+
+FINISH = ["gate", "commit", "open", "open", "recheck"]
+
+
+def test_what_a_dead_coordinator_had_decided_is_finished_first() -> None:
+    driver = Driver(update(), R1)
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", *FINISH, *WHOLE[1:]]
+    assert driver.all(Tell, "gate")[0].record == R1
+    assert driver.all(Tell, "gate")[0].sequence == 10
+    assert list(driver.all(Ask, "commit")[0].workers) == ["a", "b", "c"]
+    assert driver.all(Write, "open")[0].record == R1_OPEN
+    assert outcome.version.sequence == 2
+
+
+def test_what_only_the_unfinished_update_had_closed_counts_again() -> None:
+    driver = Driver(update(), R1, prepare=prepared_rows(lost("b")))
+    driver.attests = [attest(key, R1, admitted=False) for key in MEMBERS]
+    driver.answers["recheck"] = [
+        lambda _: replace(driver.surveyed(), attests=[attest(key, R1_OPEN) for key in MEMBERS])
+    ]
+    driver.error(UpdateAborted)
+    assert driver.phases[-3:] == ["begin", "prepare", "abort"]
+
+
+def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided() -> None:
+    driver = Driver(Call("update", "u1", body()), R1, commit=Answered([ok("a"), ok("b"), lost("c")]))
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", *FINISH]
+    assert (outcome.version, outcome.excluded) == (V1, ["c"])
+    driver = Driver(Call("update", "u1", body()), R1_OPEN)
+    assert driver.outcome() == Outcome(V1)
+    assert driver.phases == ["survey"]
+
+
+def test_finish_does_only_that() -> None:
+    driver = Driver(Call("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS]))
+    assert driver.outcome().excluded == ["a", "b", "c"]
+    assert driver.phases == ["survey", *FINISH]
+    driver = Driver(Call("finish", ""), R1_OPEN)
+    assert driver.outcome() == Outcome(V1)
+    assert driver.phases == ["survey"]
+
+
+def test_a_rolling_update_that_was_left_is_ended_on_all_at_once() -> None:
+    rolling = replace(R1, open=True, rolling_from=R0.held)
+    driver = Driver(Call("finish", ""), rolling)
+    driver.outcome()
+    assert driver.phases == ["survey", *FINISH]
+    assert driver.one(Write, "open").record.rolling_from is None
+
+
+@pytest.mark.parametrize("who", ["worker", "witness"])
+def test_a_store_behind_what_somebody_knows_is_restored_first(who: str) -> None:
+    driver = Driver(update())
+    if who == "worker":
+        driver.attests = [attest("a"), attest("b", R1_OPEN), silent("c")]
+    else:
+        driver.witness = R1_OPEN
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "restore", *WHOLE[1:]]
+    assert driver.one(Write, "restore").record == R1_OPEN
+    assert outcome.version.sequence == 2, "the highest that anybody knows, and one"
+
+
+def test_a_lost_decision_that_was_not_open_is_restored_and_finished() -> None:
+    driver = Driver(update())
+    driver.attests = [attest("a"), attest("b", R1)]
+    driver.outcome()
+    assert driver.phases == ["survey", "restore", *FINISH, *WHOLE[1:]]
+    assert driver.all(Tell, "gate")[0].sequence == 22, "as it was written back"
+    driver = Driver(update())
+    driver.attests = [attest("a", R0), attest("b", None)]
+    driver.outcome()
+    assert "restore" not in driver.phases
+
+
+# ---- a new run ----
+
+
+def new_run(record: DecisionRecord | None = R1_OPEN, **answers: Any) -> Driver:
+    return Driver(Call("new_run", "n1"), record, **answers)
+
+
+def test_a_new_run_begins_by_the_model_of_all() -> None:
+    driver = new_run()
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "begin", "decide", "gate", "commit", "open", "open", "watch"]
+    record = driver.one(Write, "decide").record
+    assert (record.sequence, record.version.digest, record.run_number) == (0, "model", 1)
+    assert (record.source, record.adapters, record.open, record.update_id) == (Source(None), {}, False, "n1")
+    assert record.version.run != V1.run
+    assert list(driver.one(Ask, "commit").workers) == []
+    assert outcome.excluded == []
+    again = new_run(driver.record)
+    assert again.outcome() == Outcome(record.made)
+    assert again.phases == ["survey"], "under its id there is one"
+
+
+@pytest.mark.parametrize("other", [attest("c", model="another"), silent("c")])
+def test_a_new_run_needs_every_workers_word(other: WorkerRow) -> None:
+    driver = new_run()
+    driver.attests = [attest("a"), attest("b"), other]
+    error = driver.error(Conflict)
+    assert len(error.facts["workers"]) == 3
+    assert driver.phases == ["survey"]
+    driver = new_run()
+    driver.members, driver.attests = {}, []
+    driver.error(Conflict)
+
+
+def test_a_new_run_that_nobody_serves_is_no_success() -> None:
+    driver = new_run(watch=Answered([state(key, V1) for key in MEMBERS]))
+    driver.error(Conflict)
+
+
+# ---- adapters ----
+
+X1 = WeightVersion("run-1", 2, "x1", "dx")
+WITH_X = replace(R1_OPEN, made=X1, update_id="ux", adapters={"x": Adapter(X1, Source({"backend": "filesystem"}))})
+
+
+@pytest.mark.parametrize(("op", "base"), [("load", R1_OPEN), ("swap", WITH_X)])
+def test_an_adapter_is_loaded_or_swapped_beside_the_same_base(op: str, base: DecisionRecord) -> None:
+    driver = Driver(lora(op), base)
+    outcome = driver.outcome()
+    assert driver.phases == WHOLE
+    assert driver.one(Ask, "prepare").body["target"] == {"kind": "lora", "op": op, "name": "x"}
+    record = driver.one(Write, "decide").record
+    assert (record.version, record.source) == (base.version, base.source)
+    assert record.adapters == {"x": Adapter(outcome.version, Source(FILES))}
+    assert outcome.version == WeightVersion("run-1", base.sequence + 1, str(base.sequence + 1), NEW)
+
+
+def test_an_adapter_is_unloaded_without_a_transport() -> None:
+    driver = Driver(lora("unload", policy={"staging": "host"}), WITH_X)
+    driver.outcome()
+    assert driver.phases == WHOLE, "the workers are asked all the same"
+    assert driver.one(Ask, "prepare").body["transport"] is None
+    record = driver.one(Write, "decide").record
+    assert (record.adapters, record.version, record.sequence) == ({}, V1, 3)
+    assert record.made_source == Source(None)
+
+
+@pytest.mark.parametrize(
+    ("op", "base", "error", "field"),
+    [
+        ("load", WITH_X, Conflict, "target.op"),
+        ("swap", R1_OPEN, NotFound, "target.name"),
+        ("unload", R1_OPEN, NotFound, "target.name"),
+    ],
+)
+def test_what_an_adapter_can_not_become_touches_nobody(
+    op: str, base: DecisionRecord, error: type[PlaneError], field: str
+) -> None:
+    driver = Driver(lora(op), base)
+    assert driver.error(error).facts["field"] == field
+    assert not driver.all(Ask, "prepare")
+    assert not driver.all(Write)
+
+
+@pytest.mark.parametrize("adapters", ["keep", "drop"])
+def test_a_base_update_says_what_becomes_of_the_adapters(adapters: str) -> None:
+    driver = Driver(update(target={"kind": "base", "adapters": adapters}), WITH_X)
+    driver.outcome()
+    record = driver.one(Write, "decide").record
+    assert record.adapters == (WITH_X.adapters if adapters == "keep" else {})
+    assert (record.version.sequence, record.made) == (3, record.version)
+
+
+def test_a_rolling_adapter_is_served_beside_the_state_before() -> None:
+    driver = Driver(lora("swap", policy={"barrier": "rolling"}), WITH_X)
+    driver.outcome()
+    assert driver.one(Write, "decide").record.rolling_from == WITH_X.held

@@ -1,0 +1,862 @@
+"""What a worker does by itself, by events and expected instructions: no loop, no clock, no engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import Conflict, NotAdmitted, NotPrepared
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, Adapter, DecisionRecord, Source, first_record
+from rl_plane.versions import WeightVersion
+from worker.core import (
+    COMMIT_GRACE_S,
+    GATE_S,
+    HEAL_RETRY_S,
+    MAX_HEAL_RETRY_S,
+    Drop,
+    Fetch,
+    Instruction,
+    Read,
+    Relabel,
+    Restore,
+    Staged,
+    Swap,
+    Unload,
+    Wait,
+    WorkerCore,
+    target_name,
+    why,
+)
+from worker.state import WorkerState
+
+RUN, MODEL = "run-1", "d0"
+LINE = ("server", 1)
+"""The connection."""
+
+
+def version(sequence: int, digest: str = "", run: str = RUN) -> WeightVersion:
+    return WeightVersion(run, sequence, f"step_{sequence}", digest or f"d{sequence}")
+
+
+def source(sequence: int, refetchable: bool = True) -> Source:
+    return Source({"backend": "filesystem", "path": f"/{sequence}"}, refetchable=refetchable)
+
+
+def first(digest: str = MODEL, run: str = RUN, run_number: int = 0) -> DecisionRecord:
+    made = version(0, digest, run)
+    return DecisionRecord(made, Source(None), "", made, run_number=run_number)
+
+
+def after(
+    base: DecisionRecord,
+    *,
+    digest: str = "",
+    open: bool = False,
+    rolling: bool = False,
+    refetchable: bool = True,
+    load: str | None = None,
+    unload: str | None = None,
+) -> DecisionRecord:
+    """The next decision: of the base, or of one adapter."""
+    made = version(base.sequence + 1, digest, base.version.run)
+    adapters = dict(base.adapters)
+    whence = source(made.sequence, refetchable)
+    if load is not None:
+        adapters[load] = Adapter(made, whence)
+    if unload is not None:
+        del adapters[unload]
+    is_base = load is None and unload is None
+    return DecisionRecord(
+        made if is_base else base.version,
+        whence if is_base else base.source,
+        f"u{made.sequence}",
+        made,
+        adapters,
+        base.run_number,
+        base.held if rolling else None,
+        open=open or rolling,
+        decided_at=0.0,
+    )
+
+
+R0 = first()
+R1 = after(R0)
+R2 = after(R1)
+
+
+def fresh(model: str = MODEL) -> WorkerCore:
+    return WorkerCore(WorkerState("w", "i", digest=model), model)
+
+
+def reasons(core: WorkerCore) -> dict[str, str]:
+    return {str(reason): detail for reason, detail in core.state.closed.items()}
+
+
+def valid(core: WorkerCore) -> None:
+    """What holds after every event."""
+    state, record = core.state, core.record
+    if not state.closed:
+        assert record is not None
+        assert state.sequence is not None
+        assert state.version is not None
+        held = (state.version, dict(state.adapters))
+        old = record.rolling_from
+        committed = (record.version, dict(record.held.adapters))
+        assert held == committed or (old is not None and held == (old.version, dict(old.adapters)))
+        if held == committed:
+            assert state.sequence == record.sequence
+    if state.digest is None:
+        assert "behind" in state.closed
+    assert (state.digest is None) == (state.version is None) or (state.digest, state.sequence) == (
+        core.model_digest,
+        None,
+    )
+
+
+def serving(*records: DecisionRecord, now: float = 0.0) -> WorkerCore:
+    """A worker that has followed these, and holds the last."""
+    core = fresh()
+    for written, record in enumerate(records or (R0,), 1):
+        assert core.learnt(record.opened(), written, now)
+        hold(core, now)
+    assert not core.state.closed
+    return core
+
+
+def hold(core: WorkerCore, now: float) -> None:
+    """Does all that it says, successfully."""
+    for _ in range(20):
+        did = core.next(now)
+        valid(core)
+        if not act(core, did, now):
+            return
+        valid(core)
+    raise AssertionError("it finds no end")
+
+
+def act(core: WorkerCore, did: Instruction, now: float) -> bool:
+    match did:
+        case Fetch(update_id, name, made):
+            core.is_staged(Staged(update_id, name, made.digest, None))
+        case Drop():
+            core.is_staged(None)
+        case Relabel(record):
+            core.relabelled(record)
+        case Swap() | Unload():
+            core.swapping(did)
+            valid(core)
+            core.swapped(did, now)
+        case _:
+            return False
+    return True
+
+
+def stage(core: WorkerCore, record: DecisionRecord, fence: int = 5) -> None:
+    """Its coordinator has prepared it here."""
+    name = next((name for name, one in record.adapters.items() if one.version == record.made), None)
+    core.is_staged(Staged(record.update_id, name, record.made.digest, fence))
+
+
+# ---- the start ----
+
+
+def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
+    core = fresh("mine")
+    assert core.next(0.0) == Read()
+    restore = core.leader_said(None, 0, 1.0, LINE, 1.0)
+    assert restore is not None
+    assert restore.last == 0
+    record = restore.record
+    assert (record.sequence, record.version.digest, record.source, record.open) == (0, "mine", Source(None), True)
+    assert reasons(core) == {"starting": ""}
+    assert core.state.lease_until == 0, "no lease before the leader has it"
+    assert core.leader_said(record, 1, 2.0, LINE, 2.0) is None
+    assert core.state.closed, "told, and not yet labelled"
+    assert core.next(2.0) == Relabel(record)
+    core.relabelled(record)
+    assert reasons(core) == {}
+    assert (core.state.sequence, core.state.version) == (0, record.version)
+    assert core.next(2.0) == Wait()
+
+
+def test_a_joiner_with_the_same_model_is_labelled_and_one_with_another_waits() -> None:
+    core = fresh()
+    assert core.leader_said(R0, 7, 0.0, LINE, 0.0) is None
+    hold(core, 0.0)
+    assert core.state.version == R0.version
+    other = fresh("another")
+    assert other.leader_said(R0, 7, 0.0, LINE, 0.0) is None
+    assert other.next(0.0) == Wait(HEAL_RETRY_S)
+    assert "another" in reasons(other)["behind"]
+    assert MODEL in reasons(other)["behind"]
+    assert "new-run" in reasons(other)["behind"]
+
+
+def test_a_joiner_of_a_later_version_fetches_it_from_its_source() -> None:
+    core = fresh()
+    core.leader_said(R1.opened(), 9, 0.0, LINE, 0.0)
+    assert reasons(core).keys() == {"starting", "behind"}
+    fetch = core.next(0.0)
+    assert fetch == Fetch("heal-1", None, R1.version, R1.source)
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    swap = core.next(0.0)
+    assert swap == Swap("heal-1", None, R1.version, "keep"), "nobody else will tell it to"
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    assert core.state.digest is None
+    core.swapped(swap, 0.0)
+    assert (reasons(core), core.state.sequence) == ({}, 1)
+
+
+# ---- a decision ----
+
+
+def test_a_learnt_decision_gates_until_it_is_opened() -> None:
+    core = serving()
+    assert core.learnt(R1, 2, 10.0)
+    assert reasons(core).keys() == {"updating", "behind"}
+    assert not core.learnt(R1, 2, 10.1), "told twice"
+    assert not core.learnt(R0, 1, 10.1), "read before"
+    assert not core.learnt(R0.opened(), 99, 10.1), "a store that went back is the leader's to tell of"
+    stage(core, R1)
+    swap = core.commit_step(R1)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, 11.0)
+    assert core.commit_step(R1) is None
+    assert reasons(core).keys() == {"updating"}, "not everybody may know it"
+    assert core.learnt(R1.opened(), 3, 11.5)
+    assert reasons(core) == {}
+    assert not core.learnt(R1, 2, 11.6), "a late copy closes nothing"
+    assert reasons(core) == {}
+
+
+def test_a_gate_that_nobody_lifts_ends_when_no_lease_can_be_left() -> None:
+    assert GATE_S >= SERVING_LEASE_S + LEASE_MARGIN_S
+    core = serving()
+    core.learnt(R1, 2, 10.0)
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    hold(core, 10.0)
+    core.ticked(10.0 + GATE_S - 0.01)
+    assert reasons(core).keys() == {"updating"}
+    core.ticked(10.0 + GATE_S)
+    assert reasons(core) == {}
+    core.learnt(R2, 3, 20.0)
+    assert "updating" in reasons(core), "the next one has its own time"
+
+
+def test_the_gate_is_not_lengthened_by_what_is_told_again() -> None:
+    core = serving()
+    core.learnt(R1, 2, 10.0)
+    core.leader_said(R1, 5, 14.0, LINE, 14.0)
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    hold(core, 14.0)
+    core.ticked(10.0 + GATE_S)
+    assert reasons(core) == {}
+
+
+def test_the_same_bytes_under_another_label_close_until_they_are_labelled() -> None:
+    core = serving(R0, R1)
+    same = after(R1, digest="d1")
+    core.learnt(same.opened(), 3, 0.0)
+    assert reasons(core).keys() == {"behind"}
+    assert core.next(0.0) == Relabel(same.opened())
+    assert core.commit_step(same.opened()) == Relabel(same.opened())
+    core.relabelled(same.opened())
+    assert (reasons(core), core.state.sequence, core.state.version) == ({}, 2, same.version)
+    assert core.commit_step(same.opened()) is None
+
+
+def test_staged_it_waits_for_its_coordinators_commit_then_swaps_by_itself() -> None:
+    core = serving()
+    stage(core, R1)
+    assert core.next(9.0) == Wait(), "undecided"
+    core.learnt(R1, 2, 10.0)
+    assert core.next(10.0) == Wait(10.0 + COMMIT_GRACE_S)
+    assert core.next(10.0 + COMMIT_GRACE_S) == Swap("u1", None, R1.version, "keep")
+
+
+def test_what_a_commit_is_answered() -> None:
+    core = serving()
+    with pytest.raises(Conflict, match="another update was committed since"):
+        core.commit_step(R1)  # the record is told with the commit, so it is another that counts
+    core.learnt(R1, 2, 0.0)
+    with pytest.raises(NotPrepared) as caught:
+        core.commit_step(R1)
+    assert "staged" not in caught.value.facts
+    core.is_staged(Staged("other", None, "d9", 5))
+    with pytest.raises(NotPrepared) as caught:
+        core.commit_step(R1)
+    assert caught.value.facts["staged"] == "other"
+    core.is_staged(Staged("other", None, "d1", 5))
+    with pytest.raises(NotPrepared):
+        core.commit_step(R1)  # the right bytes, and another coordinator's
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    assert core.commit_step(R1) == Swap("heal-1", None, R1.version, "keep")
+    hold(core, 0.0)
+    assert core.commit_step(R1) is None
+    core.learnt(R2, 3, 0.0)
+    with pytest.raises(Conflict, match="step_2"):
+        core.commit_step(R1)
+
+
+def test_a_commit_goes_on_through_everything_that_differs() -> None:
+    with_a = after(R0, load="a")
+    core = serving(R0, with_a)
+    dropping = replace(after(with_a), adapters={})
+    core.learnt(dropping, 3, 0.0)
+    stage(core, dropping)
+    steps = []
+    while (step := core.commit_step(dropping)) is not None:
+        steps.append(step)
+        assert act(core, step, 0.0)
+    assert steps == [Unload("a", "keep"), Swap("u2", None, dropping.version, "keep")]
+
+
+# ---- healing ----
+
+
+def failing(core: WorkerCore, now: float) -> float:
+    """One failed fetch; the next try."""
+    did = core.next(now)
+    assert isinstance(did, Fetch), did
+    core.fetch_failed("no such file", now)
+    wait = core.next(now)
+    assert isinstance(wait, Wait)
+    assert wait.until is not None
+    return wait.until
+
+
+def test_failed_fetches_are_repeated_with_growing_pauses() -> None:
+    core = serving()
+    core.learnt(R1.opened(), 2, 0.0)
+    now, pauses = 0.0, []
+    for _ in range(8):
+        again = failing(core, now)
+        assert reasons(core)["behind"] == "no such file"
+        assert core.next(again - 0.01) == Wait(again)
+        pauses.append(again - now)
+        now = again
+    assert pauses == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert (HEAL_RETRY_S, MAX_HEAL_RETRY_S) == (1, 30)
+
+
+def test_an_operator_or_a_new_decision_brings_the_next_try_at_once() -> None:
+    core = serving()
+    core.learnt(R1.opened(), 2, 0.0)
+    for _ in range(4):
+        now = failing(core, 100.0)
+        core.enabled()
+        assert now > 100.0
+        assert failing(core, 100.0) == 101.0, "the pauses begin anew"
+        core.enabled()
+    failing(core, 100.0)
+    assert isinstance(core.next(100.0), Wait)
+    assert core.learnt(R2.opened(), 3, 100.0)
+    assert core.next(100.0) == Fetch("heal-2", None, R2.version, R2.source)
+    failing(core, 100.0)
+    assert isinstance(core.next(100.0), Wait)
+    core.learnt(replace(R2.opened(), decided_at=9.0), 4, 100.0)
+    assert isinstance(core.next(100.0), Wait), "the same decision, written again"
+
+
+def test_what_can_not_be_fetched_again_waits_for_the_next_update() -> None:
+    core = serving()
+    gone = after(R0, refetchable=False)
+    core.learnt(gone.opened(), 2, 0.0)
+    assert core.next(0.0) == Wait(HEAL_RETRY_S)
+    assert reasons(core)["behind"].startswith("source_gone")
+    assert core.next(0.5) == Wait(HEAL_RETRY_S)
+    better = after(gone)
+    core.learnt(better.opened(), 3, 0.5)
+    hold(core, 0.5)
+    assert reasons(core) == {}
+    core = serving()
+    core.learnt(gone, 2, 0.0)
+    stage(core, gone)
+    assert isinstance(core.commit_step(gone), Swap), "staged, it needs no source"
+
+
+def test_another_update_that_is_being_prepared_is_waited_for_and_no_longer() -> None:
+    core = serving()
+    core.learnt(R1.opened(), 2, 0.0)
+    core.is_staged(Staged("u9", None, "d9", 5))
+    for now in (0.0, 100.0, 200.0, 300.0, 400.0):
+        assert core.next(now) == Wait(now + HEAL_RETRY_S)
+        assert "u9" in reasons(core)["behind"]
+    assert core.coordinator_is(6, True, None) == "u9", "its coordinator is not the newest"
+    core.is_staged(None)
+    assert isinstance(core.next(400.0), Fetch), "waiting was no failure"
+
+
+def test_released_memory_is_waited_for() -> None:
+    core = serving()
+    core.state.released = {"weights"}
+    assert core.next(0.0) == Wait(), "the committed weights are here"
+    core.learnt(R1.opened(), 2, 0.0)
+    assert core.next(0.0) == Wait()
+    assert "resume_memory" in reasons(core)["behind"]
+    core.state.released = set()
+    assert isinstance(core.next(0.0), Fetch)
+
+
+@pytest.mark.parametrize("fence", [5, None])
+def test_what_nobody_will_swap_in_any_more_is_dropped(fence: int | None) -> None:
+    core = serving(R0, R1)
+    core.is_staged(Staged("u1" if fence else "heal-1", None, "d1", fence))
+    assert core.next(0.0) == Drop("u1" if fence else "heal-1")
+    core.is_staged(Staged("u9", None, "d9", 5))
+    assert core.next(0.0) == Wait(), "undecided: its coordinator's to say"
+
+
+@pytest.mark.parametrize("left", [Staged("heal-2", None, "d9", None), Staged("u2", "b", "d9", 5)])
+def test_what_is_left_staged_does_not_keep_a_worker_from_healing(left: Staged) -> None:
+    """Fetched for a version that is not the committed one any more, or brought by a late copy of a prepare."""
+    core = serving(R0, R1)
+    core.learnt(R2.opened(), 3, 0.0)
+    core.is_staged(left)
+    assert core.next(0.0) == Drop(left.update_id)
+    core.is_staged(None)
+    assert isinstance(core.next(0.0), Fetch)
+
+
+# ---- adapters ----
+
+
+def test_what_is_too_much_goes_first_then_comes_the_base_then_what_is_missing_or_wrong() -> None:
+    core = serving(R0, (a := after(R0, load="a")), (b := after(a, load="b")), after(b, load="c"))
+    made = {name: version(10 + number) for number, name in enumerate("bcd")}
+    wanted = replace(
+        R1.opened(),
+        made=version(20),
+        version=version(20),
+        adapters={name: Adapter(made[name], source(made[name].sequence)) for name in ("d", "c", "b")},
+    )
+    core.learnt(wanted, 9, 0.0)
+    did = []
+    while act(core, step := core.next(0.0), 0.0):
+        did.append(step)
+    assert did == [
+        Unload("a", "keep"),
+        Fetch("heal-20", None, version(20), wanted.source),
+        Swap("heal-20", None, version(20), "keep"),
+        Fetch("heal-10", "b", made["b"], source(10)),
+        Swap("heal-10", "b", made["b"], "keep"),
+        Fetch("heal-11", "c", made["c"], source(11)),
+        Swap("heal-11", "c", made["c"], "keep"),
+        Fetch("heal-12", "d", made["d"], source(12)),
+        Swap("heal-12", "d", made["d"], "keep"),
+    ]
+    assert (reasons(core), core.state.sequence) == ({}, 20)
+
+
+def test_a_staged_adapter_is_swapped_first_where_the_base_is_missing_too() -> None:
+    """Staging holds one at a time: else each would wait for the other, for ever."""
+    core = fresh()
+    loading = after(R1, load="a", refetchable=False)
+    core.learnt(R1.opened(), 1, 0.0)
+    stage(core, loading)
+    core.learnt(loading.opened(), 2, 0.0)
+    assert core.next(COMMIT_GRACE_S) == Swap("u2", "a", loading.made, "keep")
+    hold(core, COMMIT_GRACE_S)
+    assert (reasons(core), core.state.sequence) == ({}, 2)
+
+
+def test_an_unload_that_fails_is_repeated_later() -> None:
+    core = serving(R0, (loaded := after(R0, load="a")))
+    unloading = after(loaded, unload="a")
+    core.learnt(unloading.opened(), 3, 0.0)
+    unload = core.next(0.0)
+    assert unload == Unload("a", "keep")
+    assert isinstance(unload, Unload)
+    core.swapping(unload)
+    core.swap_failed(unload, "busy", 0.0)
+    assert core.next(0.0) == Wait(HEAL_RETRY_S)
+    assert reasons(core) == {"behind": "busy"}
+    hold(core, HEAL_RETRY_S)
+    assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
+
+
+def test_what_is_staged_outlasts_an_unload() -> None:
+    core = serving(R0, (loaded := after(R0, load="a")))
+    dropping = replace(after(loaded, refetchable=False), adapters={})
+    stage(core, dropping)
+    core.learnt(dropping.opened(), 3, 0.0)
+    hold(core, COMMIT_GRACE_S)
+    assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
+
+
+def test_a_worker_takes_no_requests_while_an_adapter_is_swapped() -> None:
+    core = serving()
+    loading = after(R0, load="a", rolling=True)
+    stage(core, loading)
+    core.learnt(loading, 2, 0.0)
+    assert reasons(core) == {}, "it serves the old until its turn"
+    swap = core.commit_step(loading)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    for now in (0.0, 1.0):
+        core.ticked(now)
+        with pytest.raises(NotAdmitted):
+            core.state.check_admitted(None, None)
+    core.swap_failed(swap, "too many", 1.0)
+    core.ticked(1.5)
+    assert reasons(core) == {"behind": "too many"}
+    assert core.next(1.5) == Wait(2.0)
+    assert core.next(2.0) == Fetch("heal-1", "a", loading.made, loading.adapters["a"].source)
+    hold(core, 2.0)
+    assert (reasons(core), core.state.sequence) == ({}, 1)
+
+
+def test_a_swap_that_fails_leaves_no_base_weights() -> None:
+    core = serving()
+    core.learnt(R1.opened(), 2, 0.0)
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    swap = core.next(0.0)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swap_failed(swap, "broken", 0.0)
+    assert (core.state.digest, core.state.version, reasons(core)) == (None, None, {"behind": "broken"})
+    assert core.next(0.0) == Wait(HEAL_RETRY_S)
+    hold(core, HEAL_RETRY_S)
+    assert reasons(core) == {}
+
+
+# ---- rolling ----
+
+
+def test_in_a_rolling_update_the_old_is_served_until_its_turn() -> None:
+    core = serving()
+    rolling = after(R0, rolling=True)
+    stage(core, rolling)
+    core.learnt(rolling, 2, 0.0)
+    for now in (0.0, COMMIT_GRACE_S, GATE_S, 1000.0):
+        core.ticked(now)
+        assert core.next(now) == Wait()
+    assert (reasons(core), core.state.sequence) == ({}, 0)
+    core.state.check_admitted(0, None)
+    step = core.commit_step(rolling)
+    assert step == Swap("u1", None, rolling.version, "keep")
+    act(core, step, 0.0)
+    assert (reasons(core), core.state.sequence) == ({}, 1)
+
+
+def test_the_end_of_a_rolling_update_ends_the_old() -> None:
+    core = serving()
+    rolling = after(R0, rolling=True)
+    core.learnt(rolling, 2, 0.0)
+    assert reasons(core) == {}
+    core.learnt(rolling.opened(), 3, 0.0)
+    assert reasons(core).keys() == {"behind"}
+    assert isinstance(core.next(0.0), Fetch)
+
+
+def test_without_its_coordinator_a_rolling_update_goes_on_by_itself() -> None:
+    core = serving()
+    rolling = after(R0, rolling=True)
+    stage(core, rolling)
+    core.learnt(rolling, 2, 0.0)
+    assert core.depends_on_coordinator()
+    assert core.coordinator_is(5, True, None) is None
+    assert core.next(0.0) == Wait()
+    assert core.coordinator_is(5, False, None) is None, "decided: it is not dropped"
+    assert core.next(COMMIT_GRACE_S) == Swap("u1", None, rolling.version, "keep")
+    core.ticked(1.0)
+    assert reasons(core).keys() == {"behind"}
+    assert core.coordinator_is(6, True, None) is None  # the next holder goes on with it
+    core.ticked(1.5)
+    assert reasons(core) == {}, "it may serve the old again, and holds it"
+
+
+def test_who_joins_while_it_rolls_takes_the_new() -> None:
+    core = fresh()
+    core.learnt(after(R0, rolling=True), 2, 0.0)
+    assert isinstance(core.next(0.0), Fetch)
+
+
+# ---- over the served weights ----
+
+
+def test_what_is_overwritten_is_of_no_version_until_the_commit() -> None:
+    core = serving()
+    core.overwriting()
+    assert core.state.digest is None
+    assert reasons(core).keys() == {"behind"}
+    core.is_staged(Staged("u1", None, "d1", 5, in_place=True))
+    core.learnt(R1.opened(), 2, 0.0)
+    swap = core.commit_step(R1)
+    assert swap == Swap("u1", None, R1.version, "keep")
+    act(core, swap, 0.0)
+    assert (reasons(core), core.state.sequence) == ({}, 1)
+    assert core.in_place, "what heals it has no room beside it either"
+    core.is_staged(Staged("u2", None, "d2", 5))
+    assert not core.in_place
+
+
+def test_an_aborted_overwriting_is_healed_in_place() -> None:
+    core = serving()
+    core.overwriting()
+    core.overwrite_failed()
+    assert reasons(core).keys() == {"behind"}
+    assert core.next(0.0) == Fetch("heal-0", None, R0.version, R0.source)
+    assert core.in_place
+    core.is_staged(Staged("u1", None, "d1", 5, in_place=True))
+    assert core.coordinator_is(5, False, None) == "u1"
+    core.is_staged(None)
+    hold(core, 100.0)
+    assert (reasons(core), core.state.version) == ({}, R0.version)
+
+
+# ---- what the leader says ----
+
+
+def lease_until(core: WorkerCore) -> float:
+    return core.state.lease_until
+
+
+def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
+    core = serving()
+    assert core.leader_said(R0, 1, 3.0, LINE, 4.0) is None
+    assert lease_until(core) == 3.0 + SERVING_LEASE_S, "from when it was asked"
+    core.state.check_lease(3.0 + SERVING_LEASE_S - 0.01, LINE)
+    with pytest.raises(NotAdmitted):
+        core.state.check_lease(3.0 + SERVING_LEASE_S, LINE)
+    with pytest.raises(NotAdmitted):
+        core.state.check_lease(4.0, ("server", 2))
+    core.learnt(R1, 2, 5.0)
+    assert core.leader_said(R0, 1, 6.0, LINE, 6.0) == Restore(R1, 1)
+    assert lease_until(core) == 3.0 + SERVING_LEASE_S, "the leader is behind: no lease"
+    assert core.leader_said(R1, 2, 7.0, LINE, 7.0) is None
+    assert lease_until(core) == 7.0 + SERVING_LEASE_S
+    assert core.leader_said(R2, 3, 8.0, LINE, 8.0) is None
+    assert core.record == R2
+    assert "behind" in reasons(core), "the lease is of what the leader says"
+
+
+def test_a_lost_store_gets_back_what_this_worker_knows() -> None:
+    core = serving(R0, R1, R2)
+    assert core.leader_said(None, 0, 0.0, LINE, 0.0) == Restore(R2.opened(), 0)
+    assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == Restore(R2.opened(), 40)
+    assert core.leader_said(R2, 41, 0.0, LINE, 0.0) == Restore(R2.opened(), 41), "it was open already"
+    assert reasons(core) == {}
+    assert core.leader_said(R2.opened(), 2, 0.0, LINE, 0.0) is None, "a store made anew counts from 1"
+    assert core.learnt(R2, 3, 0.0) is False
+
+
+def test_of_two_decisions_of_one_rank_the_leaders_counts() -> None:
+    core = serving(R0, R1)
+    other = replace(after(R0, digest="dx"), update_id="ux").opened()
+    assert not core.learnt(other, 2, 0.0), "not written after the one that is known"
+    assert core.leader_said(other, 1, 0.0, LINE, 0.0) is None
+    assert core.record == other
+    assert reasons(core).keys() == {"behind"}
+    assert core.leader_said(R1.opened(), 9, 0.0, LINE, 0.0) is None
+    assert core.next(0.0) == Wait()
+    assert reasons(core) == {}, "that is what it holds"
+
+
+def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and_a_new_run_over_both() -> None:
+    core = serving(R0)
+    younger, elder = first(run="run-2"), first(run="run-0")
+    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0, 9)
+    further = after(younger).opened()
+    asked_for = first(run="run-9", run_number=1)
+    for record in (elder, further, asked_for):
+        assert core.leader_said(record, 9, 0.0, LINE, 0.0) is None
+        assert core.record == record
+        hold(core, 0.0)
+        assert core.state.version == record.version
+    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == Restore(asked_for, 10)
+
+
+# ---- coordinators ----
+
+
+def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
+    core = serving()
+    assert not core.depends_on_coordinator()
+    core.is_staged(Staged("u1", None, "d1", 5))
+    assert core.depends_on_coordinator()
+    assert core.coordinator_is(5, True, None) is None, "it lives"
+    assert core.coordinator_is(5, False, "u1") is None, "it waits for another call"
+    assert core.coordinator_is(9, True, "u1") is None, "which may be under way"
+    assert core.coordinator_is(5, False, None) == "u1"
+    assert core.coordinator_is(9, True, None) == "u1"
+    assert core.coordinator_is(9, True, "u2") == "u1"
+    core.learnt(R1, 2, 0.0)
+    assert core.coordinator_is(9, False, None) is None, "decided"
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    assert not core.depends_on_coordinator()
+    assert core.coordinator_is(9, False, None) is None, "its own"
+
+
+def test_what_is_decided_is_not_aborted() -> None:
+    core = serving()
+    core.check_undecided(None)
+    core.is_staged(Staged("u1", None, "d1", 5))
+    core.check_undecided(None)
+    core.check_undecided("u1")
+    core.learnt(R1, 2, 0.0)
+    for update_id in (None, "u1"):
+        with pytest.raises(Conflict, match="u1"):
+            core.check_undecided(update_id)
+    core.check_undecided("another")
+
+
+def test_small_words() -> None:
+    assert why(Conflict("so")) == "so"
+    assert why(ValueError("so")) == "ValueError: so"
+    assert target_name({"kind": "base"}) is None
+    assert target_name({"kind": "lora", "name": "a"}) == "a"
+
+
+# ---- any order ----
+
+
+class Walk:
+    """A worker among a store that may go back, coordinators that come and go, and an engine that fails."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.core = fresh()
+        self.now = 0.0
+        self.written = 1
+        self.known = [first_record(MODEL) if seed % 2 else R0]
+        self.under_way: Swap | Unload | None = None
+
+    def step(self) -> None:
+        rng = self.rng
+        self.now += rng.choice([0.0, 0.1, 1.0, 7.0])
+        if self.under_way is not None and rng.random() < 0.7:
+            swap, self.under_way = self.under_way, None
+            if rng.random() < 0.7:
+                self.core.swapped(swap, self.now)
+            else:
+                self.core.swap_failed(swap, "failed", self.now)
+            return
+        actions = [self.decide, self.hear, self.ask_leader, self.coordinate, self.stage, self.tick]
+        rng.choice([*actions, self.obey, self.obey, self.commit, self.operate])()
+
+    def decide(self) -> None:
+        rng, base = self.rng, self.known[-1].opened()
+        kind = rng.choice(["base", "base", "lora", "unload", "same", "run"])
+        how = rng.choice(["open", "strict", "rolling"])
+        more: dict[str, Any] = {
+            "open": how == "open",
+            "rolling": how == "rolling",
+            "refetchable": rng.random() < 0.8,
+        }
+        if kind == "run":
+            made = first(run=f"run-{rng.randrange(5)}", run_number=base.run_number + rng.choice([0, 1]))
+        elif kind == "lora":
+            made = after(base, load=rng.choice("ab"), **more)
+        elif kind == "unload" and base.adapters:
+            made = after(base, unload=rng.choice(sorted(base.adapters)), **more)
+        else:
+            made = after(base, digest=base.version.digest if kind == "same" else "", **more)
+        self.known.append(made)
+
+    def some(self) -> DecisionRecord:
+        record = self.known[-1] if self.rng.random() < 0.7 else self.rng.choice(self.known)
+        return record.opened() if self.rng.random() < 0.5 else record
+
+    def hear(self) -> None:
+        self.written += self.rng.choice([0, 1, 3])
+        self.core.learnt(self.some(), self.written, self.now)
+
+    def ask_leader(self) -> None:
+        record = self.some() if self.rng.random() < 0.9 else None
+        before, mine = self.core.state.lease_until, self.core.record
+        restore = self.core.leader_said(record, self.rng.randrange(1, 50), self.now, LINE, self.now)
+        if restore is not None:
+            assert restore.record == mine or mine is None
+            assert self.core.state.lease_until == before
+        else:
+            assert self.core.record == record
+
+    def coordinate(self) -> None:
+        waiting = self.core.staged.update_id if self.core.staged and self.rng.random() < 0.3 else None
+        if self.core.coordinator_is(self.rng.randrange(10), self.rng.random() < 0.5, waiting) is not None:
+            self.core.is_staged(None)
+
+    def stage(self) -> None:
+        if self.rng.random() < 0.2:
+            self.core.is_staged(None)
+        elif self.under_way is None:
+            record = self.known[-1]
+            in_place = self.rng.random() < 0.2
+            if in_place:
+                self.core.overwriting()
+            stage(self.core, record, self.rng.randrange(10))
+
+    def tick(self) -> None:
+        self.core.ticked(self.now)
+
+    def obey(self) -> None:
+        did = self.core.next(self.now)
+        if self.under_way is not None:
+            return
+        if isinstance(did, (Swap, Unload)):
+            self.begin(did)
+        elif isinstance(did, Fetch) and self.rng.random() < 0.4:
+            self.core.fetch_failed("no", self.now)
+        else:
+            act(self.core, did, self.now)
+
+    def commit(self) -> None:
+        if self.under_way is not None:
+            return
+        try:
+            step = self.core.commit_step(self.known[-1])
+        except Conflict:
+            return
+        if isinstance(step, Relabel):
+            self.core.relabelled(step.record)
+        elif step is not None:
+            self.begin(step)
+
+    def begin(self, swap: Swap | Unload) -> None:
+        self.core.swapping(swap)
+        self.under_way = swap
+
+    def operate(self) -> None:
+        state = self.core.state
+        self.rng.choice([self.core.enabled, lambda: state.released.add("kv"), state.released.clear])()
+        if self.rng.random() < 0.1:
+            state.lose_weights("reset")
+
+    def check(self) -> None:
+        valid(self.core)
+        one = self.core.next(self.now)
+        other = self.core.next(self.now)
+        if one != other:
+            assert isinstance(one, Wait), "what is to be done stays so until something happens"
+        valid(self.core)
+
+    def calm(self) -> None:
+        """Nothing more goes wrong: in bounded time it holds the newest, and is open."""
+        core, last = self.core, replace(after(self.known[-1].opened()).opened(), adapters={})  # all can be fetched
+        self.under_way = None
+        core.state.released.clear()
+        if core.record is not None and core.record.run_number >= last.run_number:
+            last = replace(last, run_number=core.record.run_number + 1)
+        assert core.leader_said(last, 1000, self.now, LINE, self.now) is None
+        given_up = core.coordinator_is(99, False, None)
+        if given_up is not None:
+            core.is_staged(None)
+        for _ in range(10):
+            hold(core, self.now)
+            self.now += MAX_HEAL_RETRY_S
+        assert (reasons(core), core.state.version, core.state.sequence) == ({}, last.version, last.sequence)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_happens_a_worker_serves_only_what_is_committed_and_comes_back(seed: int) -> None:
+    walk = Walk(seed)
+    for _ in range(120):
+        walk.step()
+        walk.check()
+    walk.calm()
