@@ -125,8 +125,11 @@ class Stream:
             await receiver.stop()
 
     async def more(self) -> None:
-        """Until more has come, or it has ended."""
+        """Until more has come. Raises the error that it has ended with."""
         self._progress.clear()
+        if self._task.done():
+            await self._task
+            return
         async with asyncio.timeout(STREAM_S):
             await self._progress.wait()
 
