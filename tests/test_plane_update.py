@@ -492,14 +492,14 @@ url, namespace, die_at, body = sys.argv[1:]
 
 async def main():
     client = await RlClient.connect(url, namespace)
-    call_all = client.call_all
-    async def dying(op, *args, **more):
+    ask = client.ask
+    async def dying(view, members, op, *more):
         if op != die_at:
-            return await call_all(op, *args, **more)
+            return await ask(view, members, op, *more)
         if op == "prepare_update":
-            await call_all(op, *args, **more)
+            await ask(view, members, op, *more)
         os.kill(os.getpid(), signal.SIGKILL)
-    client.call_all = dying
+    client.ask = dying
     await Fleet(client).run("update_weights", json.loads(body))
 
 asyncio.run(main())

@@ -396,6 +396,8 @@ class RecordFollower:
         if not self._core.depends_on_coordinator():
             return
         fence, held = await live_fence(self._bus, self._subjects.state)
+        if held and self._core.still_coordinated(fence):
+            return  # as mostly; a thousand workers that read on here would take the leader's time from the update
         await self._read()
         session = await read_session(self._bus, self._subjects.state)
         waiting_for = session.update_id if session is not None and session.live(time.time()) else None
