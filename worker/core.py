@@ -205,6 +205,12 @@ class WorkerCore:
         coordinated = self.staged is not None and self.staged.fence is not None
         return coordinated or self._on_the_old()
 
+    def still_coordinated(self, fence: int) -> bool:
+        """Is the lock, which is held under `fence`, that of whoever coordinates what is here?"""
+        self._alone = False
+        staged = self.staged
+        return staged is None or staged.fence is None or fence <= staged.fence
+
     def coordinator_is(self, fence: int, held: bool, waiting_for: str | None) -> str | None:
         """What the leader says of lock and session: the staged update that was given up, to be dropped.
         `waiting_for`: the update that is prepared and waits for another call."""
