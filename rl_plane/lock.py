@@ -43,7 +43,11 @@ class HeldLock:
         self.fence = fence
         self.took_over = took_over
         """The one before did not give it back: what it left half done is for this one to end."""
+        self._holder = holder
         self._value = json.dumps({**holder, "fence": fence}).encode()
+        self._connection = bus.identity
+        """On which the lock was known to be ours: a server that restarted may have lost it, and given its sequence to
+        another holder."""
         self._bus = bus
         self._bucket = bucket
         self._revision = fence
@@ -52,7 +56,7 @@ class HeldLock:
 
     async def renew(self) -> None:
         async with self._busy:
-            self._check_not_lost()
+            await self._check_ours()
             try:
                 self._revision = await self._bus.put(
                     self._bucket, LOCK, self._value, last=self._revision, ttl_s=LOCK_TTL_S
@@ -63,7 +67,7 @@ class HeldLock:
     async def put(self, key: str, value: bytes) -> int:
         """A write that the server takes only while this lock is held."""
         async with self._busy:
-            self._check_not_lost()
+            await self._check_ours()
             try:
                 return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision))
             except WrongSequence as error:
@@ -74,17 +78,28 @@ class HeldLock:
                 self.lost = True
                 raise self._stale() from error
 
-    def _check_not_lost(self) -> None:
+    async def _check_ours(self) -> None:
         """Once lost, it is never ours again: a store that lost writes gives their sequences a second time."""
         if self.lost:
             raise self._stale()
+        connection = self._bus.identity
+        if connection != self._connection:
+            await self._look()
+            self._connection = connection
 
     async def _renewed_unheard(self, error: WrongSequence) -> None:
         """Our own renewal, whose answer was lost, counts; anybody else's doesn't: StaleFence."""
+        try:
+            await self._look()
+        except StaleFence as stale:
+            raise stale from error
+
+    async def _look(self) -> None:
         entry = await self._bus.get(self._bucket, LOCK)
-        if entry is None or entry.value != self._value:
+        mine = (self._value, json.dumps(self._holder).encode())  # renewed, or as it was acquired
+        if entry is None or entry.value not in mine:
             self.lost = True
-            raise self._stale() from error
+            raise self._stale()
         self._revision = entry.sequence
 
     def _stale(self) -> StaleFence:
@@ -96,7 +111,8 @@ class HeldLock:
         if self.lost:
             return
         async with self._busy:
-            with contextlib.suppress(WrongSequence, BusUnreachable):
+            with contextlib.suppress(WrongSequence, BusUnreachable, StaleFence):
+                await self._check_ours()
                 try:
                     await self._bus.purge(self._bucket, LOCK, self._revision)
                 except WrongSequence:
