@@ -228,6 +228,9 @@ class Coordinator:
             if self._journal is not None:
                 await self._journal.begin(note.base)
         elif note.pause_mode is not None:
+            entry = await self._client.bus.get(self._state, PAUSE)
+            if entry is not None and entry.sequence > note.since:
+                return
             desired = DesiredPause(True, note.pause_mode, time.time() + DEFAULT_PAUSE_LEASE_S)
             await self._held.put(PAUSE, desired.encode())
         elif note.session is not None:

@@ -286,6 +286,8 @@ class UpdateMachine:
             written = restored.sequence
         outcome = None
         if not base.final:
+            if base.keep_pause:
+                yield Note("pause", pause_mode=base.pause_mode, since=written)
             whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
             outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
             base = base.opened()
@@ -374,7 +376,7 @@ class UpdateMachine:
         record, and this only watches them."""
         try:
             if policy.keep_pause:
-                yield Note("pause", pause_mode=policy.pause_mode)
+                yield Note("pause", pause_mode=policy.pause_mode, since=written)
             carried = self._roll if record.rolling_from is not None else self._swap_all
             outcome = yield from carried(record, written, prepared, policy)
             if is_enough(outcome, policy):

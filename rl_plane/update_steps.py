@@ -89,6 +89,8 @@ class Note:
     phase: Phase
     session: UpdateSession | None = None
     pause_mode: str | None = None
+    since: int = 0
+    """The pause only if nobody has paused or resumed the fleet after this write of the record."""
     base: DecisionRecord | None = None
 
 
