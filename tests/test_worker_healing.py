@@ -14,6 +14,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest
 from rl_plane.streams import StreamReceiver
 from rl_plane.versions import WeightVersion
+from tests.test_plane_update import generated
 from worker.staging import model_digest
 
 if TYPE_CHECKING:
@@ -75,6 +76,32 @@ async def test_a_joiner_takes_the_committed_version_before_it_is_admitted(plane:
     await plane.until(watched, 20)
     assert all(version == "step_1" for is_open, version in seen if is_open)
     assert await checksum_of(client, joiner.instance_id) == await checksum_of(client, first.instance_id)
+
+
+async def test_a_worker_that_heard_of_the_record_before_it_asked_serves_as_soon_as_it_is_ready(
+    plane: Plane,
+) -> None:
+    """Of two that start on an empty store at once, one fixes sequence 0 and the other hears of it."""
+    wait = f"""
+import asyncio
+import worker.follower as follower
+from worker.registration import Registration
+follower.CONFIRM_S = 60
+registered = Registration.start
+async def start(self):
+    await registered(self)
+    Path({str(plane.tmp)!r}, "listed").touch()
+    while not Path({str(plane.tmp)!r}, "go").exists():
+        await asyncio.sleep(0.02)
+Registration.start = start
+"""
+    late = plane.spawn(patch=wait, ready=False)
+    await plane.until(lambda: (plane.tmp / "listed").exists(), 30)
+    plane.spawn()
+    (plane.tmp / "go").touch()
+    late.wait_ready()
+    client = await plane.client()
+    assert len(await generated(client, late.instance_id, [5, 6], 3)) == 3
 
 
 async def test_a_joiner_with_another_model_is_listed_and_says_why_it_is_closed(plane: Plane) -> None:

@@ -167,7 +167,9 @@ class RecordFollower:
                 await self._wait(Wait(time.monotonic() + HEAL_RETRY_S))
 
     async def settle(self) -> None:
-        """Until there is nothing more to do at once."""
+        """Until there is nothing more to do at once, under the serving lease: what was only heard of is no lease."""
+        if not await self._try(Read()):
+            return
         while not isinstance(instruction := self._core.next(time.monotonic()), Wait):
             if not await self._try(instruction):
                 return
