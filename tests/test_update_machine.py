@@ -831,6 +831,14 @@ def test_a_store_behind_what_somebody_knows_is_restored_first(who: str) -> None:
     assert outcome.version.sequence == 2, "the highest that anybody knows, and one"
 
 
+def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
+    driver = Driver(Call("finish", ""), replace(R1, keep_pause=True, pause_mode="wait"))
+    driver.outcome()
+    assert driver.phases == ["survey", "pause", *FINISH]
+    note, told = driver.one(Note, "pause"), driver.one(Tell, "gate")
+    assert (note.pause_mode, note.since) == ("wait", told.sequence), "unless somebody has paused or resumed since"
+
+
 def test_a_lost_decision_that_was_not_open_is_restored_and_finished() -> None:
     driver = Driver(update())
     driver.attests = [attest("a"), attest("b", R1)]
