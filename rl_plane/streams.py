@@ -8,6 +8,7 @@ still there. After a gap or a reconnect the receiver asks for what it has missed
     open    → {kind: open, id, request, …}                      reply subject = the receiver's inbox
             ← {n: 0, …} {n: 1, …} … {n: last, end: true, …}
     credit  → {kind: credit, id, consumed: n, have: n, resend: bool}
+            ← {gone: true}  of a stream that the sender has given up, while the receiver stood still
     abort   → {kind: abort, id}
 """
 
@@ -150,6 +151,7 @@ class IncomingStream:
     def __init__(self, receiver: StreamReceiver, key: str, subject: str, stream_id: str, opening: bytes) -> None:
         self._receiver = receiver
         self._key = key
+        self._reply = f"{receiver.inbox}.{key}"
         self._subject = subject
         self._id = stream_id
         self._opening = opening
@@ -164,6 +166,9 @@ class IncomingStream:
                 self.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
             return False
         body = msgpack.unpackb(message.data)
+        if body.get("gone"):
+            self.fail(WorkerLost("the worker has given the request up: nobody had confirmed its tokens"))
+            return False
         is_next, gap = self._window.take(body["n"])
         if is_next:
             self._queue.put_nowait(body)  # a window at most: the sender waits for our credit
@@ -174,12 +179,12 @@ class IncomingStream:
         self._queue.put_nowait(error)
 
     async def tell(self, message: dict[str, Any]) -> None:
+        packed = msgpack.packb({**message, "id": self._id})
         with contextlib.suppress(nats.errors.Error):
-            await self._receiver.bus.nc.publish(self._subject, msgpack.packb({**message, "id": self._id}))
+            await self._receiver.bus.nc.publish(self._subject, packed, reply=self._reply)
 
     async def send_opening(self) -> None:
-        reply = f"{self._receiver.inbox}.{self._key}"
-        await self._receiver.bus.nc.publish(self._subject, self._opening, reply=reply)
+        await self._receiver.bus.nc.publish(self._subject, self._opening, reply=self._reply)
 
     async def credit(self) -> None:
         await self.tell(self._window.credit(False))

@@ -8,11 +8,12 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidRequest
-from rl_plane.streams import StreamReceiver
+from rl_plane.errors import InvalidRequest, WorkerLost
+from rl_plane.streams import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.versions import WeightVersion
 from tests.test_plane_update import generated
 from worker.staging import model_digest
@@ -183,6 +184,29 @@ async def test_a_release_that_the_engine_refuses_closes_nothing(plane: Plane) ->
     state = await state_of(client, one.instance_id)
     await receiver.stop()
     assert state["admission"] == {"open": True, "reasons": []}
+
+
+async def test_a_stream_that_the_worker_gave_up_ends_with_an_error(plane: Plane) -> None:
+    """Its frontend stood still for so long that the worker took it for dead. When it goes on, nobody sends."""
+    one = plane.spawn(token_delay_s=0.05)
+    client = await plane.client()
+    receiver = StreamReceiver(client.bus)
+    await receiver.start()
+    subject = client.subjects().generate(one.instance_id)
+    body = {"request": {"prompt_token_ids": [5], "max_tokens": 1000}}
+    messages = (await receiver.open(subject, "r1", body)).messages()
+    await anext(messages)  # accepted
+    await anext(messages)  # it is running
+    await client.bus.nc.publish(subject, msgpack.packb({"kind": "abort", "id": "r1"}))
+
+    async def read_on() -> None:
+        async with asyncio.timeout(3 * CREDIT_INTERVAL_S):
+            async for _ in messages:
+                pass
+
+    with pytest.raises(WorkerLost):
+        await read_on()
+    await receiver.stop()
 
 
 async def test_a_joiner_that_heals_while_the_fleet_updates_ends_at_the_newest(plane: Plane) -> None:

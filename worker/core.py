@@ -411,18 +411,20 @@ class WorkerCore:
         committed with a new base. Then comes what is staged, since anything else would need its place."""
         record = self.record
         assert record is not None
+        changes = self._changes(record)
+        first = (change for change in changes if change.version is None or self._fits(self.staged, change, record))
+        return next(first, changes[0] if changes else None)
+
+    def _changes(self, record: DecisionRecord) -> list[_Change]:
         held = self.state.adapters
-        if gone := sorted(held.keys() - record.adapters.keys()):
-            return _Change(gone[0], None, None)
-        changes = [
+        gone = [_Change(name, None, None) for name in sorted(held.keys() - record.adapters.keys())]
+        base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
+        new = [
             _Change(name, adapter.version, adapter.source)
             for name, adapter in sorted(record.adapters.items())
             if name not in held or held[name].digest != adapter.version.digest
         ]
-        if self.state.digest != record.version.digest:
-            changes.insert(0, _Change(None, record.version, record.source))
-        fitting = (change for change in changes if self._fits(self.staged, change, record))
-        return next(fitting, changes[0] if changes else None)
+        return [*gone, *base, *new]
 
 
 def why(error: BaseException) -> str:

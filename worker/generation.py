@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any
 
 import msgpack
+import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
@@ -22,6 +24,7 @@ from worker.state import WorkerState
 
 log = logging.getLogger("worker.generation")
 
+GONE = msgpack.packb({"gone": True})
 MAX_STREAMS = 4096
 """Requests in one worker, running and waiting: beyond it an engine only queues."""
 
@@ -58,8 +61,13 @@ class GenerationService:
             return
         if kind == "open":
             self._open(stream_id, body, message.reply)
-        elif kind == "credit" and (sender := self._senders.get(stream_id)):
-            await sender.credit(int(body["consumed"]), int(body["have"]), bool(body["resend"]))
+        elif kind == "credit":
+            sender = self._senders.get(stream_id)
+            if sender is not None:
+                await sender.credit(int(body["consumed"]), int(body["have"]), bool(body["resend"]))
+            elif message.reply:
+                with contextlib.suppress(nats.errors.Error):
+                    await self._bus.nc.publish(message.reply, GONE)
         elif kind == "abort" and (task := self._tasks.get(stream_id)):
             task.cancel()
 

@@ -36,7 +36,7 @@ async def _read_only(self: Any) -> None:
 
 
 def _first_change(self: Any) -> Any:
-    changes = self._changes()
+    changes = self._changes(self.record)
     return changes[0] if changes else None
 
 
