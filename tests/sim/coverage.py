@@ -198,7 +198,7 @@ TRANSITIONS: dict[str, bool] = {
     "worker: by itself → Drop": False,
     "worker: by itself → Fetch an adapter": False,
     "worker: by itself → Fetch the base": False,
-    "worker: by itself → Read": False,
+    "worker: by itself → Read": True,
     "worker: by itself → Relabel": False,
     "worker: by itself → Swap an adapter": False,
     "worker: by itself → Swap the base": False,
