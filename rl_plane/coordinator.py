@@ -231,8 +231,11 @@ class Coordinator:
             entry = await self._client.bus.get(self._state, PAUSE)
             if entry is not None and entry.sequence > note.since:
                 return
-            desired = DesiredPause(True, note.pause_mode, time.time() + DEFAULT_PAUSE_LEASE_S)
-            await self._held.put(PAUSE, desired.encode())
+            until = time.time() + DEFAULT_PAUSE_LEASE_S
+            if entry is not None and entry.value:
+                before = DesiredPause.decode(entry.value)
+                until = max(until, before.until if before.paused else 0.0)
+            await self._held.put(PAUSE, DesiredPause(True, note.pause_mode, until).encode())
         elif note.session is not None:
             await self._held.put(SESSION, note.session.encode())
         else:

@@ -23,6 +23,7 @@ from rl_plane.errors import (
     MembershipChanged,
     NoWorkers,
     PlaneError,
+    StaleFence,
     Unavailable,
     UpdateAborted,
 )
@@ -352,8 +353,9 @@ class Fleet:
                 except PlaneError as error:
                     await journal.failed(error)
                     raise
-        except Locked:
-            # The first may have ended, and a third one begun, between two looks at the lock.
+        except (Locked, StaleFence):
+            # The first may have ended, and a third one begun, between two looks at the lock; or, while this process
+            # stood still, another call under the same id has taken over and done it.
             if (first := await self._first_answer(call, request)) is not None:
                 return first
             raise

@@ -224,17 +224,19 @@ class RecordFollower:
             if self._core.next(time.monotonic()) != instruction:
                 return  # a commit was faster, or another decision came
             record = self._core.record
+            pause_s = await self._pause_left_s()
             # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
-            keep_pause = record is not None and record.keep_pause and not record.final
-            keep_pause = keep_pause or await self._fleet_is_paused()
+            if record is not None and record.keep_pause and not record.final:
+                pause_s = max(pause_s, ops.DEFAULT_PAUSE_LEASE_S)
             if self._core.next(time.monotonic()) != instruction:
                 return
-            await self._step(instruction, keep_pause)
+            await self._step(instruction, pause_s)
 
-    async def _fleet_is_paused(self) -> bool:
-        """Asked in turn with `pause` and `resume`, which write what they want before they ask the workers."""
+    async def _pause_left_s(self) -> float:
+        """So long the fleet is to stay paused; 0: it runs. Asked in turn with `pause` and `resume`, which write what
+        they want before they ask the workers."""
         desired = await read_pause(self._bus, self._subjects.state)
-        return desired.left_s(time.time()) > 0
+        return desired.left_s(time.time())
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
@@ -314,16 +316,16 @@ class RecordFollower:
         record = DecisionRecord.from_wire(body.record)
         async with self.turn(fence):
             self._core.learnt(record, body.sequence, time.monotonic())
-            keep_pause = record.keep_pause
+            pause_s = ops.DEFAULT_PAUSE_LEASE_S if record.keep_pause else 0.0
             with contextlib.suppress(BusUnreachable):  # it may have missed the update that left the fleet paused
-                keep_pause = keep_pause or await self._fleet_is_paused()
+                pause_s = max(pause_s, await self._pause_left_s())
             done = self._last_commit
             if (
                 done is None or done["version"] != record.made.to_wire()
             ):  # else told twice, or it was faster itself
                 done = ops.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, keep_pause) or done
+                done = await self._step(step, pause_s) or done
         self.look()
         self._tell()
         return done
@@ -357,7 +359,7 @@ class RecordFollower:
             staged, done = self._core.staged, None
             if staged is not None and staged.update_id == wanted.update_id:
                 swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
-                done = await self._step(swap, body.policy.keep_pause)
+                done = await self._step(swap, ops.DEFAULT_PAUSE_LEASE_S if body.policy.keep_pause else 0.0)
             elif self._state.version == record.version:  # it was faster by itself
                 done = self._last_commit
         self.look()
@@ -367,20 +369,20 @@ class RecordFollower:
 
     # ---- one step ----
 
-    async def _step(self, step: Swap | Unload | Relabel, keep_pause: bool) -> ops.CommittedReply | None:
+    async def _step(self, step: Swap | Unload | Relabel, pause_s: float) -> ops.CommittedReply | None:
+        """`pause_s`: generation stays paused so long, from now on; 0: it is as it was."""
         if isinstance(step, Relabel):
             self._adapter.set_version(step.record.version)
             for name, version in step.record.held.adapters.items():
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
-            if keep_pause and self._state.pause_mode is None:
-                mode = step.record.pause_mode
-                await self._engine.run(self._adapter.pause(mode, False))
-                self._state.pause(mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
+            if pause_s and self._state.pause_mode is None:
+                await self._engine.run(self._adapter.pause(step.record.pause_mode, False))
+            self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             return None
-        return await self._swap(step, keep_pause)
+        return await self._swap(step, pause_s)
 
-    async def _swap(self, swap: Swap | Unload, keep_pause: bool) -> ops.CommittedReply:
+    async def _swap(self, swap: Swap | Unload, pause_s: float) -> ops.CommittedReply:
         """Pause, swap, flush, resume. Generation that was paused before stays so."""
         state, core = self._state, self._core
         start = time.monotonic()
@@ -397,10 +399,9 @@ class RecordFollower:
             self.look()
             raise
         finally:
-            if not was_paused and not (keep_pause and swapped) and state.digest is not None:
+            if not was_paused and not (pause_s and swapped) and state.digest is not None:
                 await self._engine.run(self._adapter.resume())
-        if keep_pause and not was_paused:
-            state.pause(swap.pause_mode, time.monotonic(), ops.DEFAULT_PAUSE_LEASE_S)
+        state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         record = core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None

@@ -61,9 +61,12 @@ class Registration:
         self._bus.on_reconnect(self._register_soon)
         await self.register()
 
-    async def register(self) -> None:
-        """Writes the record for the connection as it is now; keeps trying until NATS takes it."""
+    async def register(self, lost: int | None = None) -> None:
+        """Writes the record for the connection as it is now; keeps trying until NATS takes it. `lost`: it was taken
+        out at this sequence, and need not be written if it has been since."""
         async with self._registering:
+            if lost is not None and lost < self.revision:
+                return
             wait_s = RETRY_S
             while not self._leaving:  # its answer may be lost, so each step may be done twice
                 with contextlib.suppress(WrongSequence):
@@ -89,19 +92,19 @@ class Registration:
         server_id, client_id = self._bus.identity
         return Member(self._instance_id, self._incarnation, server_id, client_id, 0, self._info).to_record()
 
-    async def _register_soon(self) -> None:
-        task = asyncio.create_task(self.register())
+    async def _register_soon(self, lost: int | None = None) -> None:
+        task = asyncio.create_task(self.register(lost))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}
         sequence = int(headers["Nats-Sequence"])
-        if self._leaving or self._registering.locked() or sequence <= self.revision:
+        if self._leaving or not self.revision or sequence <= self.revision:
             return
         if is_marker(headers):
             log.warning("taken for dead at sequence %d: registering again", sequence)
-            await self._register_soon()
+            await self._register_soon(sequence)
             return
         if self._is_another(Entry(self._key, message.data, sequence)):
             self._superseded()

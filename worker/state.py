@@ -122,8 +122,14 @@ class WorkerState:
     def pause(self, mode: str, now: float, lease_s: float) -> None:
         self.pause_mode, self.pause_until = mode, now + lease_s
 
+    def keep_paused(self, mode: str, now: float, lease_s: float) -> None:
+        """Paused for so long at least, and if it was paused before, in that mode; 0: it stays as it is."""
+        if lease_s:
+            self.pause_mode = self.pause_mode or mode
+            self.pause_until = max(self.pause_until, now + lease_s)
+
     def resume(self) -> None:
-        self.pause_mode = None
+        self.pause_mode, self.pause_until = None, 0.0
 
     def pause_ran_out(self, now: float) -> bool:
         return self.pause_mode is not None and now >= self.pause_until

@@ -150,7 +150,7 @@ class Checks:
                 self.fail("I6", f"a second first record: {decision}")
         elif decision.run_number > before.run_number:
             return  # somebody began a new run
-        elif decision.run != before.run or decision.sequence <= before.sequence:
+        elif decision.sequence <= before.sequence or (decision.run != before.run and not self._began_twice(before)):
             self.fail("I6", f"the record went from {before} to {decision}")
         elif decision.sequence > before.sequence + 1 and not self.lost_at:
             self.fail("I6", f"the record jumped from {before} to {decision}")
@@ -162,6 +162,10 @@ class Checks:
                 continue
             if _order(known) >= _order(decision) and known.key != decision.key:
                 self.fail("I6", f"{decision} was decided though {process.name} knows {known}")
+
+    def _began_twice(self, record: Decision) -> bool:
+        """Two workers found a lost store empty, and each began a run: the one that comes further counts."""
+        return record.sequence == 0 and self.world.subjects.state.name in self.lost_at
 
     def lost_writes(self, bucket: Bucket) -> None:
         """The store has just lost some."""
@@ -295,7 +299,7 @@ class Checks:
     @staticmethod
     def _excuses(call: CallRecord) -> tuple[str, ...]:
         """Answers that don't say that nothing was committed."""
-        by_another = ("locked", "bus_unreachable", "no_workers") if call.shared else ()
+        by_another = ("locked", "stale_fence", "bus_unreachable", "no_workers") if call.shared else ()
         return ("ok", "outcome_unknown", "unknown", *by_another)
 
     def _check_committed(self, call: CallRecord, facts: Mapping[str, Any]) -> None:

@@ -46,9 +46,10 @@ class Desired:
             if call.outcome != "ok" or call.ended_at is None:
                 paused, until = None, max(until, self._world.loop.now)
                 continue
-            paused = call.op != "resume"
             lease_s = call.body.get("lease_s", DEFAULT_PAUSE_LEASE_S)
-            until = call.ended_at + lease_s
+            extended = until if paused and call.op not in ("pause", "resume") else 0.0
+            until = max(extended, call.ended_at + lease_s)
+            paused = call.op != "resume"
         if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < UNSURE_S + 20.0):
             return None
         return paused and self._world.loop.now < until
