@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -67,7 +66,7 @@ class MembershipView:
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
         self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._reconnected_at = -math.inf
+        self._connected_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -161,10 +160,13 @@ class MembershipView:
         return identity in self._dead_connections
 
     def found_dead(self, instance_id: str, revision: int) -> None:
-        """Somebody has proof: a 503 to the member registered at `revision`. Just after a reconnect it is none."""
-        if time.monotonic() < self._reconnected_at + RECONNECT_GRACE_S:
-            return
-        self._carry_out(self._core.found_dead(instance_id, revision))
+        """Somebody has proof: a 503 to the member registered at `revision`. Just after a connect it is none."""
+        if not self._just_connected():
+            self._carry_out(self._core.found_dead(instance_id, revision))
+
+    def _just_connected(self) -> bool:
+        """The server may have just begun."""
+        return time.monotonic() < self._connected_at + RECONNECT_GRACE_S
 
     # ---- events in ----
 
@@ -190,7 +192,7 @@ class MembershipView:
         self._carry_out(self._core.disconnected(*identity))
 
     async def _reconnected(self) -> None:
-        self._reconnected_at = time.monotonic()
+        self._connected_at = time.monotonic()
         self._probes.restart()
         self._core.reconnected()
         self._resync_wanted.set()
@@ -268,7 +270,7 @@ class MembershipView:
             now = time.monotonic()
             if now - due > STALLED_FACTOR * (interval + PROBE_TIMEOUT_S):
                 self._probes.restart()
-            if not self.bus.nc.is_connected:
+            if not self.bus.nc.is_connected or self._just_connected():
                 self._probes.restart()
                 await asyncio.sleep(RECONNECT_GRACE_S)
             else:

@@ -22,6 +22,8 @@ THREAD_DELAY_S = (0.0, 0.02)
 """What runs on a thread is done at once in real time, and takes so long in virtual time."""
 PRUNE_AT = 500
 """Cancelled timers in the heap before it is rebuilt: time-outs are mostly cancelled, an hour ahead of their time."""
+MAX_TURNS = 3_000_000
+"""Of a whole run: a hundred times the longest one's."""
 LIVELOCK_TURNS = 20_000
 """Of the loop, at one moment of virtual time."""
 CLOSING_TURNS = 100
@@ -89,7 +91,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 1000.0
         self.cancelled = 0
-        self._turns = 0
+        self._turns = self._all_turns = 0
         self._burying = False
         self.slow_thread_share = 0.0
         """Of what runs on threads, how much takes seconds: a large checkpoint, a slow disk."""
@@ -151,6 +153,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         queue, timers = self._queue, self._timers
         self._turns += 1
+        self._all_turns += 1
+        if self._all_turns > MAX_TURNS:
+            raise RuntimeError("the run does not end")
         if self._turns > LIVELOCK_TURNS:
             raise RuntimeError(f"livelock: time stands still in {queue[0].callback if queue else None}")
         if self.cancelled > PRUNE_AT and self.cancelled * 2 > len(timers):
