@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_plane.client import RlClient
@@ -15,13 +15,12 @@ from rl_plane.fanout import Missing
 from rl_plane.history import Journal
 from rl_plane.judge import serves, still_there
 from rl_plane.lock import HeldLock
-from rl_plane.membership import Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
+from rl_plane.membership import Member, Snapshot
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
     DecisionRecord,
-    DesiredPause,
+    pause_of,
     read_frontends,
     read_session,
     record_of,
@@ -135,10 +134,9 @@ class Coordinator:
     # ---- asking ----
 
     async def _survey(self) -> Surveyed:
-        (snapshot, rows), entry, session = await asyncio.gather(
-            self._attests(),
-            self._client.bus.get(self._state, RECORD),
-            read_session(self._client.bus, self._state),
+        bus, state = self._client.bus, self._state
+        (snapshot, rows), entry, session, pause = await asyncio.gather(
+            self._attests(), bus.get(state, RECORD), read_session(bus, state), bus.get(state, PAUSE)
         )
         return Surveyed(
             _members(snapshot),
@@ -148,6 +146,8 @@ class Coordinator:
             record_of(entry),
             entry.sequence if entry else 0,
             session,
+            pause_of(pause),
+            pause.sequence if pause else 0,
             self._view.record,
             self._held.took_over,
         )
@@ -163,6 +163,11 @@ class Coordinator:
         one that left unseen has nobody on its subject, which answers at once."""
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
+        return await self._ask_members(op, body, members, timeout_s)
+
+    async def _ask_members(
+        self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None
+    ) -> list[WorkerRow]:
         return await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held)
 
     async def _tell(self, tell: Tell) -> Told:
@@ -176,10 +181,22 @@ class Coordinator:
     async def _tell_members(
         self, body: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, str], list[WorkerRow]]:
-        """Members are read after the record was written: one that registers later reads the record first."""
-        members = _members(await self._view.barrier())
+        """Members are read after the record was written: one that registers later reads the record first. Those that
+        are known already are asked meanwhile."""
         self._told_at = time.monotonic()
-        return members, await self._ask("follow_record", body, members, timeout_s)
+        known = {member.instance_id: member for member in self._view.snapshot()}
+
+        async def ask_the_others() -> tuple[Snapshot, list[WorkerRow]]:
+            fleet = await self._view.barrier()
+            others = [member for member in fleet if known.get(member.instance_id) != member]
+            return fleet, await self._ask_members("follow_record", body, others, timeout_s)
+
+        rows, (fleet, more) = await asyncio.gather(
+            self._ask_members("follow_record", body, list(known.values()), timeout_s), ask_the_others()
+        )
+        first = dict(zip(known, rows, strict=True))
+        still = [first[member.instance_id] for member in fleet if known.get(member.instance_id) == member]
+        return _members(fleet), [*still, *more]
 
     async def _tell_frontends(self, body: dict[str, Any], timeout_s: float) -> list[str]:
         """Those that have not acknowledged. One that is dead has nobody subscribed to its subject."""
@@ -227,15 +244,8 @@ class Coordinator:
         if note.base is not None:
             if self._journal is not None:
                 await self._journal.begin(note.base)
-        elif note.pause_mode is not None:
-            entry = await self._client.bus.get(self._state, PAUSE)
-            if entry is not None and entry.sequence > note.since:
-                return
-            until = time.time() + DEFAULT_PAUSE_LEASE_S
-            if entry is not None and entry.value:
-                before = DesiredPause.decode(entry.value)
-                until = max(until, before.until if before.paused else 0.0)
-            await self._held.put(PAUSE, DesiredPause(True, note.pause_mode, until).encode())
+        elif note.pause is not None:
+            await self._held.put(PAUSE, note.pause.encode())
         elif note.session is not None:
             await self._held.put(SESSION, note.session.encode())
         else:

@@ -110,7 +110,7 @@ def judge_prepare(
         )
     blocking = [row for row in failed if row.instance_id in counted]
     if not ready or (blocking and policy.on_prepare_failure == "abort"):
-        raise prepare_error(blocking or failed, len(rows))
+        raise prepare_error(blocking or failed, len(rows), in_place=policy.staging == "none")
     if len(ready) < policy.min_ready:
         raise too_few(len(ready), policy)
     digest = next(iter(digests))
@@ -132,14 +132,17 @@ def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
     )
 
 
-def prepare_error(failed: Sequence[WorkerRow], asked: int) -> PlaneError:
-    """The update's error, made from its workers' errors: the caller's fault is told as such."""
+def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = False) -> PlaneError:
+    """The update's error, made from its workers' errors: the caller's fault is told as such. Not if it was written
+    over some worker's weights already (`in_place`): who is told of bad input may rely on it that nothing was touched.
+    """
     errors = [row.error for row in failed if row.error is not None]
     if not errors:
         return NoWorkers("no worker is left to prepare the update", retry_after_s=1.0)
     for kind in (InvalidRequest, Unsupported):
         mine = [error for error in errors if isinstance(error, kind)]
-        if mine and (kind is InvalidRequest or len(mine) == len(errors)):
+        touched = in_place and len(mine) < asked
+        if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
             return type(mine[0])(mine[0].message, **mine[0].facts)
     first = failed[0]
     return UpdateAborted(
@@ -188,8 +191,13 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
     )
 
 
-def commit_body(record: DecisionRecord, written: int) -> dict[str, Any]:
-    return {"update_id": record.update_id, "record": record.to_wire(), "sequence": written}
+def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[str, Any]:
+    return {
+        "update_id": record.update_id,
+        "record": record.to_wire(),
+        "sequence": written,
+        "pause_s": pause_s,
+    }
 
 
 def outcome_of(

@@ -238,6 +238,8 @@ class Commit(FollowRecord):
     """The decision. Swap the staged weights in, or say NotPrepared."""
 
     update_id: str = Field(min_length=1, max_length=128)
+    pause_s: float = Field(0.0, ge=0)
+    """So long the fleet is to stay paused, from now on; 0: it runs."""
 
 
 class CommittedReply(TypedDict):

@@ -252,14 +252,17 @@ def record_of(entry: Entry | None) -> DecisionRecord | None:
     return DecisionRecord.decode(entry.value) if entry is not None and entry.value else None
 
 
+def pause_of(entry: Entry | None) -> DesiredPause:
+    return DesiredPause.decode(entry.value) if entry is not None and entry.value else DesiredPause(False)
+
+
 async def read_record(bus: Bus, state: Bucket) -> DecisionRecord | None:
     """From the leader. None: no worker has fixed sequence 0 yet."""
     return record_of(await bus.get(state, RECORD))
 
 
 async def read_pause(bus: Bus, state: Bucket) -> DesiredPause:
-    entry = await bus.get(state, PAUSE)
-    return DesiredPause.decode(entry.value) if entry is not None and entry.value else DesiredPause(False)
+    return pause_of(await bus.get(state, PAUSE))
 
 
 async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:

@@ -41,8 +41,15 @@ from rl_plane.judge import (
     still_there,
     too_few,
 )
-from rl_plane.ops import UpdatePolicy, UpdateWeights
-from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, UpdateSession, first_record
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdatePolicy, UpdateWeights
+from rl_plane.record import (
+    LEASE_MARGIN_S,
+    SERVING_LEASE_S,
+    DecisionRecord,
+    DesiredPause,
+    UpdateSession,
+    first_record,
+)
 from rl_plane.rows import WorkerRow
 from rl_plane.update_steps import (
     Answered,
@@ -96,6 +103,7 @@ class UpdateMachine:
         self._counted: set[str] = set()
         """Whose failure matters: one that says that it is closed can't fail an update."""
         self._attests: Sequence[WorkerRow] = ()
+        self._pause, self._pause_written = DesiredPause(False), 0
         kinds: dict[str, Callable[[], Steps]] = {
             "update": self._update,
             "prepare": self._prepare_only,
@@ -286,8 +294,7 @@ class UpdateMachine:
             written = restored.sequence
         outcome = None
         if not base.final:
-            if base.keep_pause:
-                yield Note("pause", pause_mode=base.pause_mode, since=written)
+            yield from self._keep_paused(base, written)
             whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
             outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
             base = base.opened()
@@ -296,6 +303,7 @@ class UpdateMachine:
 
     def _see(self, seen: Surveyed) -> None:
         self._members, self._attests = seen.members, seen.attests
+        self._pause, self._pause_written = seen.pause, seen.pause_written
         closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
         self._counted = seen.members.keys() - closed
 
@@ -375,8 +383,7 @@ class UpdateMachine:
         """The version stands already: if NATS, the lock or the answers are lost on the way, the workers go on by the
         record, and this only watches them."""
         try:
-            if policy.keep_pause:
-                yield Note("pause", pause_mode=policy.pause_mode, since=written)
+            yield from self._keep_paused(record, written)
             carried = self._roll if record.rolling_from is not None else self._swap_all
             outcome = yield from carried(record, written, prepared, policy)
             if is_enough(outcome, policy):
@@ -392,6 +399,13 @@ class UpdateMachine:
             pass  # whoever holds the lock next does it
         return self._watched(record, watched, policy)
 
+    def _keep_paused(self, record: DecisionRecord, written: int) -> Generator[Instruction, Any, None]:
+        """As the update's policy says, unless somebody has paused or resumed the fleet since."""
+        if record.keep_pause and self._pause_written < written:
+            until = self._now + max(self._pause.left_s(self._now), DEFAULT_PAUSE_LEASE_S)
+            self._pause = DesiredPause(True, record.pause_mode, until)
+            yield Note("pause", pause=self._pause)
+
     def _swap_all(
         self, record: DecisionRecord, written: int, prepared: Prepared, policy: UpdatePolicy
     ) -> Generator[Instruction, Any, Outcome]:
@@ -399,7 +413,7 @@ class UpdateMachine:
         told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
         shut = {row.instance_id for row in told.rows if row.ok}
         swapping = [key for key in still_there(prepared.ready, told.members) if key in shut]
-        commit = commit_body(record, written)
+        commit = commit_body(record, written, self._pause.left_s(self._now))
         committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
         yield from self._leases(told)
         opened: Written = yield Write("open", record.opened())
@@ -413,7 +427,7 @@ class UpdateMachine:
         told: Told = yield Tell("gate", record, written, policy.gate_timeout_s)
         rows: list[WorkerRow] = []
         for key in sorted(still_there(prepared.ready, told.members)):
-            commit = commit_body(record, written)
+            commit = commit_body(record, written, self._pause.left_s(self._now))
             one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
             rows += one.rows
         opened: Written = yield Write("open", record.opened())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
 from rl_plane.ops import UpdateWeights
-from rl_plane.record import DecisionRecord, UpdateSession
+from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
 
@@ -41,7 +41,7 @@ Phase = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Asks every member to `attest`, and reads record and session from the leader. → Surveyed"""
+    """Asks every member to `attest`, and reads record, session and desired pause from the leader. → Surveyed"""
 
     phase: Phase = "survey"
 
@@ -84,13 +84,11 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The session (None: it is over), the desired pause, or the history's entry. → Done"""
+    """The desired pause, the history's entry, or the session (None: it is over). → Done"""
 
     phase: Phase
     session: UpdateSession | None = None
-    pause_mode: str | None = None
-    since: int = 0
-    """The pause only if nobody has paused or resumed the fleet after this write of the record."""
+    pause: DesiredPause | None = None
     base: DecisionRecord | None = None
 
 
@@ -136,6 +134,9 @@ class Surveyed:
     written: int
     """Its sequence in the bucket."""
     session: UpdateSession | None
+    pause: DesiredPause
+    pause_written: int
+    """Its sequence in the bucket."""
     witness: DecisionRecord | None
     """The newest that this process has heard of."""
     took_over: bool

@@ -25,8 +25,8 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.ops import UpdateWeights
-from rl_plane.record import Adapter, DecisionRecord, Source, UpdateSession
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
+from rl_plane.record import Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
 from rl_plane.update_steps import (
@@ -107,6 +107,7 @@ class Driver:
         self.session: UpdateSession | None = None
         self.attests: list[WorkerRow] | None = None
         self.witness: DecisionRecord | None = None
+        self.pause = DesiredPause(False), 0
         self.took_over = False
         self.now = NOW
 
@@ -157,7 +158,16 @@ class Driver:
         if attests is None:
             attests = [attest(key, self.record) for key in self.members]
         return Surveyed(
-            dict(self.members), "print", 9, attests, self.record, 10, self.session, self.witness, self.took_over
+            dict(self.members),
+            "print",
+            9,
+            attests,
+            self.record,
+            10,
+            self.session,
+            *self.pause,
+            self.witness,
+            self.took_over,
         )
 
     # ---- what it did ----
@@ -235,7 +245,7 @@ def test_a_whole_update() -> None:
     gate, commit = driver.one(Tell, "gate"), driver.one(Ask, "commit")
     assert (gate.record, gate.sequence) == (decided, 24), "of the decision's write"
     assert (commit.op, list(commit.workers)) == ("commit_update", ["a", "b", "c"])
-    assert commit.body == {"update_id": "u9", "record": decided.to_wire(), "sequence": 24}
+    assert commit.body == {"update_id": "u9", "record": decided.to_wire(), "sequence": 24, "pause_s": 0.0}
     assert driver.one(Write, "open").record == decided.opened()
     opened = driver.one(Tell, "open")
     assert (opened.record, opened.sequence) == (decided.opened(), 27)
@@ -289,7 +299,7 @@ def test_keep_pause_is_noted_once_it_is_decided() -> None:
     driver = Driver(update(policy={"keep_pause": True, "pause_mode": "abort"}))
     driver.outcome()
     assert driver.phases == [*WHOLE[:4], "pause", *WHOLE[4:]]
-    assert driver.one(Note, "pause").pause_mode == "abort"
+    assert driver.one(Note, "pause").pause == DesiredPause(True, "abort", NOW + DEFAULT_PAUSE_LEASE_S)
     assert driver.one(Write, "decide").record.keep_pause
 
 
@@ -417,6 +427,16 @@ def test_unstaged_only_where_the_committed_version_can_be_fetched_again(refetcha
         error = driver.error(InvalidRequest)
         assert error.facts["field"] == "policy.staging"
         assert not driver.all(Ask, "prepare")
+
+
+def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_untouched() -> None:
+    gone = bad("b", InvalidRequest("it is not there", field="transport.path"))
+    rows = [ok("a", digest=NEW, refetchable=True), gone, replace(gone, instance_id="c")]
+    unstaged = {"staging": "none"}
+    assert Driver(update(policy=unstaged), prepare=Answered(rows)).error(UpdateAborted)
+    all_refuse = [replace(gone, instance_id=key) for key in "abc"]
+    assert Driver(update(policy=unstaged), prepare=Answered(all_refuse)).error(InvalidRequest)
+    assert Driver(update(), prepare=Answered(rows)).error(InvalidRequest), "staged: nothing was touched"
 
 
 # ---- the decision ----
@@ -835,8 +855,24 @@ def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
     driver = Driver(Call("finish", ""), replace(R1, keep_pause=True, pause_mode="wait"))
     driver.outcome()
     assert driver.phases == ["survey", "pause", *FINISH]
-    note, told = driver.one(Note, "pause"), driver.one(Tell, "gate")
-    assert (note.pause_mode, note.since) == ("wait", told.sequence), "unless somebody has paused or resumed since"
+    assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
+    resumed = Driver(Call("finish", ""), replace(R1, keep_pause=True))
+    resumed.pause = DesiredPause(False), resumed.surveyed().written + 1
+    resumed.outcome()
+    assert resumed.phases == ["survey", *FINISH], "somebody has resumed it since"
+
+
+def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
+    driver = Driver(update(policy={"keep_pause": True}))
+    driver.pause = DesiredPause(True, "wait", NOW + 3600.0), 3
+    driver.outcome()
+    assert driver.one(Note, "pause").pause == DesiredPause(True, "keep", NOW + 3600.0)
+    assert driver.one(Ask, "commit").body["pause_s"] == 3600.0
+    driver = Driver(update())
+    driver.pause = DesiredPause(True, "wait", NOW + 5.0), 3
+    driver.outcome()
+    assert driver.one(Ask, "commit").body["pause_s"] == 5.0
+    assert not driver.all(Note, "pause")
 
 
 def test_a_lost_decision_that_was_not_open_is_restored_and_finished() -> None:

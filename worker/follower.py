@@ -224,19 +224,14 @@ class RecordFollower:
             if self._core.next(time.monotonic()) != instruction:
                 return  # a commit was faster, or another decision came
             record = self._core.record
-            pause_s = await self._pause_left_s()
+            # Asked in turn with `pause` and `resume`, which write what they want before they ask the workers.
+            pause_s = (await read_pause(self._bus, self._subjects.state)).left_s(time.time())
             # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
             if record is not None and record.keep_pause and not record.final:
                 pause_s = max(pause_s, ops.DEFAULT_PAUSE_LEASE_S)
             if self._core.next(time.monotonic()) != instruction:
                 return
             await self._step(instruction, pause_s)
-
-    async def _pause_left_s(self) -> float:
-        """So long the fleet is to stay paused; 0: it runs. Asked in turn with `pause` and `resume`, which write what
-        they want before they ask the workers."""
-        desired = await read_pause(self._bus, self._subjects.state)
-        return desired.left_s(time.time())
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
@@ -316,16 +311,13 @@ class RecordFollower:
         record = DecisionRecord.from_wire(body.record)
         async with self.turn(fence):
             self._core.learnt(record, body.sequence, time.monotonic())
-            pause_s = ops.DEFAULT_PAUSE_LEASE_S if record.keep_pause else 0.0
-            with contextlib.suppress(BusUnreachable):  # it may have missed the update that left the fleet paused
-                pause_s = max(pause_s, await self._pause_left_s())
             done = self._last_commit
             if (
                 done is None or done["version"] != record.made.to_wire()
             ):  # else told twice, or it was faster itself
                 done = ops.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, pause_s) or done
+                done = await self._step(step, body.pause_s) or done
         self.look()
         self._tell()
         return done
