@@ -13,12 +13,11 @@ from typing import Any
 
 import nats.errors
 from nats.aio.msg import Msg
-from pydantic import TypeAdapter, ValidationError
 
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import InvalidRequest, NotAdmitted, PlaneError, Unsupported
-from rl_plane.ops import FollowedReply, FollowRecord, invalid_from_pydantic, parse_body
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord
+from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
+from rl_plane.ops import FollowedReply, FollowRecord, parse_body
+from rl_plane.record import SERVING_LEASE_S
 from rl_plane.subjects import FRONTEND_PREFIX
 from rl_plane.tasks import end_tasks
 from rl_plane.view import MembershipView
@@ -34,8 +33,6 @@ RETRY_S = 0.2
 """After a failed confirmation, for example while NATS restarts: requests wait meanwhile."""
 RETRY_AFTER_S = 1.0
 """What a caller is told: NATS is mostly back by then."""
-
-_RECORD = TypeAdapter(DecisionRecord)
 
 
 class ServingLease:
@@ -182,14 +179,6 @@ class FrontendLease:
             raise Unsupported(f"a frontend is told follow_record, not {request.op!r}", field="op")
         body = parse_body(FollowRecord, request.body)
         assert isinstance(body, FollowRecord)
-        try:
-            record = _RECORD.validate_python(body.record)
-        except ValidationError as error:
-            raise invalid_from_pydantic(error, "record") from error
-        if unknown := sorted(body.record.keys() - record.to_wire().keys()):
-            raise InvalidRequest(
-                f"a record has no {unknown[0]!r}", field=f"record.{unknown[0]}", fix="leave it out"
-            )
-        self._view.take_record(record, body.sequence)
+        self._view.take_record(body.record, body.sequence)
         assert self._view.record is not None, "told just now"
         return FollowedReply(sequence=self._view.record.sequence)

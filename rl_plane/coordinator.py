@@ -87,7 +87,8 @@ class Coordinator:
             instruction = machine.step(event, time.time())
             if isinstance(instruction, End):
                 if isinstance(instruction.result, PlaneError):
-                    instruction.result.facts.setdefault("phases", dict(self.phases))
+                    if self.phases:
+                        instruction.result.facts.setdefault("phases", dict(self.phases))
                     raise instruction.result
                 return instruction.result
             start = time.monotonic()

@@ -235,7 +235,9 @@ class Fleet:
         served: dict[str, list[str]] = {}
         for row in out.rows:
             if row.status == "ok" and row.body["admission"]["open"] and row.body["version"]:
-                served.setdefault(row.body["version"]["digest"], []).append(row.instance_id)
+                adapters = sorted(row.body["adapters"].items())
+                held = [row.body["version"]["digest"], *(f"{name}={one['digest']}" for name, one in adapters)]
+                served.setdefault(" ".join(held), []).append(row.instance_id)
         if len(served) > 1:
             raise Conflict("the fleet serves several versions", versions=served, **facts_of(call, out))
         record = call.view.record

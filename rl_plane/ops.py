@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
+from rl_plane.record import DecisionRecord
 from rl_plane.versions import VersionReply
 
 DEFAULT_PAUSE_LEASE_S = 600.0
@@ -209,8 +210,7 @@ class FollowRecord(Body):
     """What the fleet has decided. A record that is not open closes admission until it is; the answer says that the
     worker has learnt it."""
 
-    record: dict[str, Any]
-    """A DecisionRecord on the wire."""
+    record: DecisionRecord
     sequence: int = Field(ge=0)
     """Of its write in the state bucket."""
 

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from rl_plane.bus import Bus
 from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.membership import Changed, Member
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import StreamReceiver
-from rl_plane.subjects import Bucket
+from rl_plane.subjects import MEMBER_PREFIX, Bucket, Subjects
 from rl_plane.view import MembershipView
+from worker.registration import Registration
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -65,6 +67,39 @@ async def agreed(plane: Plane, views: list[MembershipView], workers: int, bound_
 
     await plane.until(same, bound_s)
     return views[0].snapshot().epoch
+
+
+async def test_a_worker_that_is_taken_out_while_it_registers_registers_again(plane: Plane) -> None:
+    """It has written its record, and does not know yet that it is in."""
+    bus = await Bus.connect(plane.url)
+    members = Subjects(plane.namespace, plane.component).members
+    written, go_on = asyncio.Event(), asyncio.Event()
+
+    async def registered() -> None:
+        written.set()
+        await go_on.wait()
+
+    registration = Registration(
+        bus, members, "a", "ia", {}, on_registered=registered, on_superseded=lambda: pytest.fail("superseded")
+    )
+    start = asyncio.create_task(registration.start())
+    try:
+        async with asyncio.timeout(10 * EVENT_S):
+            await written.wait()
+            first = registration.revision
+            await bus.purge(members, MEMBER_PREFIX + "a", first)
+            go_on.set()
+            await start
+
+            async def listed() -> bool:
+                entry = await bus.get(members, MEMBER_PREFIX + "a")
+                return entry is not None and entry.value is not None and entry.sequence > first
+
+            await plane.until(listed)
+    finally:
+        start.cancel()
+        await registration.leave()
+        await bus.close()
 
 
 async def test_a_join_is_seen_by_every_client(plane: Plane) -> None:

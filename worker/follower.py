@@ -308,7 +308,7 @@ class RecordFollower:
 
     async def commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
         """The coordinator's decision: swap what is staged."""
-        record = DecisionRecord.from_wire(body.record)
+        record = body.record
         async with self.turn(fence):
             self._core.learnt(record, body.sequence, time.monotonic())
             done = self._last_commit

@@ -9,7 +9,6 @@ from typing import Any
 
 from rl_plane import ops
 from rl_plane.errors import Conflict, EngineFailed, Unsupported
-from rl_plane.record import DecisionRecord
 from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import Handler
@@ -187,7 +186,7 @@ class OpHandlers:
             )
 
     def _follow_record(self, body: ops.FollowRecord, fence: int) -> ops.FollowedReply:
-        self._follower.learn(DecisionRecord.from_wire(body.record), body.sequence)
+        self._follower.learn(body.record, body.sequence)
         known = self._core.record
         return ops.FollowedReply(sequence=known.sequence if known is not None else None)
 
