@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
+from rl_plane.errors import BusUnreachable, PlaneError, StaleFence, Unavailable
 from rl_plane.fanout import Missing
 from rl_plane.history import Journal
 from rl_plane.judge import serves, still_there
@@ -55,6 +56,8 @@ from rl_plane.wire import Request, decode, encode
 
 log = logging.getLogger("rl_plane.coordinator")
 
+WRITES = 3
+"""Of the record, while somebody else writes the same one."""
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
@@ -78,6 +81,8 @@ class Coordinator:
         self._journal = journal
         self._state = view.subjects.state
         self._told_at = 0.0
+        self._written = 0
+        """The record's sequence, when it was last read or written here."""
 
     async def run(self, call: Call) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
@@ -115,12 +120,10 @@ class Coordinator:
                 return Answered(await self._ask(op, body, workers, timeout_s))
             case Tell():
                 return await self._tell(instruction)
-            case Write(_, record):
-                return Written(await self._held.put(RECORD, record.encode()))
-            case Settle():
-                await self._held.renew()
-                entry = await self._client.bus.get(self._state, RECORD)
-                return Settled(record_of(entry), entry.sequence if entry else 0)
+            case Write(_, record, over):
+                return Written(await self._write(record, over))
+            case Settle(record):
+                return await self._settle(record)
             case Note():
                 await self._note(instruction)
                 return Done()
@@ -139,13 +142,14 @@ class Coordinator:
         (snapshot, rows), entry, session, pause = await asyncio.gather(
             self._attests(), bus.get(state, RECORD), read_session(bus, state), bus.get(state, PAUSE)
         )
+        self._written = entry.sequence if entry else 0
         return Surveyed(
             _members(snapshot),
             snapshot.fingerprint,
             snapshot.epoch,
             rows,
             record_of(entry),
-            entry.sequence if entry else 0,
+            self._written,
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
@@ -210,6 +214,43 @@ class Coordinator:
             if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):
                 silent.append(frontend)
         return silent
+
+    # ---- the record ----
+
+    async def _read(self) -> DecisionRecord | None:
+        entry = await self._client.bus.get(self._state, RECORD)
+        self._written = entry.sequence if entry else 0
+        return record_of(entry)
+
+    async def _write(self, record: DecisionRecord, over: DecisionRecord | None) -> int:
+        """A worker that writes back what a store has lost does not ask for the lock: so the record itself is compared,
+        and whoever takes the lock over writes it anew, which ends the writes of the holder before."""
+        for _ in range(WRITES):
+            try:
+                self._written = await self._held.replace(RECORD, record.encode(), self._written)
+                return self._written
+            except WrongSequence:
+                await self._held.check()
+            there = await self._read()
+            if there == record:
+                return self._written
+            if there != over:
+                break
+        raise StaleFence(
+            "the record is another one than it was when this began: somebody has written back what the store had lost",
+            fix="read the state, then repeat",
+        )
+
+    async def _settle(self, record: DecisionRecord) -> Settled:
+        await self._held.renew()
+        for _ in range(WRITES):
+            there = await self._read()
+            if there is None or there.update_id == record.update_id:
+                return Settled(there, self._written)
+            with contextlib.suppress(WrongSequence):
+                self._written = await self._held.replace(RECORD, there.encode(), self._written)
+                return Settled(there, self._written)
+        raise StaleFence("the record changes all the time")
 
     # ---- waiting ----
 

@@ -78,6 +78,18 @@ class HeldLock:
                 self.lost = True
                 raise self._stale() from error
 
+    async def replace(self, key: str, value: bytes, last: int) -> int:
+        """A write that the server takes only while the key is at the sequence `last` (0: absent), else WrongSequence.
+        The lock may have been taken over meanwhile: whoever takes it over writes the key anew first."""
+        async with self._busy:
+            await self._check_ours()
+            return await self._bus.put(self._bucket, key, value, last=last)
+
+    async def check(self) -> None:
+        """StaleFence when it is not ours any more, as the leader says."""
+        async with self._busy:
+            await self._look()
+
     async def _check_ours(self) -> None:
         """Once lost, it is never ours again: a store that lost writes gives their sequences a second time."""
         if self.lost:

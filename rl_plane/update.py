@@ -139,7 +139,7 @@ class UpdateMachine:
         try:
             prepared = yield from self._prepare(base, body)
             record = next_record(base, body, self.call.update_id, prepared, self._now)
-            written = yield from self._decide(record)
+            written = yield from self._decide(record, base)
         except OutcomeUnknown:
             raise
         except PlaneError:
@@ -195,7 +195,7 @@ class UpdateMachine:
             gone = sorted(session.prepared.keys() - ready.keys())
             prepared = Prepared(session.digest, ready, gone, session.refetchable)
             record = next_record(base, body, session.update_id, prepared, self._now)
-            written = yield from self._decide(record)
+            written = yield from self._decide(record, base)
         except OutcomeUnknown:
             raise
         except PlaneError:
@@ -231,7 +231,7 @@ class UpdateMachine:
             open=False,
         )
         yield Note("begin", base=base)
-        written = yield from self._decide(record)
+        written = yield from self._decide(record, base)
         yield from self._swap_all(record, written, NOBODY, UpdatePolicy())
         watched: Answered = yield Watch(record.opened(), OPEN_BY_THEMSELVES_S)
         return self._watched(record, watched, UpdatePolicy())
@@ -271,6 +271,10 @@ class UpdateMachine:
         seen: Surveyed = yield Survey()
         self._see(seen)
         base, written = newest(seen), seen.written
+        if base is not None and (base is not seen.record or seen.took_over):
+            # Written anew, also where it is the same: what the lock's holder before may still write is refused then.
+            restored: Written = yield Write("restore", base, seen.record)
+            written = restored.sequence
         session = seen.session
         if session is not None and base is not None and session.update_id == base.update_id:
             yield Note("clear")  # it was decided, and its coordinator died before it could note that
@@ -289,9 +293,6 @@ class UpdateMachine:
             yield from self._abort(None, "clear")
         if base is None:
             raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
-        if base is not seen.record:
-            restored: Written = yield Write("restore", base)
-            written = restored.sequence
         outcome = None
         if not base.final:
             yield from self._keep_paused(base, written)
@@ -358,14 +359,14 @@ class UpdateMachine:
             return  # said in the shell's log
         yield from self._abort(update_id)
 
-    def _decide(self, record: DecisionRecord) -> Generator[Instruction, Any, int]:
+    def _decide(self, record: DecisionRecord, base: DecisionRecord) -> Generator[Instruction, Any, int]:
         """After this the version is committed. A lost answer is settled by the record itself."""
         try:
-            written: Written = yield Write("decide", record)
+            written: Written = yield Write("decide", record, base)
             return written.sequence
         except BusUnreachable as lost:
             try:
-                settled: Settled = yield Settle()
+                settled: Settled = yield Settle(record)
             except PlaneError as error:
                 raise OutcomeUnknown(
                     f"whether {record.made.label} was committed is not known: {error.message}",
@@ -394,7 +395,7 @@ class UpdateMachine:
             yield from self._end_roll(record)
         watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
         try:
-            yield Write("open", record.opened())
+            yield Write("open", record.opened(), record)
         except (BusUnreachable, StaleFence):
             pass  # whoever holds the lock next does it
         return self._watched(record, watched, policy)
@@ -416,7 +417,7 @@ class UpdateMachine:
         commit = commit_body(record, written, self._pause.left_s(self._now))
         committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
         yield from self._leases(told)
-        opened: Written = yield Write("open", record.opened())
+        opened: Written = yield Write("open", record.opened(), record)
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
         return outcome_of(record, prepared, committed.rows, told, after)
 
@@ -430,7 +431,7 @@ class UpdateMachine:
             commit = commit_body(record, written, self._pause.left_s(self._now))
             one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
             rows += one.rows
-        opened: Written = yield Write("open", record.opened())
+        opened: Written = yield Write("open", record.opened(), record)
         after: Told = yield Tell("open", record.opened(), opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
         return outcome_of(record, prepared, rows, told, after)
@@ -440,7 +441,7 @@ class UpdateMachine:
         it swaps by itself."""
         for _ in range(END_ROLL_TRIES):
             try:
-                yield Write("open", record.opened())
+                yield Write("open", record.opened(), record)
                 return
             except StaleFence:
                 return  # nobody waits for this call any more

@@ -69,16 +69,19 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The record, while the lock is held. → Written, or Failed"""
+    """The record, in the place of `over`: StaleFence when another one is there. → Written, or Failed"""
 
     phase: Phase
     record: DecisionRecord
+    over: DecisionRecord | None
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Renews the lock, which kills a late copy of our own write, then reads the record. → Settled, or Failed"""
+    """Reads the record, and if it is not this one, writes it anew, which kills a late copy of our own write.
+    → Settled, or Failed"""
 
+    record: DecisionRecord
     phase: Phase = "settle"
 
 

@@ -143,7 +143,8 @@ class Driver:
                 return Answered([ok(key) for key in workers])
             case Tell():
                 return Told(dict(self.members), [ok(key) for key in self.members], [])
-            case Write(_, record):
+            case Write(_, record, over):
+                assert self.answers or self.record in (over, record)
                 self.record = record
                 return Written(20 + len(self.trace))
             case Settle():
@@ -779,7 +780,8 @@ def test_what_was_left_staged_is_cleared_after_a_take_over() -> None:
     driver = Driver(update())
     driver.took_over = True
     driver.outcome()
-    assert driver.phases == ["survey", "clear", *WHOLE[1:]]
+    assert driver.phases == ["survey", "restore", "clear", *WHOLE[1:]]
+    assert driver.one(Write, "restore").record == R0, "which ends the writes of the one before"
     assert driver.one(Ask, "clear").body == {"update_id": None}
     driver = with_session(COMPLETE, SESSION)
     driver.took_over = True

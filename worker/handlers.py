@@ -203,12 +203,15 @@ class OpHandlers:
     async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
         async with self._follower.turn(fence):
             if body.action == "reset_tensors":
-                self._weights_are_gone("reset_tensors overwrote the weights")
+                await self._weights_are_gone("reset_tensors overwrote the weights")
             ranks = await self._engine.run(self._adapter.check_weights(body.action))
         return ops.CheckWeightsReply(ranks=ranks)
 
-    def _weights_are_gone(self, reason: str) -> None:
+    async def _weights_are_gone(self, reason: str) -> None:
         self._state.lose_weights(reason)
+        staged = self._core.staged
+        if staged is not None and staged.in_place:
+            await self._updates.drop(staged.update_id)  # it was among them
         self._follower.look()
         self._tell()
 
@@ -239,7 +242,7 @@ class OpHandlers:
             if not self._state.released:
                 self._state.open("memory")
             if weights_back:
-                self._weights_are_gone("the weights were released")  # a deep sleep discards them
+                await self._weights_are_gone("the weights were released")  # a deep sleep discards them
             self._follower.look()
         self._tell()
         return ops.MemoryReply(tags=sorted(self._state.released))

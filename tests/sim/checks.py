@@ -6,7 +6,7 @@ named at each check.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -91,6 +91,8 @@ class Checks:
         self.final_at: dict[tuple[str, int, str, str], float] = {}
         self.rolled_from: dict[tuple[str, int, str, str], Held] = {}
         """Of each rolling decision: the state before."""
+        self.forgotten: set[tuple[str, int, str, str]] = set()
+        """Decisions that the store lost before anybody had heard of them: nobody will ever know."""
         self.lost_at: dict[str, float] = {}
         """Bucket → when the store last lost writes of it."""
         self.done: list[tuple[int, str, str, str | None]] = []
@@ -177,6 +179,17 @@ class Checks:
             found = entry.keys.get(RECORD) if entry is not None else None
             value = found.value if found is not None else None
             self.record = product.decision_of(DecisionRecord.decode(value)) if value else None
+            stays = {one.key for one in [*self._known(), self.record] if one is not None}
+            latest = self.decided[-1:]
+            self.forgotten.update(one.key for one in latest if one.key not in stays)
+
+    def _known(self) -> Iterator[Decision]:
+        """The newest decision that each living process has learnt."""
+        for _, worker in self.world.live_workers():
+            if (known := product.known_to(worker)) is not None:
+                yield known
+        for one in self.world.alive():
+            yield from product.known_to_client(one.client)
 
     # ---- ops on workers: I1 ----
 
@@ -284,7 +297,8 @@ class Checks:
         call.outcome, call.ended_at = outcome, self.now
         if call.op not in ("update_weights", "complete_weights_update", "prepare_weights_update"):
             return
-        mine = [one for one in self.decided[call.decided_before :] if one.made.label == call.name]
+        decided = [one for one in self.decided[call.decided_before :] if one.key not in self.forgotten]
+        mine = [one for one in decided if one.made.label == call.name]
         if outcome == "ok" and call.op != "prepare_weights_update":
             self._check_committed(call, facts)
         elif mine and outcome not in self._excuses(call) and not facts.get("version"):

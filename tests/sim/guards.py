@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 from rl_plane.lock import HeldLock, fence_of
+from rl_plane.record import DesiredPause
 from rl_plane.subjects import LOCK
 
 
@@ -27,8 +28,8 @@ async def _live(*args: Any, **more: Any) -> bool:
     return True
 
 
-async def _not_live(*args: Any, **more: Any) -> bool:
-    return False
+async def _not_paused(*args: Any, **more: Any) -> DesiredPause:
+    return DesiredPause(False)
 
 
 async def _read_only(self: Any) -> None:
@@ -50,7 +51,7 @@ def _undecided(self: Any, record: Any) -> Any:
     yield
 
 
-async def _unguarded_put(self: Any, key: str, value: bytes) -> int:
+async def _unguarded_put(self: Any, key: str, value: bytes, last: int = 0) -> int:
     return int(await self._bus.put(self._bucket, key, value))
 
 
@@ -68,6 +69,7 @@ GUARDS: dict[str, dict[str, Any]] = {
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
         "rl_plane.lock.HeldLock.put": _unguarded_put,
+        "rl_plane.lock.HeldLock.replace": _unguarded_put,
         "rl_plane.lock.HeldLock.renew": _nothing,
         "rl_plane.lock.HeldLock.release": _nothing,
         "rl_plane.lock._acquire": _acquire_at_once,
@@ -97,7 +99,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "reconnect-grace": {"rl_plane.view.RECONNECT_GRACE_S": 0.0},
     "raised-epoch": {"rl_plane.view.MembershipView._raise_epoch": _nothing},
     "raised-fence": {"worker.lock_watch.LockWatch._raise_fence": _nothing},
-    "missed-pause": {"worker.follower.RecordFollower._fleet_is_paused": _not_live},
+    "missed-pause": {"worker.follower.read_pause": _not_paused},
     "checked-overwrite": {"worker.updates.check_overwrite": _accepts},
     "fitting-first": {"worker.core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.view.MembershipView.keep_record": _read_only},

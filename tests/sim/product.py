@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plane.client import RlClient
 from rl_plane.generation import VersionSpan
 from rl_plane.record import DecisionRecord, Held
 from rl_plane.versions import WeightVersion
@@ -54,6 +55,12 @@ def known_to(worker: Worker) -> Decision | None:
     """The newest decision that this worker has learnt."""
     record = worker.core.record
     return decision_of(record) if record is not None else None
+
+
+def known_to_client(client: RlClient) -> list[Decision]:
+    """The newest that the views of a frontend or a trainer have learnt."""
+    views = client._views.values()
+    return [decision_of(view.record) for view in views if view.record is not None]
 
 
 def staged_in(worker: Worker) -> str | None:
