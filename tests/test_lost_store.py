@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import PlaneError
+from rl_plane.coordinator import Coordinator
+from rl_plane.errors import PlaneError, StaleFence
 from rl_plane.nats_server import NatsServer
-from rl_plane.record import read_record
+from rl_plane.record import DecisionRecord, Source, read_record
+from rl_plane.subjects import RECORD
+from rl_plane.versions import WeightVersion
 from tests.test_plane_update import generated, states, update_of
 from worker.engines.fake import fake_token, make_fake_adapter
 from worker.staging import model_digest
@@ -132,6 +136,34 @@ async def test_a_fresh_worker_on_an_empty_store_does_not_turn_the_fleet_back(
     version = await next_update(plane, fresh, 2)
     assert (version["run"], version["sequence"]) == (committed["run"], 2)
     assert await serves(plane, client, 3, "step_2", 2)
+
+
+async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the survey of an update and its decision, somebody brings back what the store had lost."""
+    client, worker = await plane.client(), plane.spawn()
+    other, state = await plane.client("other"), client.subjects().state
+    digest = model_digest(plane.model(2))
+    write = Coordinator._write
+
+    async def restored_first(self: Coordinator, record: DecisionRecord, over: DecisionRecord | None) -> int:
+        if over is not None and over.sequence == 0 and not record.open:
+            made = WeightVersion(over.version.run, 7, "lost", digest)
+            source = Source({"backend": "filesystem", "path": str(plane.model(2))})
+            lost = replace(over, version=made, made=made, source=source, update_id="lost")
+            await other.bus.put(state, RECORD, lost.encode())
+        return await write(self, record, over)
+
+    monkeypatch.setattr(Coordinator, "_write", restored_first)
+    with pytest.raises(StaleFence, match="written back") as caught:
+        await client.run("update_weights", update_of(plane.model(1), "step_1"))
+    assert caught.value.facts["fix"]
+    await until_back(plane, client, 1, "lost", 7)
+    version = await next_update(plane, client, 3)
+    assert version["sequence"] == 8
+    digest = model_digest(plane.model(3))
+    assert await generated(client, worker.instance_id, [5], 2) == [fake_token(digest, [5], n) for n in range(2)]
 
 
 async def test_adapters_are_written_back_too(own_nats: tuple[NatsServer, Plane]) -> None:

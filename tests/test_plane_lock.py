@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import rl_plane.lock
+from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
 from rl_plane.lock import LOCK_TTL_S, live_fence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOLDER = """
 import asyncio, sys
+from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
 async def main():
     client = await RlClient.connect(*sys.argv[1:], name="doomed")
@@ -121,7 +123,14 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
     state = one.subjects().state
     async with one.lock(await one.view()) as stale, two.lock(await two.view(), wait_s=10) as held:
         assert held.took_over
-        await held.put("record", b"two")
+        before = await stale.replace("record", b"base", 0)
+        last = await held.replace("record", b"base", before)
+        with pytest.raises(WrongSequence):
+            await stale.replace("record", b"one", before)
+        with pytest.raises(StaleFence):
+            await stale.check()
+        await held.check()
+        await held.replace("record", b"two", last)
         for write in (stale.put("record", b"one"), stale.renew()):
             with pytest.raises(StaleFence) as caught:
                 await write
