@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rl_plane import ops
+from rl_plane.record import first_record
 from worker.dispatcher import Handler
 from worker.holds import VARIABLE, with_holds
 
 ME = "0123456789abcdef"
 BOUND_S = 5.0
+GATE = replace(first_record("blake3:1"), open=False)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -47,7 +50,7 @@ async def test_an_op_is_held_before_and_after_its_handler(
 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     handle: Any = with_holds({"follow_record": at_once if plain else later}, ME)["follow_record"]
-    gate = ops.FollowRecord(record={"open": False}, sequence=1)
+    gate = ops.FollowRecord(record=GATE, sequence=1)
     (tmp_path / "gate.before").touch()
     (tmp_path / f"gate.after.{ME}").touch()
     (tmp_path / "gate.after.another").touch()
@@ -61,14 +64,14 @@ async def test_an_op_is_held_before_and_after_its_handler(
     assert await asyncio.wait_for(held, BOUND_S) == {"fence": 7}
     # The other side of the gate is another point.
     (tmp_path / "gate.before").touch()
-    opened = ops.FollowRecord(record={"open": True}, sequence=2)
+    opened = ops.FollowRecord(record=GATE.opened(), sequence=2)
     assert await asyncio.wait_for(handle(opened, 8), BOUND_S) == {"fence": 8}
     # And so is another update.
     (tmp_path / "gate.before").write_text("mine")
-    other = ops.FollowRecord(record={"open": False, "update_id": "other"}, sequence=3)
+    other = ops.FollowRecord(record=replace(GATE, update_id="other"), sequence=3)
     assert await asyncio.wait_for(handle(other, 9), BOUND_S) == {"fence": 9}
     (tmp_path / f"reached.gate.before.{ME}").unlink()
-    mine = ops.FollowRecord(record={"open": False, "update_id": "mine"}, sequence=4)
+    mine = ops.FollowRecord(record=replace(GATE, update_id="mine"), sequence=4)
     held = asyncio.create_task(handle(mine, 10))
     await until((tmp_path / f"reached.gate.before.{ME}").exists)
     (tmp_path / "gate.before").unlink()

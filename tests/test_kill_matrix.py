@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from tests.killing import DECIDE, Case, Engine, Fault, Matrix, Victim
+from tests.kill.cases import DECIDE, Case, Engine, Fault, Matrix, Victim
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)

@@ -54,13 +54,13 @@ def _held(directory: Path, op: str, handler: Handler, instance_id: str) -> Handl
 
 def _point(op: str, body: Any) -> str:
     if op == "follow_record":
-        return "open" if body.record["open"] else "gate"
+        return "open" if body.record.open else "gate"
     return op
 
 
 def _update_id(body: Any) -> str:
-    record = getattr(body, "record", None) or {}
-    return str(record.get("update_id") or getattr(body, "update_id", None) or "")
+    record = getattr(body, "record", None)
+    return str(getattr(record or body, "update_id", None) or "")
 
 
 def _holds(file: Path, update_id: str) -> bool:

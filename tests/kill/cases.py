@@ -1,0 +1,257 @@
+"""Cases that kill, stop and bring back any process of a fleet in the middle of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
+from tests.kill.checkpoints import Wrong, check
+from tests.kill.fleet import ANSWER_S, POLL_S, SEED, Answer, RealFleet
+
+SERVED_S = 20.0
+"""Until each client gets tokens again."""
+OUTAGE_S = SERVING_LEASE_S + LEASE_MARGIN_S + 1.5
+"""Of a stopped nats-server: longer than every lease and than what clients take for a slow answer."""
+SHORT_OUTAGE_S = 2.5
+
+
+Engine = Literal["fake", "hf"]
+Fault = Literal["kill", "stop"]
+Victim = Literal["worker", "coordinator", "nats"]
+DECIDE = "decide"
+"""No worker stands at it: some milliseconds after all have prepared."""
+DECIDE_S = 0.015
+"""From the last answer to the gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    engine: Engine
+    fault: Fault
+    victim: Victim
+    point: str
+    """Of `worker/holds.py`; or DECIDE."""
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.fault}-{self.victim}-{self.point}"
+
+    @property
+    def held_at(self) -> str:
+        return "prepare_update.after" if self.point == DECIDE else self.point
+
+    @property
+    def decided(self) -> bool | None:
+        """The decision is written before the gate. None: who knows?"""
+        return None if self.point == DECIDE else not self.point.startswith("prepare_update")
+
+
+async def run_case(fleet: RealFleet, case: Case) -> None:
+    chance = random.Random(f"{SEED} {case}")
+    coordinator, other = chance.sample(fleet.frontends, 2)
+    worker = chance.choice(fleet.worker_ids)
+    policy = _policy(case, chance)
+    # A rolling update comes to one worker after another.
+    held = fleet.worker_ids if "barrier" not in policy and chance.random() < 0.5 else [worker]
+    before = (await fleet.whole())["version"]
+    weights = await fleet.checkpoint()
+    label = f"{fleet.updates}-{case}"
+    fleet.updates += 1
+    body = {
+        "transport": {"backend": "filesystem", "path": str(weights.path)},
+        "version": label,
+        "policy": policy,
+    }
+    key = uuid.uuid4().hex
+    victim = {"worker": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
+    fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
+
+    fleet.hold(case.held_at, held, key)
+    update = None
+    fleet.rollouts.rolling = "barrier" in policy
+    try:
+        update = await fleet.begun(case.held_at, held, lambda: fleet.update(coordinator, body, key))
+        if case.point == DECIDE:
+            fleet.release()
+            await asyncio.sleep(chance.uniform(0.0, DECIDE_S))
+        answer = await _strike(
+            fleet, case, victim, update, chance.random() < 0.8, lambda: fleet.clear_answer(other, body, key)
+        )
+        told = f"the first answer was: {await _ended(update)}"
+        # Only its coordinator's trouble may cost the caller the answer, only that and a lost NATS a clear one.
+        check(case.victim == "coordinator" or update.result().status is not None, told)
+        check(case.victim != "worker" or update.result().clear, told)
+        fleet.note(f"{told}; at last: {answer}")
+        after = (await fleet.whole())["version"]
+    finally:
+        fleet.release()
+        if update is not None:
+            update.cancel()
+    await _check_outcome(fleet, case, before, after, [update.result(), answer], policy, worker)
+    outcomes = await fleet.outcome_of(key)
+    check(outcomes == ["committed" if answer.version else "aborted"], f"the history tells {outcomes}: {answer}")
+    if not answer.version:  # what was undone stands in nobody's way
+        again = await fleet.clear_answer(other, {**body, "version": f"{label}-again"}, uuid.uuid4().hex)
+        check(again.status == 200, f"the update after it: {again}")
+        after = (await fleet.whole())["version"]
+    expected = (before["sequence"] + 1, weights.digest)
+    check((after["sequence"], after["digest"]) == expected, f"{after} is not {expected}")
+    await _check_served(fleet)
+
+
+def _policy(case: Case, chance: random.Random) -> dict[str, Any]:
+    policy = {
+        "on_prepare_failure": chance.choice(["abort", "exclude"]),
+        "pause_mode": chance.choice(["keep", "keep", "wait", "abort"]),
+    }
+    kind = chance.choice(["plain", "plain", "plain", "unstaged", "rolling"])
+    if kind == "unstaged":
+        policy["staging"] = "none"
+    elif kind == "rolling" and not case.point.startswith("gate"):  # which is open from the decision on
+        policy["barrier"] = "rolling"
+    return policy
+
+
+async def _ended(update: asyncio.Task[Answer]) -> Answer:
+    done, _ = await asyncio.wait([update], timeout=ANSWER_S)
+    check(done, f"the update had no answer within {ANSWER_S:g} s")
+    return update.result()
+
+
+async def _strike(
+    fleet: RealFleet,
+    case: Case,
+    victim: str,
+    update: asyncio.Task[Answer],
+    long: bool,
+    repeat: Callable[[], Awaitable[Answer]],
+) -> Answer:
+    """The fault, and the clear answer that came in the end. What was stopped goes on."""
+    if case.fault == "kill":
+        fleet.kill(victim)
+        fleet.release()
+        answer = await _ended(update)
+        return answer if answer.clear else await repeat()
+    fleet.stop(victim)
+    try:
+        fleet.release()
+        if case.victim == "worker":
+            return await _ended(update)
+        if case.victim == "coordinator":  # its lease runs out, and another goes on
+            return await repeat()
+        await asyncio.sleep(OUTAGE_S if long else SHORT_OUTAGE_S)
+    finally:
+        fleet.go_on(victim)
+    answer = await _ended(update)
+    return answer if answer.clear else await repeat()
+
+
+async def _check_outcome(
+    fleet: RealFleet,
+    case: Case,
+    before: dict[str, Any],
+    after: dict[str, Any],
+    answers: Sequence[Answer],
+    policy: dict[str, Any],
+    worker: str,
+) -> None:
+    first, last = answers
+    words = f"{before['sequence']} → {after['sequence']} under {policy}; answers: {first} / {last}"
+    check(after["run"] == before["run"], f"another run: {words}")
+    for answer in answers:
+        if answer.version is not None:
+            due = (after["sequence"], after["digest"])
+            check((answer.version["sequence"], answer.version["digest"]) == due, f"not what was answered: {words}")
+    moved = after["sequence"] - before["sequence"]
+    check(moved == (1 if last.version else 0), f"not what was answered at last: {words}")
+    check(not (moved and first.code == "update_aborted"), f"called undone, and committed: {words}")
+    if case.decided:
+        check(moved == 1 and last.status == 200, f"the decision does not stand: {words}")
+    elif case.decided is False and case.victim == "worker":
+        spared = policy["on_prepare_failure"] == "exclude"
+        check(last.status == (200 if spared else 409), f"a worker that could not prepare: {words}")
+        check(not spared or worker in last.body["excluded"], f"it is not excluded: {last.body}")
+
+
+async def _check_served(fleet: RealFleet) -> None:
+    """Everybody gets tokens again, and all tokens that ever came are of what was committed."""
+    rollouts = fleet.rollouts
+    earlier, give_up = dict(rollouts.answers), time.monotonic() + SERVED_S
+    while any(rollouts.answers[client] == count for client, count in earlier.items()) and not rollouts.wrong:
+        check(time.monotonic() < give_up, f"clients without tokens: {rollouts.answers}, {rollouts.trouble}")
+        await asyncio.sleep(POLL_S)
+    await fleet.learn_committed()
+    check(not rollouts.wrong, "\n".join(rollouts.wrong[:10]))
+    rollouts.check_committed(fleet.committed)
+
+
+class Matrix:
+    """Runs cases on fleets side by side, each fleet one case after the other: kill, recover, the next one. A fleet in
+    which one went wrong is replaced."""
+
+    def __init__(self, cases: Sequence[Case], tmp: Path, lanes: dict[Engine, int]) -> None:
+        """`lanes`: engine → fleets."""
+        self.took: dict[Case, float] = {}
+        self._seen: list[str] = []
+        self._tmp = tmp
+        loop = asyncio.get_running_loop()
+        self._results: dict[Case, asyncio.Future[None]] = {case: loop.create_future() for case in cases}
+        self._lanes = []
+        self._closing: list[asyncio.Task[None]] = []
+        for engine, count in lanes.items():
+            own = [case for case in cases if case.engine == engine]
+            random.Random(SEED).shuffle(own)  # what follows on what is another thing each time
+            for number in range(min(count, len(own))):
+                self._lanes.append(asyncio.create_task(self._lane(f"{engine}-{number}", own[number::count])))
+
+    async def result(self, case: Case) -> None:
+        await asyncio.shield(self._results[case])
+
+    async def close(self) -> None:
+        for lane in self._lanes:
+            lane.cancel()
+        await asyncio.gather(*self._lanes, return_exceptions=True)
+        await asyncio.gather(*self._closing)
+        for result in self._results.values():
+            result.cancel()
+
+    def report(self) -> str:
+        lines = [f"{took_s:6.1f} s  {case}" for case, took_s in self.took.items()]
+        return "\n".join([f"KILL_SEED={SEED}", *lines, *self._seen])
+
+    async def _lane(self, name: str, cases: Sequence[Case]) -> None:
+        fleet: RealFleet | None = None
+        fleets = 0
+        try:
+            for case in cases:
+                start = time.monotonic()
+                try:
+                    if fleet is None:
+                        fleet = RealFleet(name, self._tmp / f"{name}.{fleets}", case.engine)
+                        fleets += 1
+                        await fleet.start()
+                        start = time.monotonic()
+                    await run_case(fleet, case)
+                    self._results[case].set_result(None)
+                except Exception as error:
+                    words = f"{case} (KILL_SEED={SEED}): {type(error).__name__}: {error}"
+                    tail = fleet.tail() if fleet is not None else ""
+                    self._results[case].set_exception(Wrong(f"{words}\n{tail}\n{words}"))
+                    self._close(fleet)
+                    fleet = None
+                finally:
+                    self.took[case] = time.monotonic() - start
+        finally:
+            self._close(fleet)
+
+    def _close(self, fleet: RealFleet | None) -> None:
+        """In a task of its own: a lane that is cancelled doesn't leave half a fleet behind."""
+        if fleet is not None:
+            self._seen.append(f"{fleet.name}: {fleet.seen()}")
+            self._closing.append(asyncio.create_task(fleet.close()))

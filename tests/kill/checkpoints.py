@@ -1,0 +1,97 @@
+"""Checkpoints whose tokens tell them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rl_plane.demo.processes import child_environment
+from worker.engines.fake import fake_token, make_fake_model
+from worker.staging import model_digest
+from worker.tiny_model import witness_next_token
+
+
+class Wrong(Exception):
+    """What must not happen did."""
+
+
+def check(holds: object, words: str) -> None:
+    if not holds:
+        raise Wrong(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    digest: str
+
+
+class Models(Protocol):
+    """An engine's checkpoints, and the tokens that each of them makes."""
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """Of `rl-plane worker`."""
+
+    @property
+    def pause_s(self) -> float:
+        """Between two requests of a client."""
+
+    async def make(self, number: int) -> Checkpoint:
+        """Number n differs from the few before it."""
+
+    def token(self, digest: str, context: list[int], made: int) -> int:
+        """The greedy next token under these weights, after a context whose last `made` tokens are the completion."""
+
+
+class FakeModels:
+    flags = ("--engine", "fake", "--engine-arg", "token_delay_s=0.01")
+    pause_s = 0.03
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def make(self, number: int) -> Checkpoint:
+        path = make_fake_model(self._root / f"step_{number}", number)
+        return Checkpoint(path, model_digest(path))
+
+    def token(self, digest: str, context: list[int], made: int) -> int:
+        return fake_token(digest, context[: len(context) - made], made)
+
+
+_MAKE_WITNESSES = (
+    "import sys; from pathlib import Path; from worker.tiny_model import make_witness_model\n"
+    "for seed in range(int(sys.argv[2])): make_witness_model(Path(sys.argv[1]) / f'witness_{seed}', seed)"
+)
+
+
+class WitnessModels:
+    flags = ("--engine", "hf", "--dtype", "float32", "--device", "cpu")
+    pause_s = 0.15
+    seeds = 5
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seeds: dict[str, int] = {}
+
+    async def make(self, number: int) -> Checkpoint:
+        if not self._seeds:  # in a process of its own, which takes torch with it
+            argv = [sys.executable, "-P", "-c", _MAKE_WITNESSES, str(self._root), str(self.seeds)]
+            maker = await asyncio.create_subprocess_exec(*argv, env=child_environment(self._root))
+            check(await maker.wait() == 0, "no witness checkpoints could be made")
+            self._seeds = {model_digest(self._path(seed)): seed for seed in range(self.seeds)}
+        path = self._path(number % self.seeds)
+        return Checkpoint(path, model_digest(path))
+
+    def _path(self, seed: int) -> Path:
+        return self._root / f"witness_{seed}"
+
+    def token(self, digest: str, context: list[int], made: int) -> int:
+        return witness_next_token(self._seeds[digest], context[-1])
+
+
+MODELS: dict[str, Callable[[Path], Models]] = {"fake": FakeModels, "hf": WitnessModels}

@@ -1,0 +1,315 @@
+"""A fleet of real processes under a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from rl_plane.cli.children import Printer
+from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.cli.up import python
+from rl_plane.demo.processes import child_environment
+from rl_plane.nats_server import NatsServer
+from tests.conftest import stop_process
+from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
+from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
+from worker.holds import VARIABLE as HOLD_DIR
+
+SEED = int(os.environ.get("KILL_SEED", "0"))
+"""Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
+WORKERS, FRONTENDS = 3, 2
+START_S = 90.0
+"""Three torch processes on two busy cores."""
+WHOLE_S = 60.0
+"""A worker that starts again imports torch and fetches; a stopped one has lost its lease and its connection."""
+REACH_S = 20.0
+"""From the call to the last boundary, with a busy machine."""
+ANSWER_S = 40.0
+"""For an update, whatever happens to it: a serving lease, a lock's, and the outage of nats-server, each twice."""
+CLEAR_S = 60.0
+"""For an answer to the repeated call that is neither "try again" nor a lost connection."""
+POLL_S = 0.02
+TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the caller of an update was told."""
+
+    status: int | None
+    """None: the connection was lost, or no answer came."""
+    error: dict[str, Any] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def code(self) -> str:
+        return str(self.error.get("code", "")) if self.status is not None else str(self.error["lost"])
+
+    @property
+    def version(self) -> dict[str, Any] | None:
+        """The committed version that it tells of."""
+        return self.body.get("version") or self.error.get("version")
+
+    @property
+    def clear(self) -> bool:
+        return self.status is not None and self.status not in TRANSIENT
+
+    def __str__(self) -> str:
+        told = self.version and self.version["sequence"]
+        return f"{self.status} {self.code or 'ok'} {told} {self.error.get('message', '')}".strip()
+
+
+class RealFleet:
+    """nats-server, two frontends and three workers, each brought back as `rl-plane up --restart` does, and clients."""
+
+    def __init__(self, name: str, tmp: Path, engine: str) -> None:
+        self.name, self.tmp = name, tmp
+        self.weights = tmp / "weights"
+        self.holds = tmp / "holds"
+        for directory in (self.weights, self.holds, tmp / "scratch"):
+            directory.mkdir(parents=True)
+        self.models = MODELS[engine](self.weights)
+        self.worker_ids = [secrets.token_hex(8) for _ in range(WORKERS)]
+        self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
+        self.committed: dict[Version, Weights] = {}
+        self.updates = 0
+        self._made = 0
+        self._printer = Printer()
+        self._supervisor = Supervisor(self._printer, self._event, self._line)
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
+        self._rollouts: Rollouts | None = None
+        self._nats = NatsServer(store=tmp / "store")
+
+    # ---- its life ----
+
+    async def start(self) -> None:
+        first = await self.checkpoint()
+        self._nats.start()
+        url, port = self._nats.url, urlsplit(self._nats.url).port
+        assert port is not None
+
+        def again() -> NatsServer:
+            self._nats = NatsServer(port=port, store=self.tmp / "store")
+            return self._nats
+
+        self._supervisor.keep_nats(self._nats, again)
+        bus = ("--nats-url", url, "--namespace", "kill", "--json")
+        for name in self.frontends:
+            kept = self._keep(name, "frontend", *bus, "--rl-port", "0", "--http-port", "0")
+            kept.on_ready = lambda kept=kept: self._keep_ports(kept, bus)  # type: ignore[misc]
+        for instance_id in self.worker_ids:
+            own = ("--instance-id", instance_id, "--model", str(first.path), "--weight-root", str(self.weights))
+            self._keep(instance_id, "worker", *bus, *own, *self.models.flags, "--drain-s", "1")
+        async with asyncio.timeout(START_S):
+            for kept in self._supervisor.kept.values():
+                await kept.ready.wait()
+        version = (await self.whole())["version"]
+        self.committed[version["run"], version["sequence"]] = (version["label"], version["digest"])
+        urls = [self._facts(name)["http_url"].rstrip("/") for name in self.frontends]
+        self._rollouts = Rollouts(self.models, urls, f"{SEED} {self.name}")
+
+    def _keep(self, name: str, *arguments: str) -> Kept:
+        environment = child_environment(self.tmp / "scratch") | {HOLD_DIR: str(self.holds)}
+        kept = Kept(name, python("rl_plane.cli.main", *arguments), environment, restart=True)
+        self._supervisor.keep(kept)
+        return kept
+
+    def _keep_ports(self, kept: Kept, bus: Sequence[str]) -> None:
+        """As `up` does: the next process takes the ports that the first one found."""
+        ports = [str(urlsplit(kept.facts[url]).port) for url in ("rl_url", "http_url")]
+        own = ("--rl-port", ports[0], "--http-port", ports[1])
+        kept.argv = python("rl_plane.cli.main", "frontend", *bus, *own)
+
+    async def close(self) -> None:
+        if self._rollouts is not None:
+            await self._rollouts.close()
+        await self._http.aclose()
+        self._supervisor.end.set()
+        self._supervisor.kill()
+        await self._supervisor.stop([(list(self._supervisor.kept), 1.0)])
+        self._nats.stop()
+        self._printer.flush()
+
+    @property
+    def rollouts(self) -> Rollouts:
+        assert self._rollouts is not None
+        return self._rollouts
+
+    # ---- its processes ----
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        return self._supervisor.kept[name].facts
+
+    def pid(self, name: str) -> int:
+        """`nats`, a frontend's name or an instance id."""
+        return self._nats.process.pid if name == "nats" else int(self._facts(name)["pid"])
+
+    def kill(self, name: str) -> None:
+        self._event(f"the test kills {name}")
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def stop(self, name: str) -> None:
+        pid = self.pid(name)
+        stop_process(pid)
+        self._event(f"{name} was stopped")
+
+    def go_on(self, name: str) -> None:
+        self._event(f"{name} goes on")
+        os.kill(self.pid(name), signal.SIGCONT)
+
+    def _line(self, name: str, line: bytes, fd: int) -> None:
+        with (self.tmp / f"{name}.log").open("ab") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} ".encode() + line + b"\n")
+
+    def _event(self, words: str, **facts: Any) -> None:
+        self._line("supervisor", f"{time.time() % 60:06.3f} {words}".encode(), 0)
+
+    def note(self, words: str) -> None:
+        self._event(words)
+
+    def seen(self) -> str:
+        if (seen := self._rollouts) is None:
+            return "not started"
+        return (
+            f"{sum(seen.answers.values())} completions, {seen.crossed} kept over an update, {dict(seen.trouble)}"
+        )
+
+    def tail(self) -> str:
+        parts = []
+        for log in sorted(self.tmp.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            parts.append("\n".join([f"---- {self.name} {log.stem}", *lines]))
+        return "\n".join(parts)
+
+    # ---- what is asked of it ----
+
+    async def get(self, frontend: str, path: str) -> dict[str, Any]:
+        """TransportError or Wrong when it can't be had."""
+        response = await self._http.get(
+            f"{self._facts(frontend)['rl_url'].rstrip('/')}/v1/rl/{path}", timeout=15.0
+        )
+        check(
+            response.status_code == 200, f"{frontend} {path}: HTTP {response.status_code}: {response.text[:500]}"
+        )
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def checkpoint(self) -> Checkpoint:
+        made = await self.models.make(self._made)
+        self._made += 1
+        return made
+
+    async def update(self, frontend: str, body: dict[str, Any], key: str) -> Answer:
+        url = f"{self._facts(frontend)['rl_url'].rstrip('/')}/v1/rl/update_weights"
+        try:
+            response = await self._http.post(url, json=body, headers={"Idempotency-Key": key})
+            told = response.json()
+        except (httpx.TransportError, ValueError) as error:
+            return Answer(None, {"lost": type(error).__name__})
+        if response.status_code == 200:
+            # From here on: a request that begins now is answered by this version or a newer one.
+            self.rollouts.floor = max(self.rollouts.floor, told["version"]["sequence"])
+            return Answer(200, body=told)
+        return Answer(response.status_code, told["error"])
+
+    async def clear_answer(self, frontend: str, body: dict[str, Any], key: str) -> Answer:
+        """Repeats the call under its id until it is told how the update ended."""
+        give_up = time.monotonic() + CLEAR_S
+        while True:
+            answer = await self.update(frontend, body, key)
+            self.note(f"repeated at {frontend}: {answer}")
+            if answer.clear:
+                return answer
+            check(time.monotonic() < give_up, f"no clear answer at {frontend} in {CLEAR_S:g} s: {answer}")
+            await asyncio.sleep(0.2)
+
+    async def whole(self) -> dict[str, Any]:
+        """Once every worker serves the committed version, with nothing left of any update, as every frontend tells."""
+        give_up = time.monotonic() + WHOLE_S
+        while True:
+            try:
+                states = [await self.get(name, "state?min_workers=0") for name in self.frontends]
+                missing = [words for state in states for words in self._missing(state)]
+                if len({json.dumps(state["version"]) for state in states}) > 1:
+                    missing.append("the frontends know different versions")
+                if not missing:
+                    for name in self.frontends:
+                        await self.get(name, f"ready?min_workers={WORKERS}")
+                    return states[0]
+            except (httpx.TransportError, Wrong) as error:
+                missing = [f"{type(error).__name__}: {error}"]
+            check(time.monotonic() < give_up, f"the fleet is not whole after {WHOLE_S:g} s: {missing}")
+            await asyncio.sleep(0.1)
+
+    def _missing(self, state: dict[str, Any]) -> list[str]:
+        rows = {row["instance_id"]: row for row in state["workers"]}
+        found = [] if set(rows) == set(self.worker_ids) else [f"the members are {sorted(rows)}"]
+        if not state["ready"]:
+            found.append("not ready")
+        for instance_id, row in rows.items():
+            due = {
+                "status": "ok",
+                "pause_state": "running",
+                "version": state["version"],
+                "staged": None,
+                "draining": False,
+                "admission": {"open": True, "reasons": []},
+            }
+            found += [
+                f"{instance_id} has {key} {row.get(key)}" for key, value in due.items() if row.get(key) != value
+            ]
+        return found
+
+    async def learn_committed(self) -> None:
+        """The history, of which nothing that was told before may change."""
+        told = (await self.get(self.frontends[0], "updates?limit=256"))["updates"]
+        for entry in told:
+            if entry["outcome"] == "committed":
+                version = entry["version"]
+                key, weights = (version["run"], version["sequence"]), (version["label"], version["digest"])
+                check(
+                    self.committed.setdefault(key, weights) == weights, f"{key} was {self.committed[key]}: {entry}"
+                )
+
+    async def outcome_of(self, update_id: str) -> list[str]:
+        told = (await self.get(self.frontends[-1], "updates?limit=256"))["updates"]
+        return [entry["outcome"] for entry in told if entry["update_id"] == update_id]
+
+    # ---- holds ----
+
+    def hold(self, point: str, instance_ids: Sequence[str], update_id: str) -> None:
+        """Of this update alone: a coordinator may begin by finishing the one before."""
+        for instance_id in instance_ids:
+            made = self.holds / f"new.{instance_id}"
+            made.write_text(update_id)
+            made.rename(self.holds / f"{point}.{instance_id}")
+
+    def release(self) -> None:
+        for file in self.holds.iterdir():
+            file.unlink()
+
+    async def begun(
+        self, point: str, instance_ids: Sequence[str], call: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> asyncio.Task[Answer]:
+        """The update, once it stands at this point; one that finds the lock of the case before is called again."""
+        give_up = time.monotonic() + REACH_S
+        files = [self.holds / f"reached.{point}.{instance_id}" for instance_id in instance_ids]
+        update = asyncio.create_task(call())
+        while not all(file.exists() for file in files):
+            check(time.monotonic() < give_up, f"{point} was not reached within {REACH_S:g} s")
+            if update.done():
+                check(update.result().code == "locked", f"{point} was never reached: {update.result()}")
+                update = asyncio.create_task(call())
+            await asyncio.sleep(POLL_S)
+        return update
