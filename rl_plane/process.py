@@ -27,13 +27,13 @@ def die_with_parent() -> Callable[[], None]:
     return set_death_signal
 
 
-def exit_within(limit_s: float) -> None:
+def exit_within(limit_s: float, code: int = EXIT_TOO_SLOW) -> None:
     """Ends this process after `limit_s` whatever still runs then: a resolver's thread, for one, can't be stopped,
     and the interpreter would wait for it."""
 
     def end() -> None:
         log.error("the orderly end took more than %g s", limit_s)
-        os._exit(EXIT_TOO_SLOW)
+        os._exit(code)
 
     timer = threading.Timer(limit_s, end)
     timer.daemon = True

@@ -109,6 +109,13 @@ SETTINGS: dict[str, Setting] = {
             "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"
         ),
         Setting(
+            "engine_hang_s",
+            "a worker ends when its engine answers nothing for so long",
+            parse.positive_seconds,
+            60.0,
+            metavar="SECONDS",
+        ),
+        Setting(
             "drain_s", "how long SIGTERM lets running requests take", parse.seconds(0.0), 30.0, metavar="SECONDS"
         ),
         Setting(

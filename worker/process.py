@@ -23,6 +23,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.process import exit_within
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.tasks import end_tasks
+from worker import exit_codes
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.options import WorkerOptions
@@ -31,10 +32,6 @@ from worker.transports.base import WeightTransport
 from worker.worker import Worker
 
 log = logging.getLogger("worker.process")
-
-EXIT_OK = 0
-EXIT_ENGINE_DEAD = 70
-"""The engine died or the worker was superseded: a supervisor starts a new process."""
 
 EXIT_MARGIN_S = 15.0
 """Beyond the drain: how long leaving and closing the engine may take before the process is ended anyway."""
@@ -101,7 +98,7 @@ class WorkerProcess:
         self._on_ready = on_ready
         self._end_wanted = threading.Event()
         self._wake: Callable[[], None] = lambda: None
-        self._exit_code = EXIT_OK
+        self._exit_code = exit_codes.OK
 
     def told_to_end(self) -> None:
         exit_within(self._options.drain_s + EXIT_MARGIN_S)
@@ -113,9 +110,10 @@ class WorkerProcess:
         with contextlib.suppress(RuntimeError):  # the NATS loop is closed: it has ended already
             self._wake()
 
-    def _failed(self, why: str) -> None:
+    def _failed(self, why: str, exit_code: int) -> None:
         log.error("%s", why)
-        self._exit_code = EXIT_ENGINE_DEAD
+        self._exit_code = exit_code
+        exit_within(EXIT_MARGIN_S, exit_code)  # an engine that hangs may not let itself be closed
         self.end()
 
     async def serve(self, adapters: list[EngineAdapter], infos: list[EngineInfo], digest: str) -> int:
@@ -164,7 +162,7 @@ class WorkerProcess:
             self._on_ready([worker.state.instance_id for worker in workers])
             if not self._end_wanted.is_set():
                 await end.wait()
-            if self._exit_code == EXIT_OK:
+            if self._exit_code == exit_codes.OK:
                 await asyncio.gather(*(worker.drain(self._options.drain_s) for worker in workers))
         finally:
             await asyncio.gather(*(worker.stop() for worker in workers))
@@ -193,6 +191,7 @@ class WorkerProcess:
                 "transports": sorted(transports),
             },
             model_digest=digest,
+            engine_hang_s=options.engine_hang_s,
             on_end=self._failed,
         )
 

@@ -18,9 +18,11 @@ from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.record import read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.tasks import end_tasks
+from worker import exit_codes
 from worker.core import WorkerCore
 from worker.dispatcher import Dispatcher
 from worker.engine_loop import EngineLoop
+from worker.engine_watch import DEFAULT_ENGINE_HANG_S, EngineWatch
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
@@ -39,7 +41,7 @@ LIVENESS_INTERVAL_S = 1.0
 
 
 class Worker:
-    """`on_end(why)`: the worker can't go on (dead engine, superseded), and its process should end it."""
+    """`on_end(why, exit code)`: the worker can't go on, and its process should end it."""
 
     def __init__(
         self,
@@ -52,7 +54,8 @@ class Worker:
         *,
         member_info: dict[str, Any],
         model_digest: str,
-        on_end: Callable[[str], None],
+        engine_hang_s: float = DEFAULT_ENGINE_HANG_S,
+        on_end: Callable[[str, int], None],
     ) -> None:
         self.bus = bus
         self.subjects = subjects
@@ -61,6 +64,7 @@ class Worker:
         self._adapter = adapter
         self._engine = engine
         self._on_end = on_end
+        self._watch = EngineWatch(engine_hang_s)
         self._updates = WeightUpdates(
             adapter, info, engine, transports, lambda staging: self.core.is_staged(staged_info(staging))
         )
@@ -86,7 +90,7 @@ class Worker:
             self.state.incarnation,
             member_info,
             on_registered=self._follow_pause,
-            on_superseded=lambda: on_end("another process has taken this instance id"),
+            on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
         self._dispatcher = Dispatcher(
@@ -172,17 +176,23 @@ class Worker:
     async def _watch_engine(self) -> None:
         while True:
             await asyncio.sleep(LIVENESS_INTERVAL_S)
+            since, blocked = time.monotonic(), self._follower.changing.locked()
             try:
                 await self._handlers.round_trip()
                 self._handlers.engine_alive = True
                 self.state.open("engine")
+                self._watch.answered()
             except EngineHung as error:
                 self._handlers.engine_alive = False
                 self.state.close("engine", error.message)
+                seconds = LIVENESS_INTERVAL_S + time.monotonic() - since
+                if self._watch.silent(seconds, blocked or self._follower.changing.locked()):
+                    self._on_end(f"the engine hangs: {error.message}", exit_codes.ENGINE_HUNG)
+                    return
             except EngineFailed as error:
                 self._handlers.engine_alive = False
                 self.state.close("engine", error.message)
-                self._on_end(f"the engine is dead: {error.message}")
+                self._on_end(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
                 return
             except Exception as error:
                 log.exception("liveness")

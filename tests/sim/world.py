@@ -155,7 +155,7 @@ class World:
                     "transports": ["filesystem"],
                 },
                 model_digest=model_digest(self.models[0]),
-                on_end=lambda why: self._ended(instance_id, process, why),
+                on_end=lambda why, code: self._ended(instance_id, process, why),
             )
             product.watch_ops(worker, lambda request: self.checks.doing(process, worker, request))
             self.workers[instance_id] = (process, worker, engine)

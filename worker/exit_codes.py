@@ -1,0 +1,7 @@
+"""With what a worker process ends; whatever it is not 0, a supervisor starts a new one."""
+
+OK = 0
+ENGINE_DEAD = 70
+ENGINE_HUNG = 71
+SUPERSEDED = 72
+"""Another process has taken the instance id."""
