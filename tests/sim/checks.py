@@ -150,7 +150,9 @@ class Checks:
                 self.fail("I6", f"a second first record: {decision}")
         elif decision.run_number > before.run_number:
             return  # somebody began a new run
-        elif decision.sequence <= before.sequence or (decision.run != before.run and not self._began_twice(before)):
+        elif decision.sequence <= before.sequence or (
+            decision.run != before.run and not self._began_twice(before)
+        ):
             self.fail("I6", f"the record went from {before} to {decision}")
         elif decision.sequence > before.sequence + 1 and not self.lost_at:
             self.fail("I6", f"the record jumped from {before} to {decision}")
