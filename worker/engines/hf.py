@@ -21,27 +21,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import (
-    CheckAction,
-    EngineAdapter,
-    EngineInfo,
-    EngineOptions,
-    PauseMode,
-    Staged,
-    TensorStream,
-)
-from worker.engines.hf_adapters import ModelAdapters, StagedAdapter, have_peft
+from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
+from worker.receiver import Receiver, load_transports
+from worker.reception import Cancelled, Reception
 
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
-_NO_PEFT = "peft is not installed here: install rl-plane[hf]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +89,8 @@ class HfEngine:
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
-        self._weights: ModelWeights | None = None
-        self._adapters: ModelAdapters | None = None
+        self._holder: HfHolder | None = None
+        self._receiver: Receiver | None = None
         self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, Stream] = {}
         self._keys = itertools.count()
@@ -113,8 +108,9 @@ class HfEngine:
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
+            adapters = self._held().adapters
             self._loop = await asyncio.to_thread(
-                GenerationLoop, self._model, self._held_adapters(), config, asyncio.get_running_loop()
+                GenerationLoop, self._model, adapters, config, asyncio.get_running_loop()
             )
             self._loop.start()
             await self.liveness()
@@ -143,7 +139,10 @@ class HfEngine:
             # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
-        self._weights, self._adapters = ModelWeights(self._model), ModelAdapters(self._model)
+        self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
+        self._receiver = Receiver(
+            self._holder, load_transports([*self._options.weight_roots, self._options.model])
+        )
         self._eos = _eos_tokens(self._model, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
@@ -164,6 +163,7 @@ class HfEngine:
             vocab_size=config.vocab_size,
             max_model_len=length,
             capabilities=_capabilities(),
+            transports=self._receiver.backends,
         )
 
     async def close(self) -> None:
@@ -171,7 +171,7 @@ class HfEngine:
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._weights = self._adapters = self._tokenizer = None
+        self._model = self._holder = self._receiver = self._tokenizer = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -307,17 +307,17 @@ class HfEngine:
     # weights
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._held_weights().spec
+        return self._held().weight_spec()
 
-    def optional_tensors(self) -> frozenset[str]:
-        return self._held_weights().optional
+    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
+        return self._receiving().receive(reception, cancelled)
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        return self._held_weights().stage(tensors, cast, cancelled)
+    async def discard(self, staging: str) -> None:
+        self._receiving().discard(staging)
 
-    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
-        assert isinstance(staged, StagedTensors), "what `stage` gave"
-        weights = self._held_weights()
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        staged, weights = self._receiving().take(staging), self._held().weights
+        assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
             loop.version = None  # half-way there are no known weights
@@ -328,36 +328,33 @@ class HfEngine:
         flushed: bool = await self._call(between_two_steps)
         return flushed
 
-    async def discard(self, staged: Staged) -> None:
-        assert isinstance(staged, StagedTensors | StagedAdapter), "what `stage` or `stage_adapter` gave"
-        staged.tensors = None
-
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        loop, weights = self._running(), self._held_weights()
-        loop.call(loop.forget_weights).result()
-        weights.overwrite(tensors, cast, cancelled)
+    def check_overwrite(self, reception: Reception) -> None:
+        self._receiving().check_overwrite(reception)
+
+    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
+        return self._receiving().overwrite(reception, cancelled)
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._receiving().init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        self._receiving().destroy_transport(backend)
+        return [{"rank": 0}]
 
     # adapters
 
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        if not have_peft():
-            _refuse(_NO_PEFT)
-        return self._held_adapters().spec(config)
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        staged = None if staging is None else self._receiving().take(staging)
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        return self._held_adapters().stage(config, tensors, cast, cancelled)
-
-    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
         def between_two_steps(loop: GenerationLoop) -> None:
             if staged is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, StagedAdapter), "what `stage_adapter` gave"
+                assert isinstance(staged, StagedAdapter), "an adapter"
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
@@ -372,7 +369,7 @@ class HfEngine:
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        weights = self._held_weights()
+        weights = self._held().weights
         if action == "checksum":
             return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
         if action == "compare":
@@ -400,15 +397,19 @@ class HfEngine:
             raise EngineFailed("the engine is not running")
         return self._loop
 
-    def _held_weights(self) -> ModelWeights:
-        if self._weights is None:
-            raise EngineFailed("the engine is not running")
-        return self._weights
+    def _forget_weights(self) -> None:
+        loop = self._running()
+        loop.call(loop.forget_weights).result()
 
-    def _held_adapters(self) -> ModelAdapters:
-        if self._adapters is None:
+    def _held(self) -> HfHolder:
+        if self._holder is None:
             raise EngineFailed("the engine is not running")
-        return self._adapters
+        return self._holder
+
+    def _receiving(self) -> Receiver:
+        if self._receiver is None:
+            raise EngineFailed("the engine is not running")
+        return self._receiver
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
         loop = self._running()
@@ -475,7 +476,7 @@ def _eos_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _capabilities() -> dict[str, str]:
     lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
-    return lacking if have_peft() else lacking | {"prepare_update:lora": _NO_PEFT, "update_weights:lora": _NO_PEFT}
+    return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
 from rl_plane.versions import TensorSpec
-from worker.engines.base import TensorStream
+from worker.reception import TensorStream
 
 NOISE_STD = 0.5
 """Of the noise that `reset` writes: far from any trained or freshly made weights."""
