@@ -9,7 +9,19 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.versions import WeightVersion
-from tests.test_fake_engine import PROMPT, Reader, ask, drain, reception, stage, started, tokens, until, version
+from tests.test_fake_engine import (
+    PROMPT,
+    Reader,
+    ask,
+    drain,
+    receive,
+    reception,
+    stage,
+    started,
+    tokens,
+    until,
+    version,
+)
 from worker.engines.fake import FakeEngine, fake_logprob, fake_token, make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
 
@@ -34,9 +46,7 @@ def adapter_version(sequence: int, directory: Path) -> WeightVersion:
 
 
 def staged_adapter(engine: FakeEngine, directory: Path) -> str:
-    what = reception(directory, kind="lora")
-    engine.receive(what, lambda: False)
-    return what.staging
+    return receive(engine, reception(directory, kind="lora"))[0]
 
 
 async def load_adapter(engine: FakeEngine, name: str, directory: Path, sequence: int) -> None:
@@ -178,7 +188,7 @@ async def test_adapters_and_base_weights_are_apart(base: Path, loras: list[Path]
 
 
 def write_over(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
-    return engine.overwrite(reception(directory), cancelled)["digest"]
+    return receive(engine, reception(directory, in_place=True), cancelled)[1]["digest"]
 
 
 @pytest.mark.parametrize("hold_bytes", ["true", "false"])

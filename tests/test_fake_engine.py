@@ -14,6 +14,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
 from worker.engines.fake import FakeEngine, build, fake_logprob, fake_token, make_fake_model
@@ -53,9 +54,14 @@ def reception(directory: Path, **more: Any) -> Reception:
 
 
 def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
-    what = reception(directory)
-    engine.receive(what, cancelled)
-    return what.staging
+    return receive(engine, reception(directory), cancelled)[0]
+
+
+def receive(
+    engine: FakeEngine, what: Reception, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[str, PreparedReply]:
+    engine.open(what)
+    return what.staging, engine.receive(what.staging, cancelled)
 
 
 def ask(name: str = "r", **fields: Any) -> GenerateRequest:
@@ -188,7 +194,7 @@ async def test_a_configured_dtype_asks_for_a_cast(base: Path, new: Path) -> None
     with pytest.raises(InvalidWeights) as caught:
         stage(engine, new)
     assert caught.value.facts["field"] == "cast"
-    reply = engine.receive(reception(new, cast=True), lambda: False)
+    _, reply = receive(engine, reception(new, cast=True))
     assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}
 
 

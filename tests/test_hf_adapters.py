@@ -110,7 +110,8 @@ def reception(path: Path, **more: Any) -> Reception:
 
 async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> str:
     what = reception(path, kind="lora", cast=cast)
-    reply = await asyncio.to_thread(engine.receive, what, lambda: False)
+    engine.open(what)
+    reply = await asyncio.to_thread(engine.receive, what.staging, lambda: False)
     assert reply["digest"] == adapter_digest(path)
     return what.staging
 
@@ -529,7 +530,9 @@ async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], ad
         await one.reach(20)
 
     def write() -> str:
-        return engine.overwrite(reception(witnesses[2]), lambda: False)["digest"]
+        what = reception(witnesses[2], in_place=True)
+        engine.open(what)
+        return engine.receive(what.staging, lambda: False)["digest"]
 
     with pytest.raises(EngineFailed, match="paused"):
         await asyncio.to_thread(write)

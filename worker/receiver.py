@@ -29,50 +29,40 @@ def load_transports(weight_roots: Iterable[Path]) -> dict[str, WeightTransport]:
 
 
 class Receiver:
-    """What it stages it keeps until `take` or `discard`. Its methods block: they are for a thread."""
+    """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread."""
 
     def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
         self.holder = holder
         self._transports = transports
+        self._opened: dict[str, tuple[Reception, Delivery]] = {}
         self._staged: dict[str, Staged] = {}
-        self._opened: dict[str, Delivery] = {}
 
     @property
     def backends(self) -> tuple[str, ...]:
         return tuple(sorted(self._transports))
 
-    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        """Into staging. When it raises, nothing is staged."""
-        delivery = self._open(reception)
-        tensors, size, refetchable = _size(delivery)
-        take = receive if reception.kind == "base" else receive_adapter
-        staged, digest = take(
-            self.holder,
-            delivery,
-            cast=reception.cast,
-            expected_digest=reception.digest,
-            cancelled=cancelled,
-        )
-        self._staged[reception.staging] = staged
-        return PreparedReply(digest=digest, tensors=tensors, bytes=size, refetchable=refetchable)
+    def open(self, reception: Reception) -> None:
+        """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
+        delivery = self._transport(reception.transport).open(reception.transport, reception.kind)
+        if reception.in_place:  # what is staged is checked by `receive` as well, and nothing is touched there
+            check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
+        self._opened[reception.staging] = (reception, delivery)
 
-    def check_overwrite(self, reception: Reception) -> None:
-        """Opens the delivery, and checks all that can be without its bytes; `overwrite` or `discard` closes it."""
-        delivery = self._open(reception)
-        check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
-        self._opened[reception.staging] = delivery
-
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        """Over the served weights."""
-        delivery = self._opened.pop(reception.staging, None) or self._open(reception)
-        tensors, size, refetchable = _size(delivery)
-        digest = overwrite(
-            self.holder,
-            delivery,
-            cast=reception.cast,
-            expected_digest=reception.digest,
-            cancelled=cancelled,
-        )
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        """What was opened, into staging or over the served weights. When it raises, nothing is staged."""
+        reception, delivery = self._opened.pop(staging)
+        tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
+        refetchable = delivery.refetchable
+        how: dict[str, Any] = {
+            "cast": reception.cast,
+            "expected_digest": reception.digest,
+            "cancelled": cancelled,
+        }
+        if reception.in_place:
+            digest = overwrite(self.holder, delivery, **how)
+        else:
+            take = receive if reception.kind == "base" else receive_adapter
+            self._staged[staging], digest = take(self.holder, delivery, **how)
         return PreparedReply(digest=digest, tensors=tensors, bytes=size, refetchable=refetchable)
 
     def take(self, staging: str) -> Staged:
@@ -85,9 +75,9 @@ class Receiver:
     def discard(self, staging: str) -> None:
         """Frees what is staged or opened under this name, if anything is."""
         self._staged.pop(staging, None)
-        delivery = self._opened.pop(staging, None)
-        if delivery is not None:
-            delivery.close()
+        opened = self._opened.pop(staging, None)
+        if opened is not None:
+            opened[1].close()
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config).init(config)
@@ -95,13 +85,5 @@ class Receiver:
     def destroy_transport(self, backend: str) -> None:
         self._transport({"backend": backend}).destroy()
 
-    def _open(self, reception: Reception) -> Delivery:
-        return self._transport(reception.transport).open(reception.transport, reception.kind)
-
     def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
         return self._transports[config["backend"]]
-
-
-def _size(delivery: Delivery) -> tuple[int, int, bool]:
-    """(tensors, bytes, refetchable)."""
-    return len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values()), delivery.refetchable

@@ -29,6 +29,8 @@ class Reception:
     cast: bool = False
     digest: str | None = None
     """The version's, where it is known."""
+    in_place: bool = False
+    """Over the served weights, which don't fit twice; then nothing is staged."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -37,6 +39,7 @@ class Reception:
             "kind": self.kind,
             "cast": self.cast,
             "digest": self.digest,
+            "in_place": self.in_place,
         }
 
 

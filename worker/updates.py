@@ -159,26 +159,22 @@ class WeightUpdates:
             "base" if wanted.name is None else "lora",
             wanted.cast,
             wanted.digest,
+            wanted.in_place,
         )
+        await asyncio.to_thread(self._adapter.open, reception)
         if wanted.in_place:
-            reply = await self._overwrite(reception, cancelled, taint)
-        else:
-            reply = await asyncio.to_thread(self._adapter.receive, reception, cancelled.is_set)
+            try:
+                await taint()
+            except BaseException:
+                await self._engine.run(self._adapter.discard(reception.staging))
+                raise
+        reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
         staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
         if cancelled.is_set():
             await self._discard(staging)
             raise UpdateAborted(f"the update {wanted.update_id} was aborted while it was received")
         self._set(staging)
         return staging
-
-    async def _overwrite(self, reception: Reception, cancelled: threading.Event, taint: Taint) -> PreparedReply:
-        await asyncio.to_thread(self._adapter.check_overwrite, reception)
-        try:
-            await taint()
-        except BaseException:
-            await self._engine.run(self._adapter.discard(reception.staging))
-            raise
-        return await asyncio.to_thread(self._adapter.overwrite, reception, cancelled.is_set)
 
     def _set(self, staging: Staging | None) -> None:
         self.staged = staging

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
 from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineOptions, PauseMode
 from worker.engines.fake import FakeEngine
-from worker.reception import Cancelled, Reception
+from worker.engines.fake_model import FakeTensor
 from worker.transports.filesystem import FilesystemTransport
 
 if TYPE_CHECKING:
@@ -67,10 +67,12 @@ class SimEngine(FakeEngine):
             raise EngineFailed("simulated: the swap failed")
         return await super().swap(staging, version)
 
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
+    @contextmanager
+    def half_written(self) -> Iterator[dict[str, FakeTensor]]:
         self._world.checks.touching(self._process, "an overwrite")
         self.fail_overwrite, self.failing_swaps = bool(self.failing_swaps), 0
-        return super().overwrite(reception, cancelled)
+        with super().half_written() as mixed:
+            yield mixed
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         if version is not None:

@@ -105,13 +105,20 @@ class EngineAdapter(Protocol):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
-    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        """Brings what the reception describes into staging, complete and verified, while generation goes on: the
-        `Receiver` of every rank does. Blocks, on a thread of the worker's. Ends early with an EngineFailed when
-        `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing stays staged."""
+    def open(self, reception: Reception) -> None:
+        """In every rank: opens what the reception describes, and checks what can be without its bytes. Touches
+        nothing. InvalidRequest or InvalidWeights. Blocks, on a thread of the worker's."""
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
+        early with an EngineFailed when `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing
+        stays staged or open. Blocks, on a thread of the worker's.
+
+        With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
+        weights are of no version. They are labelled by a `set_version` that follows."""
 
     async def discard(self, staging: str) -> None:
-        """Frees what was received, or opened, under this name; nothing there is no error."""
+        """Frees what is opened or staged under this name; nothing there is no error."""
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
@@ -121,15 +128,6 @@ class EngineAdapter(Protocol):
 
     def set_version(self, version: WeightVersion) -> None:
         """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
-
-    def check_overwrite(self, reception: Reception) -> None:
-        """Before `overwrite`, all that can be checked without touching the weights. Holds what it opened until
-        `overwrite` or `discard`. Blocks, on a thread of the worker's."""
-
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        """The same as `receive` and `swap` in one, for a model that doesn't fit twice: writes the tensors over the
-        served weights as they come. The engine is paused; when this raises, its weights are of no version. They are
-        labelled by a `set_version` that follows. Blocks, on a thread of the worker's."""
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sets a transport up in every rank: one row for each, `{rank, …}`. Blocks, on a thread of the worker's."""

@@ -440,8 +440,11 @@ class FakeEngine:
         self._held()
         return self._specs
 
-    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        return self.receiver.receive(reception, cancelled)
+    def open(self, reception: Reception) -> None:
+        self.receiver.open(reception)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self.receiver.receive(staging, cancelled)
 
     async def discard(self, staging: str) -> None:
         self.receiver.discard(staging)
@@ -472,12 +475,6 @@ class FakeEngine:
             raise EngineFailed("a swap needs a paused engine")
         if "weights" in self._released:
             raise EngineFailed("the weights' memory is released: resume it first")
-
-    def check_overwrite(self, reception: Reception) -> None:
-        self.receiver.check_overwrite(reception)
-
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        return self.receiver.overwrite(reception, cancelled)
 
     @contextmanager
     def half_written(self) -> Iterator[dict[str, FakeTensor]]:

@@ -268,8 +268,11 @@ class HfEngine:
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._held().weight_spec()
 
-    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        return self._receiving().receive(reception, cancelled)
+    def open(self, reception: Reception) -> None:
+        self._receiving().open(reception)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self._receiving().receive(staging, cancelled)
 
     async def discard(self, staging: str) -> None:
         self._receiving().discard(staging)
@@ -289,12 +292,6 @@ class HfEngine:
 
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
-
-    def check_overwrite(self, reception: Reception) -> None:
-        self._receiving().check_overwrite(reception)
-
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        return self._receiving().overwrite(reception, cancelled)
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._receiving().init_transport(config)
