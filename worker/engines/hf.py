@@ -327,12 +327,12 @@ class HfEngine:
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         weights = self._held().weights
         if action == "checksum":
-            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
+            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checks.checksum)}]
         if action == "compare":
-            mismatches = await asyncio.to_thread(weights.compare)
+            mismatches = await asyncio.to_thread(weights.checks.compare)
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
         if action == "snapshot":
-            await asyncio.to_thread(weights.snapshot)
+            await asyncio.to_thread(weights.checks.snapshot)
         else:
 
             def between_two_steps(loop: GenerationLoop) -> None:
