@@ -22,9 +22,10 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneE
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
-from worker.engines.hf import HfEngine, IncrementalText, build  # noqa: E402
+from worker.engines.hf import HfEngine, build  # noqa: E402
 from worker.engines.hf_loop import Stream, choose  # noqa: E402
 from worker.engines.hf_weights import ModelWeights  # noqa: E402
+from worker.engines.tokenizing import IncrementalText  # noqa: E402
 from worker.reception import TensorStream  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
 
@@ -806,4 +807,4 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         assert not torch.allclose(one(ids).logits, two(ids).logits)
         weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
         assert torch.equal(one(ids).logits, two(ids).logits)
-    assert weights.checksum() == ModelWeights(two).checksum()
+    assert weights.checks.checksum() == ModelWeights(two).checks.checksum()

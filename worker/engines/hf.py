@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
@@ -29,6 +29,7 @@ from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
+from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 
@@ -130,7 +131,7 @@ class HfEngine:
         dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
         disable_progress_bar()  # a worker's standard error is a log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
@@ -143,7 +144,7 @@ class HfEngine:
         self._receiver = Receiver(
             self._holder, load_transports([*self._options.weight_roots, self._options.model])
         )
-        self._eos = _eos_tokens(self._model, self._tokenizer)
+        self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
         length = self._arguments.max_model_len or room
@@ -182,7 +183,7 @@ class HfEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         loop = self._running()
-        prompt = await self._prompt(request)
+        prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
         stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
@@ -217,52 +218,10 @@ class HfEngine:
                 # Not awaited: this may be a cancelled task, or a generator that is being closed.
                 loop.call(lambda: loop.abort([stream]))
 
-    async def _prompt(self, request: GenerateRequest) -> list[int]:
-        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"a request has one of prompt_token_ids, prompt and messages, not {given}",
-                field=given[-1] if given else "prompt_token_ids",
-                fix="give exactly one",
-            )
-        if request.prompt_token_ids is not None:
-            return list(request.prompt_token_ids)
-        if request.prompt is not None:
-            return await asyncio.to_thread(self._tokenizer.encode, request.prompt, add_special_tokens=False)
-        try:
-            ids: list[int] = await asyncio.to_thread(
-                self._tokenizer.apply_chat_template,
-                request.messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except Exception as error:  # a template is a program of the model's: it raises what it likes
-            raise InvalidRequest(
-                f"the chat template refuses these messages: {error}",
-                field="messages",
-                fix="give each a role and a content",
-            ) from error
-        return ids
-
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
         info = self._info
         assert info is not None, "start sets it before the loop is there"
-        for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
-            if ids and max(ids) >= info.vocab_size:
-                raise InvalidRequest(
-                    f"token {max(ids)} is outside the vocabulary",
-                    field=field,
-                    fix=f"use ids below {info.vocab_size}",
-                )
-        if not prompt:
-            raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
-        if len(prompt) + request.max_tokens > info.max_model_len:
-            raise InvalidRequest(
-                f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {info.max_model_len}",
-                field="max_tokens",
-                fix=f"at most {info.max_model_len} together",
-            )
+        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
@@ -368,12 +327,12 @@ class HfEngine:
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         weights = self._held().weights
         if action == "checksum":
-            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
+            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checks.checksum)}]
         if action == "compare":
-            mismatches = await asyncio.to_thread(weights.compare)
+            mismatches = await asyncio.to_thread(weights.checks.compare)
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
         if action == "snapshot":
-            await asyncio.to_thread(weights.snapshot)
+            await asyncio.to_thread(weights.checks.snapshot)
         else:
 
             def between_two_steps(loop: GenerationLoop) -> None:
@@ -418,36 +377,6 @@ class HfEngine:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-class IncrementalText:
-    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
-
-    _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._sent = 0  # characters of the decoded window
-
-    def add(self, token_ids: list[int], last: bool) -> str:
-        self._ids += token_ids
-        text = self._decode(self._ids)
-        whole = len(text)
-        if not last:
-            # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
-            while whole > max(self._sent, len(text) - 3) and text[whole - 1] == "\ufffd":
-                whole -= 1
-        fresh = text[self._sent : whole]
-        self._sent = max(self._sent, whole)
-        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
-            self._ids = self._ids[-self._WINDOW :]
-            self._sent = len(self._decode(self._ids))
-        return fresh
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-
 async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
     """All that has come since the last, as one piece, and the failure that came after it."""
     merged = Piece()
@@ -462,13 +391,6 @@ async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
         if stream.pieces.empty():
             return merged, None
         item = stream.pieces.get_nowait()
-
-
-def _eos_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
 
 
 def _capabilities() -> dict[str, str]:
