@@ -1,5 +1,6 @@
 # make demo   sets up, then runs the main job: a trainer improves a policy on a fleet of real engines
-# make test   sets up, then passes the tests
+# make test   sets up and installs vLLM and SGLang for the CPU, then passes the tests
+# make test-fast   the same without the two engines and their tests
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,22 +8,36 @@ BIN := $(VENV)/bin
 # Several torch processes share few cores: one thread each is faster than many that fight.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint sim bench docs clean
+# One set of versions, whether vLLM and SGLang are installed or not.
+ENGINES := deploy/engines-cpu
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: setup engines demo test test-fast lint sim bench docs clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml $(ENGINES)/requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rl_plane needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    --config-settings editable_mode=compat -e '.[demo,dev]'
+	$(PIP) --constraint $(ENGINES)/requirements.txt --config-settings editable_mode=compat -e '.[demo,dev]'
+	touch $@
+
+engines: $(VENV)/.engines
+
+$(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(wildcard $(ENGINES)/torchvision-stub/*/*.py)
+	$(PIP) --no-deps -r $(ENGINES)/requirements.txt $(ENGINES)/torchvision-stub
+	rm -rf $(ENGINES)/torchvision-stub/build $(ENGINES)/torchvision-stub/*.egg-info
 	touch $@
 
 demo: setup
 	$(BIN)/rl-plane demo
 
-test: lint
+test: engines lint
 	$(BIN)/python -m pytest
+
+test-fast: lint
+	$(BIN)/python -m pytest -m 'not engines'
+	@echo 'The tests of vLLM and SGLang were left out: make test runs them.'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import inspect
 import json
 import os
@@ -42,6 +43,13 @@ options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
 exec(sys.argv[2])
 sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))
 """
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("engines"):
+        lacking = [name for name in mark.args if importlib.util.find_spec(name) is None]
+        if lacking:
+            pytest.skip(f"{' and '.join(lacking)} not installed: make engines")
 
 
 def stop_process(pid: int) -> None:

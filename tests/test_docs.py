@@ -30,7 +30,9 @@ NEEDS_MORE = {"gpu", "container"}
 RUN_ELSEWHERE = {
     "make demo": "tests/test_demo_run.py runs it",
     "make test": "whoever reads this runs it",
+    "make test-fast": "a part of make test",
     "make setup": "make test begins with it",
+    "make engines": "make test begins with it",
     "make bench": "tests/test_bench_quick.py runs a short one",
 }
 

@@ -9,11 +9,21 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.versions import WeightVersion
-from tests.test_fake_engine import PROMPT, Reader, ask, drain, stage, started, tokens, until, version
-from worker.engines.base import Staged
+from tests.test_fake_engine import (
+    PROMPT,
+    Reader,
+    ask,
+    drain,
+    receive,
+    reception,
+    stage,
+    started,
+    tokens,
+    until,
+    version,
+)
 from worker.engines.fake import FakeEngine, fake_logprob, fake_token, make_fake_adapter, make_fake_model
-from worker.staging import adapter_digest, model_digest, overwrite, receive_adapter
-from worker.transports.filesystem import FilesystemTransport
+from worker.staging import adapter_digest, model_digest
 
 
 @pytest.fixture
@@ -35,9 +45,8 @@ def adapter_version(sequence: int, directory: Path) -> WeightVersion:
     return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(directory))
 
 
-def staged_adapter(engine: FakeEngine, directory: Path) -> Staged:
-    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)}, "lora")
-    return receive_adapter(engine, delivery, cast=False, expected_digest=None, cancelled=lambda: False)[0]
+def staged_adapter(engine: FakeEngine, directory: Path) -> str:
+    return receive(engine, reception(directory, kind="lora"))[0]
 
 
 async def load_adapter(engine: FakeEngine, name: str, directory: Path, sequence: int) -> None:
@@ -132,20 +141,21 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
     engine = await started(base)
     await load_adapter(engine, "x", loras[0], 1)
     held = tokens(await drain(engine.generate(ask(adapter="x"))))
-    staged, version_1 = staged_adapter(engine, loras[1]), adapter_version(2, loras[1])
+    version_1 = adapter_version(2, loras[1])
     with pytest.raises(EngineFailed, match="paused"):
-        await engine.swap_adapter("x", staged, version_1)
+        await engine.swap_adapter("x", staged_adapter(engine, loras[1]), version_1)
     await engine.pause("keep", False)
     engine.fail_swap = True
     for name in ("x", "fresh"):
-        for what in (staged, None):
+        for what in (staged_adapter(engine, loras[1]), None):
             with pytest.raises(EngineFailed, match="fail_swap"):
                 await engine.swap_adapter(name, what, version_1)
     engine.fail_swap = False
-    with pytest.raises(EngineFailed, match="not staged"):
+    with pytest.raises(EngineFailed, match="is no adapter"):
         await engine.swap_adapter("x", stage(engine, base), version_1)
-    with pytest.raises(EngineFailed, match="not staged"):
-        await engine.swap(staged, version(1, base))
+    with pytest.raises(EngineFailed, match="is an adapter"):
+        await engine.swap(staged_adapter(engine, loras[1]), version(1, base))
+    staged = staged_adapter(engine, loras[1])
     await engine.discard(staged)
     with pytest.raises(EngineFailed, match="discarded"):
         await engine.swap_adapter("x", staged, version_1)
@@ -178,8 +188,7 @@ async def test_adapters_and_base_weights_are_apart(base: Path, loras: list[Path]
 
 
 def write_over(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
-    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)}, "base")
-    return overwrite(engine, delivery, cast=False, expected_digest=None, cancelled=cancelled)
+    return receive(engine, reception(directory, in_place=True), cancelled)[1]["digest"]
 
 
 @pytest.mark.parametrize("hold_bytes", ["true", "false"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -13,11 +14,12 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions, Staged
+from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
 from worker.engines.fake import FakeEngine, build, fake_logprob, fake_token, make_fake_model
-from worker.staging import model_digest, receive
-from worker.transports.filesystem import FilesystemTransport
+from worker.reception import Reception
+from worker.staging import model_digest
 
 BOUND_S = 10.0
 PROMPT = [5, 6, 7]
@@ -38,15 +40,28 @@ def version(sequence: int, directory: Path) -> WeightVersion:
 
 
 async def started(model: Path, **extra: str) -> FakeEngine:
-    engine = build(EngineOptions(model, extra=extra))
+    engine = build(EngineOptions(model, extra=extra, weight_roots=(model.parent,)))
     await engine.start()
     engine.set_version(version(0, model))
     return engine
 
 
-def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> Staged:
-    delivery = FilesystemTransport([directory]).open({"backend": "filesystem", "path": str(directory)}, "base")
-    return receive(engine, delivery, cast=False, expected_digest=None, cancelled=cancelled)[0]
+NAMES = (f"staging-{number}" for number in itertools.count())
+
+
+def reception(directory: Path, **more: Any) -> Reception:
+    return Reception(next(NAMES), {"backend": "filesystem", "path": str(directory)}, **more)
+
+
+def stage(engine: FakeEngine, directory: Path, cancelled: Callable[[], bool] = lambda: False) -> str:
+    return receive(engine, reception(directory), cancelled)[0]
+
+
+def receive(
+    engine: FakeEngine, what: Reception, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[str, PreparedReply]:
+    engine.open(what)
+    return what.staging, engine.receive(what.staging, cancelled)
 
 
 def ask(name: str = "r", **fields: Any) -> GenerateRequest:
@@ -92,7 +107,6 @@ async def test_it_is_an_engine(base: Path) -> None:
     )
     assert (info.vocab_size, info.max_model_len, info.capabilities) == (512, 4096, {})
     assert engine.weight_spec() == {f"layers.{i}.weight": TensorSpec("F32", (256,)) for i in range(4)}
-    assert engine.optional_tensors() == frozenset()
     await engine.liveness()
     assert await engine.flush_cache()
     await engine.close()
@@ -174,15 +188,14 @@ async def test_a_missing_or_bad_model(tmp_path: Path, base: Path) -> None:
 
 
 async def test_a_configured_dtype_asks_for_a_cast(base: Path, new: Path) -> None:
-    engine = build(EngineOptions(base, dtype="bfloat16"))
+    engine = build(EngineOptions(base, dtype="bfloat16", weight_roots=(new,)))
     info = await engine.start()
     assert info.dtype == "bfloat16"
     with pytest.raises(InvalidWeights) as caught:
         stage(engine, new)
     assert caught.value.facts["field"] == "cast"
-    delivery = FilesystemTransport([new]).open({"backend": "filesystem", "path": str(new)}, "base")
-    _, digest = receive(engine, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
-    assert digest == model_digest(new)
+    _, reply = receive(engine, reception(new, cast=True))
+    assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}
 
 
 def test_make_fake_model(tmp_path: Path) -> None:
@@ -541,21 +554,23 @@ async def test_without_a_version_no_span_is_guessed(base: Path) -> None:
 
 async def test_swaps_that_are_refused_change_nothing(base: Path, new: Path) -> None:
     engine = await started(base)
-    staged = stage(engine, new)
     with pytest.raises(EngineFailed, match="paused"):
-        await engine.swap(staged, version(1, new))
+        await engine.swap(stage(engine, new), version(1, new))
     await engine.pause("keep", False)
     engine.fail_swap = True
+    refused = stage(engine, new)
     with pytest.raises(EngineFailed, match="fail_swap"):
-        await engine.swap(staged, version(1, new))
+        await engine.swap(refused, version(1, new))
     engine.fail_swap = False
-    with pytest.raises(EngineFailed, match="not staged here"):
-        await engine.swap(object(), version(1, new))
+    for used_or_unknown in (refused, "never"):
+        with pytest.raises(EngineFailed, match="swapped or discarded"):
+            await engine.swap(used_or_unknown, version(1, new))
     await engine.resume()
     (delta,) = await drain(engine.generate(ask(max_tokens=1)))
     assert delta.token_ids == [fake_token(model_digest(base), PROMPT, 0)]
     assert delta.spans[0].sequence == 0
     await engine.pause("keep", False)
+    staged = stage(engine, new)
     await engine.swap(staged, version(1, new))
     with pytest.raises(EngineFailed, match="swapped or discarded"):
         await engine.swap(staged, version(1, new))
@@ -662,7 +677,6 @@ async def test_the_checksum_sees_every_byte(base: Path) -> None:
 
 async def test_memory_flags(base: Path, new: Path) -> None:
     engine = await started(base)
-    staged = stage(engine, new)
     with pytest.raises(InvalidRequest) as caught:
         await engine.release_memory(["weights", "cuda"])
     assert caught.value.facts["field"] == "tags"
@@ -676,11 +690,11 @@ async def test_memory_flags(base: Path, new: Path) -> None:
     with pytest.raises(NotAdmitted, match="kv_cache, weights"):
         await drain(engine.generate(ask()))
     with pytest.raises(EngineFailed, match="released"):
-        await engine.swap(staged, version(1, new))
+        await engine.swap(stage(engine, new), version(1, new))
     with pytest.raises(EngineFailed, match="released"):
         await engine.check_weights("checksum")
     await engine.resume_memory(["weights"])
-    await engine.swap(staged, version(1, new))
+    await engine.swap(stage(engine, new), version(1, new))
     await engine.resume_memory([])
     await engine.resume()
     assert math.isclose(1, len(await drain(engine.generate(ask(max_tokens=1)))))
@@ -688,7 +702,7 @@ async def test_memory_flags(base: Path, new: Path) -> None:
 
 async def test_a_process_carries_a_thousand(base: Path, new: Path) -> None:
     """And they share nothing: one updated, the others not."""
-    engines = [build(EngineOptions(base)) for _ in range(1000)]
+    engines = [build(EngineOptions(base, weight_roots=(base.parent,))) for _ in range(1000)]
     await asyncio.gather(*(engine.start() for engine in engines))
     await engines[7].pause("keep", False)
     await engines[7].swap(stage(engines[7], new), version(1, new))

@@ -16,6 +16,7 @@ peft = pytest.importorskip("peft")
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
 from tests.test_hf_engine import (  # noqa: E402
+    NAMES_OF_STAGINGS,
     Run,
     ask,
     assert_greedy,
@@ -27,12 +28,12 @@ from tests.test_hf_engine import (  # noqa: E402
     version,
     witnessed,
 )
-from worker.engines.base import EngineOptions, Staged  # noqa: E402
+from worker.engines.base import EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine  # noqa: E402
-from worker.staging import adapter_digest, overwrite, receive_adapter  # noqa: E402
+from worker.reception import Reception, TensorStream  # noqa: E402
+from worker.staging import adapter_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
-from worker.transports.filesystem import FilesystemTransport  # noqa: E402
 
 Start = Callable[..., Awaitable[HfEngine]]
 
@@ -87,11 +88,12 @@ def adapters(root: Path, witnesses: dict[int, Path]) -> dict[int, Path]:
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(root: Path) -> AsyncIterator[Start]:
     engines: list[HfEngine] = []
 
     async def start_one(model: Path, dtype: str | None = None, **extra: int) -> HfEngine:
-        engine = HfEngine(EngineOptions(model, dtype, extra={key: str(value) for key, value in extra.items()}))
+        arguments = {key: str(value) for key, value in extra.items()}
+        engine = HfEngine(EngineOptions(model, dtype, extra=arguments, weight_roots=(root,)))
         engines.append(engine)
         await engine.start()
         engine.set_version(version(0))
@@ -102,13 +104,20 @@ async def start() -> AsyncIterator[Start]:
         await engine.close()
 
 
-async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> Staged:
-    delivery = FilesystemTransport([path]).open({"backend": "filesystem", "path": str(path)}, "lora")
-    staged, digest = await asyncio.to_thread(
-        receive_adapter, engine, delivery, cast=cast, expected_digest=None, cancelled=lambda: False
-    )
-    assert digest == adapter_digest(path)
-    return staged
+def reception(path: Path, **more: Any) -> Reception:
+    return Reception(next(NAMES_OF_STAGINGS), {"backend": "filesystem", "path": str(path)}, **more)
+
+
+async def staged_adapter(engine: HfEngine, path: Path, cast: bool = False) -> str:
+    what = reception(path, kind="lora", cast=cast)
+    engine.open(what)
+    reply = await asyncio.to_thread(engine.receive, what.staging, lambda: False)
+    assert reply["digest"] == adapter_digest(path)
+    return what.staging
+
+
+async def write_over(engine: HfEngine, tensors: TensorStream) -> None:
+    await asyncio.to_thread(engine._held().overwrite, tensors, False, lambda: False)
 
 
 def adapter_version(sequence: int, path: Path) -> WeightVersion:
@@ -378,15 +387,16 @@ async def test_a_swap_that_fails_leaves_the_old_adapter(
         await run(engine, ask(prompt, adapter="fresh"))
     assert not [name for name, _ in engine._model.named_parameters() if "adapter1" in name or "adapter2" in name]
     await engine.pause("keep", False)
-    await engine.swap_adapter("x", staged[0], adapter_version(2, made_by_peft["two"]))  # it may be tried again
+    again_staged = await staged_adapter(engine, made_by_peft["two"])
+    await engine.swap_adapter("x", again_staged, adapter_version(2, made_by_peft["two"]))
     await engine.resume()
     second = await run(engine, ask(prompt, adapter="x", logprobs=True))
     assert second.logprobs == pytest.approx(plain_logprobs(plain["two"], prompt, second.tokens), abs=1e-4)
-    with pytest.raises(EngineFailed, match="used"):
-        await engine.swap_adapter("x", staged[0], adapter_version(3, made_by_peft["two"]))
-    await engine.discard(staged[1])
-    with pytest.raises(EngineFailed, match="discarded"):
-        await engine.swap_adapter("x", staged[1], adapter_version(3, made_by_peft["two"]))
+    discarded = await staged_adapter(engine, made_by_peft["two"])
+    await engine.discard(discarded)
+    for gone in (*staged, again_staged, discarded):
+        with pytest.raises(EngineFailed, match="swapped or discarded"):
+            await engine.swap_adapter("x", gone, adapter_version(3, made_by_peft["two"]))
 
 
 async def test_unloading_ends_its_requests_and_no_others(
@@ -451,9 +461,9 @@ async def test_configs_that_do_not_fit_this_model(
 ) -> None:
     engine = await start(tiny)
     config = json.loads((made_by_peft["one"] / "adapter_config.json").read_text())
-    assert engine.adapter_spec(config)
+    assert engine._held().adapter_spec(config)
     with pytest.raises(InvalidWeights) as caught:
-        engine.adapter_spec(config | change)
+        engine._held().adapter_spec(config | change)
     assert caught.value.facts["field"] == f"adapter_config.{key}"
     assert caught.value.facts["fix"]
 
@@ -484,7 +494,7 @@ async def test_without_peft_there_are_no_adapters(
     assert bare._info is not None
     assert "rl-plane[hf]" in bare._info.capabilities["prepare_update:lora"]
     with pytest.raises(Unsupported):
-        bare.adapter_spec(config)
+        bare._held().adapter_spec(config)
 
 
 # base weights beside adapters
@@ -518,13 +528,11 @@ async def test_overwriting_in_place(start: Start, witnesses: dict[int, Path], ad
     runs = [Run(engine, ask([20], adapter=name, max_tokens=200)) for name in (None, "x")]
     for one in runs:
         await one.reach(20)
-    transport = FilesystemTransport([witnesses[2]])
-    request = {"backend": "filesystem", "path": str(witnesses[2])}
 
     def write() -> str:
-        return overwrite(
-            engine, transport.open(request, "base"), cast=False, expected_digest=None, cancelled=lambda: False
-        )
+        what = reception(witnesses[2], in_place=True)
+        engine.open(what)
+        return engine.receive(what.staging, lambda: False)["digest"]
 
     with pytest.raises(EngineFailed, match="paused"):
         await asyncio.to_thread(write)
@@ -547,7 +555,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
     engine, prompt = await start(tiny, page_size=8), prompt_of(5, 50)
     await run(engine, ask(prompt))
     await engine.pause("keep", False)
-    await asyncio.to_thread(engine.overwrite, checkpoint(other), False, lambda: False)
+    await write_over(engine, checkpoint(other))
     await engine.resume()
     result = await run(engine, ask(prompt, logprobs=True))
     expected = plain_logprobs(load_plain(other), prompt, result.tokens)
@@ -557,7 +565,7 @@ async def test_after_an_overwrite_no_new_request_reuses_old_kv(start: Start, roo
 async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: dict[int, Path]) -> None:
     engine = await start(witnesses[1])
     await engine.pause("keep", False)
-    held = engine._held_weights()._targets
+    held = engine._held().weights._targets
     written: list[str] = []
 
     def stream() -> Iterator[tuple[str, HostTensor]]:
@@ -570,7 +578,7 @@ async def test_overwriting_holds_one_tensor_at_a_time(start: Start, witnesses: d
             before = (name, tensor)
             yield name, tensor
 
-    await asyncio.to_thread(engine.overwrite, stream(), False, lambda: False)
+    await write_over(engine, stream())
     assert len(written) == len(engine.weight_spec()) - 1
 
 
@@ -591,9 +599,9 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
         raise InvalidWeights("cut short")
 
     with pytest.raises(InvalidWeights, match="cut short"):
-        await asyncio.to_thread(engine.overwrite, broken(), False, lambda: False)
+        await write_over(engine, broken())
     with pytest.raises(InvalidWeights, match="missing"):
-        await asyncio.to_thread(engine.overwrite, iter(list(checkpoint(witnesses[2]))[:3]), False, lambda: False)
+        await write_over(engine, iter(list(checkpoint(witnesses[2]))[:3]))
     assert 0 < len((await engine.check_weights("compare"))[0]["mismatches"]) < len(engine.weight_spec())
     await engine.resume()
     result = await one.end()
@@ -603,7 +611,7 @@ async def test_an_overwrite_that_fails_leaves_weights_of_no_version(
     lora = await run(engine, ask([20], adapter="x"))
     assert lora.spans == []  # an adapter's tokens are the base's too
     await engine.pause("keep", False)
-    await asyncio.to_thread(engine.overwrite, checkpoint(witnesses[1]), False, lambda: False)
+    await write_over(engine, checkpoint(witnesses[1]))
     engine.set_version(version(2))
     await engine.resume()
     healed = await run(engine, ask([20]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import os
 import random
@@ -21,9 +22,11 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneE
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
-from worker.engines.hf import HfEngine, IncrementalText, build  # noqa: E402
+from worker.engines.hf import HfEngine, build  # noqa: E402
 from worker.engines.hf_loop import Stream, choose  # noqa: E402
 from worker.engines.hf_weights import ModelWeights  # noqa: E402
+from worker.engines.tokenizing import IncrementalText  # noqa: E402
+from worker.reception import TensorStream  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
 
 BOUND_S = 20.0
@@ -174,8 +177,18 @@ def checkpoint(path: Path, dtype: Any = None) -> Iterator[tuple[str, HostTensor]
         yield name, HostTensor(TensorSpec(NAMES[tensor.dtype], tuple(tensor.shape)), raw)
 
 
-async def stage(engine: HfEngine, path: Path, dtype: Any = None, cast: bool = False) -> Any:
-    return await asyncio.to_thread(engine.stage, checkpoint(path, dtype), cast, lambda: False)
+NAMES_OF_STAGINGS = (f"staging-{number}" for number in itertools.count())
+
+
+def hold(engine: HfEngine, tensors: TensorStream, cast: bool = False) -> str:
+    """In staging without a transport."""
+    name = next(NAMES_OF_STAGINGS)
+    engine._receiving()._staged[name] = engine._held().stage(tensors, cast, lambda: False)
+    return name
+
+
+async def stage(engine: HfEngine, path: Path, dtype: Any = None, cast: bool = False) -> str:
+    return await asyncio.to_thread(hold, engine, checkpoint(path, dtype), cast)
 
 
 def witnessed(seed: int, token: int, count: int) -> list[int]:
@@ -704,10 +717,10 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     good = dict(checkpoint(models.tiny))
     name = "lm_head.weight"
     assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
-    assert engine.optional_tensors() == frozenset()
+    assert engine._held().optional_tensors() == frozenset()
 
-    def staging(tensors: dict[str, HostTensor], cast: bool = False) -> Any:
-        return engine.stage(iter(tensors.items()), cast, lambda: False)
+    def staging(tensors: dict[str, HostTensor], cast: bool = False) -> str:
+        return hold(engine, iter(tensors.items()), cast)
 
     with pytest.raises(InvalidWeights, match=name):
         staging({key: tensor for key, tensor in good.items() if key != name})
@@ -719,7 +732,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     with pytest.raises(InvalidWeights, match="BF16"):
         staging(half)
     with pytest.raises(EngineFailed, match="cancelled"):
-        engine.stage(iter(good.items()), False, lambda: True)
+        engine._held().stage(iter(good.items()), False, lambda: True)
 
     # A transport may use its buffer again as soon as the next tensor is asked for.
     def reused() -> Iterator[tuple[str, HostTensor]]:
@@ -730,7 +743,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
         buffer[:] = b"\xff" * len(buffer)
 
     before = await engine.check_weights("checksum")
-    await engine.swap(engine.stage(reused(), False, lambda: False), version(1))
+    await engine.swap(hold(engine, reused()), version(1))
     assert await engine.check_weights("checksum") == before
     await engine.swap(staging(half, cast=True), version(2))
     assert await engine.check_weights("checksum") != before
@@ -794,4 +807,4 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         assert not torch.allclose(one(ids).logits, two(ids).logits)
         weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
         assert torch.equal(one(ids).logits, two(ids).logits)
-    assert weights.checksum() == ModelWeights(two).checksum()
+    assert weights.checks.checksum() == ModelWeights(two).checks.checksum()

@@ -15,8 +15,10 @@ import worker.staging as staging
 import worker.transports.checkpoint as checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
-from worker.engines.base import EngineOptions, Staged, TensorStream
+from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
+from worker.engines.fake_holder import FakeHolder
+from worker.reception import Staged, TensorStream
 from worker.safetensors_file import write_safetensors
 from worker.staging import (
     DigestingStream,
@@ -67,20 +69,37 @@ class Memory:
         return tensors_digest((name, tensor.spec, hexed(bytes(tensor.data))) for name, tensor in self.sent)
 
 
-class Engine(FakeEngine):
-    """Wants what a Memory offers; `take` is how it stages."""
+class Engine:
+    """A WeightHolder that wants what a Memory offers; `take` is how it stages."""
 
     def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
-        super().__init__(EngineOptions(Path("unused")))
+        self.begun = False
         self.wanted = dict(delivery.specs)
         self.take = take
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.wanted
 
+    def optional_tensors(self) -> frozenset[str]:
+        return NONE
+
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
         self.take(tensors)
         return FakeWeights({})
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+        self.begun = True
+        self.take(tensors)
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        assert config == json.loads(CONFIG)
+        return self.wanted
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
+    ) -> Staged:
+        assert config == json.loads(CONFIG)
+        return self.stage(tensors, cast, cancelled)
 
 
 def two() -> Memory:
@@ -318,7 +337,7 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     await engine.start()
     delivery: Delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
     staged, digest = receive(
-        engine, delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
+        FakeHolder(engine), delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
     )
     assert digest == manifest["digest"] == model_digest(new)
     assert isinstance(staged, FakeWeights)
@@ -335,7 +354,7 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
     await engine.start()
     delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
     with pytest.raises(InvalidWeights, match="its publisher stated"):
-        receive(engine, delivery, cast=False, expected_digest=None, cancelled=lambda: False)
+        receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
 
 
@@ -388,21 +407,6 @@ class MemoryAdapter(Memory):
         return tensors_digest([*lines, ("adapter_config.json", TensorSpec("U8", (len(raw),)), hexed(raw))])
 
 
-class AdapterEngine(Engine):
-    """Wants an adapter such as this one; `weight_spec` is of no concern."""
-
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        assert config == json.loads(CONFIG)
-        return self.wanted
-
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        assert config == json.loads(CONFIG)
-        self.take(tensors)
-        return FakeWeights({})
-
-
 def run_adapter(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
     _, digest = receive_adapter(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: False)
     return digest
@@ -414,28 +418,28 @@ def adapter_of_two(raw: bytes = CONFIG) -> MemoryAdapter:
 
 def test_an_adapters_digest_covers_its_config() -> None:
     delivery = adapter_of_two()
-    digest = run_adapter(AdapterEngine(delivery), delivery)
+    digest = run_adapter(Engine(delivery), delivery)
     assert digest == delivery.true_digest() != two().true_digest()
     assert delivery.closed == 1
     spaced = adapter_of_two(CONFIG.replace(b" ", b"  "))  # the same to a parser
-    other = run_adapter(AdapterEngine(spaced), spaced)
+    other = run_adapter(Engine(spaced), spaced)
     assert other == spaced.true_digest() != digest
     again = adapter_of_two()
     with pytest.raises(InvalidWeights, match="is wanted"):
-        run_adapter(AdapterEngine(again), again, other)
+        run_adapter(Engine(again), again, other)
     assert again.closed == 1
 
 
 def test_an_adapter_that_does_not_fit_is_not_read() -> None:
     delivery = adapter_of_two()
-    engine = AdapterEngine(delivery)
+    engine = Engine(delivery)
     engine.wanted["c"] = F32
     with pytest.raises(InvalidWeights, match="1 missing") as caught:
         run_adapter(engine, delivery)
     assert "PEFT" in caught.value.facts["fix"]
     base = two()
     with pytest.raises(InvalidWeights, match="not an adapter"):
-        run_adapter(AdapterEngine(base), base)
+        run_adapter(Engine(base), base)
     for refused in (delivery, base):
         assert (refused.taken, refused.closed) == (0, 1)
 
@@ -443,7 +447,7 @@ def test_an_adapter_that_does_not_fit_is_not_read() -> None:
 def test_an_adapter_engine_that_does_not_read_all() -> None:
     delivery = adapter_of_two()
     with pytest.raises(EngineFailed, match="took 1 of 2"):
-        run_adapter(AdapterEngine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
+        run_adapter(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
     assert delivery.closed == 1
 
 
@@ -459,7 +463,7 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
         delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(path)}, "lora")
         assert delivery.digest == stated
         staged, found = receive_adapter(
-            engine, delivery, cast=False, expected_digest=digest, cancelled=lambda: False
+            FakeHolder(engine), delivery, cast=False, expected_digest=digest, cancelled=lambda: False
         )
         assert found == digest
         assert isinstance(staged, FakeAdapter)
@@ -473,23 +477,13 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
 # overwriting
 
 
-class OverwrittenEngine(Engine):
-    def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
-        super().__init__(delivery, take)
-        self.begun = False
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        self.begun = True
-        self.take(tensors)
-
-
 def write(engine: Engine, delivery: Memory, expected: str | None = None) -> str:
     return overwrite(engine, delivery, cast=False, expected_digest=expected, cancelled=lambda: False)
 
 
 def test_overwriting_gives_the_digest() -> None:
     delivery = two()
-    engine = OverwrittenEngine(delivery)
+    engine = Engine(delivery)
     assert write(engine, delivery, delivery.true_digest()) == delivery.true_digest()
     assert (engine.begun, delivery.closed) == (True, 1)
 
@@ -497,7 +491,7 @@ def test_overwriting_gives_the_digest() -> None:
 def test_what_is_known_to_be_wrong_does_not_touch_the_engine() -> None:
     unfit, lying = two(), two()
     lying.digest = lying.true_digest()
-    engines = [OverwrittenEngine(unfit), OverwrittenEngine(lying)]
+    engines = [Engine(unfit), Engine(lying)]
     engines[0].wanted["c"] = F32
     with pytest.raises(InvalidWeights, match="1 missing"):
         write(engines[0], unfit)
@@ -509,7 +503,7 @@ def test_what_is_known_to_be_wrong_does_not_touch_the_engine() -> None:
 
 def test_a_digest_that_turns_out_wrong_at_the_end() -> None:
     delivery = two()
-    engine = OverwrittenEngine(delivery)
+    engine = Engine(delivery)
     with pytest.raises(InvalidWeights, match="the bytes make"):
         write(engine, delivery, "blake3:" + "0" * 64)
     assert (engine.begun, delivery.taken, delivery.closed) == (True, 2, 1)
@@ -519,7 +513,7 @@ def test_a_stated_tensor_is_checked_before_it_is_written() -> None:
     delivery = two()
     delivery.tensor_digests = {"a": hexed(b"aaaa"), "b": hexed(b"other")}
     written: list[str] = []
-    engine = OverwrittenEngine(delivery, take=lambda tensors: written.extend(name for name, _ in tensors))
+    engine = Engine(delivery, take=lambda tensors: written.extend(name for name, _ in tensors))
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         write(engine, delivery)
     assert written == ["a"]
@@ -529,5 +523,5 @@ def test_a_stated_tensor_is_checked_before_it_is_written() -> None:
 def test_an_overwriting_engine_that_does_not_read_all() -> None:
     delivery = two()
     with pytest.raises(EngineFailed, match="took 1 of 2"):
-        write(OverwrittenEngine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
+        write(Engine(delivery, take=lambda tensors: next(iter(tensors))), delivery)
     assert delivery.closed == 1

@@ -41,6 +41,14 @@ UNREAD = Request("")
 """What an error is an answer to when the request itself can't be read."""
 
 
+class ByRank(dict[str, Any]):
+    """A handler's outcome that the ranks of its engine answer for too."""
+
+    def __init__(self, body: Mapping[str, Any], ranks: list[dict[str, Any]]) -> None:
+        super().__init__(body)
+        self.ranks = ranks
+
+
 class Handler(Protocol):
     def __call__(self, body: Any, fence: int, /) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]: ...
 
@@ -170,6 +178,7 @@ class Dispatcher:
             None,
             self._state.instance_id,
             self._state.incarnation,
+            body.ranks if isinstance(body, ByRank) else None,
             elapsed_s=time.monotonic() - start,
         )
 

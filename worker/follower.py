@@ -409,13 +409,13 @@ class RecordFollower:
             self._core.swapping(swap)
             self._tell()
             return await self._engine.run(self._adapter.swap_adapter(swap.name, None, None))
-        weights = self._updates.take(swap.update_id)
+        staging = self._updates.take(swap.update_id)
         self._core.swapping(swap)
         self._tell()
         if swap.name is not None:
-            return await self._engine.run(self._adapter.swap_adapter(swap.name, weights, swap.version))
-        if weights is not None:
-            return await self._engine.run(self._adapter.swap(weights, swap.version))
+            return await self._engine.run(self._adapter.swap_adapter(swap.name, staging, swap.version))
+        if staging is not None:
+            return await self._engine.run(self._adapter.swap(staging, swap.version))
         self._adapter.set_version(swap.version)
         return await self._engine.run(self._adapter.flush_cache())
 

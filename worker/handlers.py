@@ -11,7 +11,7 @@ from rl_plane import ops
 from rl_plane.errors import Conflict, EngineFailed, Unsupported
 from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
-from worker.dispatcher import Handler
+from worker.dispatcher import ByRank, Handler
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
@@ -165,13 +165,13 @@ class OpHandlers:
 
     # ---- weights ----
 
-    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ops.DoneReply:
-        await asyncio.to_thread(self._updates.transport(body.backend).init, body.model_dump())
-        return ops.DoneReply()
+    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ByRank:
+        self._updates.check_backend(body.backend)
+        return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, body.model_dump()))
 
-    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ops.DoneReply:
-        await asyncio.to_thread(self._updates.transport(body.backend).destroy)
-        return ops.DoneReply()
+    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ByRank:
+        self._updates.check_backend(body.backend)
+        return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.destroy_transport, body.backend))
 
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
         self._check_memory()

@@ -15,7 +15,6 @@ import signal
 import threading
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from rl_plane.bus import SERVICE_CONNECT_S, Bus
@@ -28,7 +27,6 @@ from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.options import WorkerOptions
 from worker.staging import model_digest
-from worker.transports.base import WeightTransport
 from worker.worker import Worker
 
 log = logging.getLogger("worker.process")
@@ -38,7 +36,6 @@ EXIT_MARGIN_S = 15.0
 MAX_COPIES = 4096
 
 ENGINES = "rl_plane.engines"
-TRANSPORTS = "rl_plane.transports"
 
 
 def _load(group: str, name: str, field: str) -> Any:
@@ -74,7 +71,9 @@ def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = N
 
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
     build = _load(ENGINES, options.engine, "engine")
-    engine_options = EngineOptions(options.model, options.dtype, options.device, options.engine_args)
+    engine_options = EngineOptions(
+        options.model, options.dtype, options.device, options.engine_args, options.weight_roots
+    )
     adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
     process = WorkerProcess(options, EngineLoop(), on_ready)
     loop = asyncio.get_running_loop()
@@ -170,7 +169,6 @@ class WorkerProcess:
     async def _worker(self, adapter: EngineAdapter, info: EngineInfo, digest: str) -> Worker:
         options = self._options
         instance_id = options.instance_id or secrets.token_hex(8)
-        transports = self._transports()
         bus = await Bus.connect(options.nats_url, instance_id, SERVICE_CONNECT_S)
         return Worker(
             bus,
@@ -178,7 +176,6 @@ class WorkerProcess:
             adapter,
             self._engine,
             info,
-            transports,
             member_info={
                 "engine": info.engine,
                 "engine_version": info.engine_version,
@@ -188,13 +185,9 @@ class WorkerProcess:
                 "pid": os.getpid(),
                 "world_size": info.world_size,
                 "max_model_len": info.max_model_len,
-                "transports": sorted(transports),
+                "transports": list(info.transports),
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,
             on_end=self._failed,
         )
-
-    def _transports(self) -> dict[str, WeightTransport]:
-        roots: list[Path] = [*self._options.weight_roots, self._options.model]
-        return {point.name: point.load()(roots) for point in entry_points(group=TRANSPORTS)}

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
-from worker.engines.base import EngineAdapter, Staged
+from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
 from worker.transports.checkpoint import config_line, open_checkpoint
 
@@ -198,7 +198,7 @@ def _hash(data: memoryview) -> str:
 
 
 def receive(
-    adapter: EngineAdapter,
+    holder: WeightHolder,
     delivery: Delivery,
     *,
     cast: bool,
@@ -208,20 +208,20 @@ def receive(
     """Checks, stages and verifies a delivery, on the calling thread; (what was staged, the version's digest).
 
     Closes the delivery on every path. When it raises, nothing is staged: wrong weights make the stream raise
-    inside `adapter.stage`, which then frees what it had, as on any error of its own. The one exception is an
-    adapter that returned without asking for the stream's end; its Staged is host memory by contract, and goes
+    inside `holder.stage`, which then frees what it had, as on any error of its own. The one exception is a
+    holder that returned without asking for the stream's end; its Staged is host memory by contract, and goes
     with its last reference, here.
     """
     try:
-        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(adapter.stage(stream, cast, cancelled), stream)
+        return _finished(holder.stage(stream, cast, cancelled), stream)
     finally:
         delivery.close()
 
 
 def receive_adapter(
-    adapter: EngineAdapter,
+    holder: WeightHolder,
     delivery: Delivery,
     *,
     cast: bool,
@@ -235,9 +235,9 @@ def receive_adapter(
             raise InvalidWeights(
                 "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
             )
-        check_specs(adapter.adapter_spec(config), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+        check_specs(holder.adapter_spec(config), frozenset(), delivery.specs, cast, ADAPTER_FIX)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
-        return _finished(adapter.stage_adapter(config, stream, cast, cancelled), stream)
+        return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
         delivery.close()
 
@@ -250,12 +250,10 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
         raise
 
 
-def check_overwrite(
-    adapter: EngineAdapter, delivery: Delivery, *, cast: bool, expected_digest: str | None
-) -> None:
+def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
     """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
     try:
-        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
         DigestingStream(delivery, expected_digest=expected_digest).check_stated()
     except BaseException:
         delivery.close()
@@ -263,7 +261,7 @@ def check_overwrite(
 
 
 def overwrite(
-    adapter: EngineAdapter,
+    holder: WeightHolder,
     delivery: Delivery,
     *,
     cast: bool,
@@ -277,10 +275,10 @@ def overwrite(
     wrong at the end is an InvalidWeights too.
     """
     try:
-        check_specs(adapter.weight_spec(), adapter.optional_tensors(), delivery.specs, cast)
+        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
         stream.check_stated()
-        adapter.overwrite(stream, cast, cancelled)
+        holder.overwrite(stream, cast, cancelled)
         return stream.finish()
     finally:
         delivery.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -12,9 +13,8 @@ from typing import Any
 from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo, Staged
-from worker.staging import check_overwrite, overwrite, receive, receive_adapter
-from worker.transports.base import Delivery, WeightTransport
+from worker.engines.base import EngineAdapter, EngineInfo
+from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
 
@@ -54,8 +54,8 @@ class Staging:
     """One update's weights, complete and verified."""
 
     wanted: Wanted
-    weights: Staged | None
-    """None: they are in place already."""
+    name: str | None
+    """In the engine's staging; None: they are in place already."""
     reply: PreparedReply
 
 
@@ -75,14 +75,13 @@ class WeightUpdates:
         adapter: EngineAdapter,
         info: EngineInfo,
         engine: EngineLoop,
-        transports: Mapping[str, WeightTransport],
         tell: Callable[[Staging | None], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
         self._engine = engine
-        self._transports = transports
         self._tell = tell
+        self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receiving | None = None
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
@@ -97,19 +96,18 @@ class WeightUpdates:
         """The update that is being received or is staged."""
         return self._busy.update_id if self._busy is not None else None
 
-    def transport(self, backend: str) -> WeightTransport:
-        transport = self._transports.get(backend)
-        if transport is None and backend in KNOWN_TRANSPORTS:
+    def check_backend(self, backend: str) -> None:
+        if backend in self._info.transports:
+            return
+        if backend in KNOWN_TRANSPORTS:
             raise Unsupported(
                 f"this worker has no {backend} transport", field="transport.backend", fix="use filesystem"
             )
-        if transport is None:
-            raise InvalidRequest(
-                f"unknown transport {backend!r}",
-                field="transport.backend",
-                fix=f"this worker has {', '.join(sorted(self._transports))}",
-            )
-        return transport
+        raise InvalidRequest(
+            f"unknown transport {backend!r}",
+            field="transport.backend",
+            fix=f"this worker has {', '.join(self._info.transports)}",
+        )
 
     def check(self, name: str | None, encoding: str, staging: str, backend: str | None) -> None:
         """Refuses, before anything is touched, what this engine or worker can't do."""
@@ -120,7 +118,7 @@ class WeightUpdates:
         if staging == "none":
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
-            self.transport(backend)
+            self.check_backend(backend)
 
     def _refuse_incapable(self, capability: str, field: str) -> None:
         if (reason := self._info.capabilities.get(capability)) is not None:
@@ -137,10 +135,10 @@ class WeightUpdates:
                 busy = self._busy
                 if wanted.fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {busy.update_id}, which is being prepared")
-                transport = self.transport(wanted.transport["backend"])
+                self.check_backend(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled = threading.Event()
-                work = self._receive(wanted, transport, cancelled, taint)
+                work = self._receive(wanted, cancelled, taint)
                 self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
                 self._receiving.task.add_done_callback(self._received)
             receiving = self._receiving
@@ -154,42 +152,24 @@ class WeightUpdates:
         if not task.cancelled():
             task.exception()  # it is told to whoever waits
 
-    async def _receive(
-        self, wanted: Wanted, transport: WeightTransport, cancelled: threading.Event, taint: Taint
-    ) -> Staging:
-        how: dict[str, Any] = {
-            "cast": wanted.cast,
-            "expected_digest": wanted.digest,
-            "cancelled": cancelled.is_set,
-        }
-
-        def open_it() -> Delivery:
-            delivery = transport.open(wanted.transport, "base" if wanted.name is None else "lora")
-            if wanted.in_place:
-                check_overwrite(self._adapter, delivery, cast=wanted.cast, expected_digest=wanted.digest)
-            return delivery
-
-        def work() -> tuple[Staged | None, PreparedReply]:
-            tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
-            refetchable = delivery.refetchable
-            weights: Staged | None = None
-            if wanted.in_place:
-                found = overwrite(self._adapter, delivery, **how)
-            else:
-                weights, found = (receive if wanted.name is None else receive_adapter)(
-                    self._adapter, delivery, **how
-                )
-            return weights, PreparedReply(digest=found, tensors=tensors, bytes=size, refetchable=refetchable)
-
-        delivery = await asyncio.to_thread(open_it)
+    async def _receive(self, wanted: Wanted, cancelled: threading.Event, taint: Taint) -> Staging:
+        reception = Reception(
+            next(self._names),
+            wanted.transport,
+            "base" if wanted.name is None else "lora",
+            wanted.cast,
+            wanted.digest,
+            wanted.in_place,
+        )
+        await asyncio.to_thread(self._adapter.open, reception)
         if wanted.in_place:
             try:
                 await taint()
             except BaseException:
-                delivery.close()
+                await self._engine.run(self._adapter.discard(reception.staging))
                 raise
-        weights, reply = await asyncio.to_thread(work)
-        staging = Staging(wanted, weights, reply)
+        reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+        staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
         if cancelled.is_set():
             await self._discard(staging)
             raise UpdateAborted(f"the update {wanted.update_id} was aborted while it was received")
@@ -201,16 +181,16 @@ class WeightUpdates:
         self._tell(staging)
 
     async def _discard(self, staging: Staging) -> None:
-        if staging.weights is not None:
-            await self._engine.run(self._adapter.discard(staging.weights))
+        if staging.name is not None:
+            await self._engine.run(self._adapter.discard(staging.name))
 
-    def take(self, update_id: str) -> Staged | None:
-        """The staged weights, for the swap: from here on they are the caller's. None: they are in place."""
+    def take(self, update_id: str) -> str | None:
+        """The name of the staged weights, for the swap, which uses them up. None: they are in place."""
         staged = self.staged
         assert staged is not None
         assert staged.wanted.update_id == update_id, "the core has looked"
         self._set(None)
-        return staged.weights
+        return staged.name
 
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""

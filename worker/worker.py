@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgpack
@@ -30,7 +30,6 @@ from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
 from worker.registration import Registration
 from worker.state import WorkerState
-from worker.transports.base import WeightTransport
 from worker.updates import WeightUpdates
 
 log = logging.getLogger("worker")
@@ -50,7 +49,6 @@ class Worker:
         adapter: EngineAdapter,
         engine: EngineLoop,
         info: EngineInfo,
-        transports: Mapping[str, WeightTransport],
         *,
         member_info: dict[str, Any],
         model_digest: str,
@@ -66,7 +64,7 @@ class Worker:
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
         self._updates = WeightUpdates(
-            adapter, info, engine, transports, lambda staging: self.core.is_staged(staged_info(staging))
+            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging))
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(

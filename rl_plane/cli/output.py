@@ -35,6 +35,8 @@ EXTRA_OF_MODULE = {
     "starlette": "frontend",
     "uvicorn": "frontend",
     "matplotlib": "demo",
+    "vllm": "vllm",
+    "sglang": "sglang",
 }
 """Which of our extras brings a third party's module."""
 

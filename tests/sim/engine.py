@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.versions import WeightVersion
-from worker.engines.base import EngineOptions, PauseMode, Staged, TensorStream
+from worker.engines.base import EngineOptions, PauseMode
 from worker.engines.fake import FakeEngine
+from worker.engines.fake_model import FakeTensor
 from worker.transports.filesystem import FilesystemTransport
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 class SimEngine(FakeEngine):
     def __init__(self, world: World, process: Process, model: Path) -> None:
-        super().__init__(EngineOptions(model, extra={"token_delay_s": str(world.token_delay_s)}))
+        extra = {"token_delay_s": str(world.token_delay_s)}
+        super().__init__(EngineOptions(model, extra=extra), {"filesystem": SimTransport(world)})
         self.hung_until = 0.0
         self.failing_swaps = 0
         self._world = world
@@ -56,27 +59,29 @@ class SimEngine(FakeEngine):
         await self._hang()
         await super().resume()
 
-    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
         self._world.checks.swapping(self._process, version)
         await self._hang()
         if self.failing_swaps:
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the swap failed")
-        return await super().swap(staged, version)
+        return await super().swap(staging, version)
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
+    @contextmanager
+    def half_written(self) -> Iterator[dict[str, FakeTensor]]:
         self._world.checks.touching(self._process, "an overwrite")
         self.fail_overwrite, self.failing_swaps = bool(self.failing_swaps), 0
-        super().overwrite(tensors, cast, cancelled)
+        with super().half_written() as mixed:
+            yield mixed
 
-    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         if version is not None:
             self._world.checks.swapping(self._process, version)
         await self._hang()
         if self.failing_swaps:
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the adapter's swap failed")
-        return await super().swap_adapter(name, staged, version)
+        return await super().swap_adapter(name, staging, version)
 
 
 class SimTransport(FilesystemTransport):

@@ -100,7 +100,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "raised-epoch": {"rl_plane.view.MembershipView._raise_epoch": _nothing},
     "raised-fence": {"worker.lock_watch.LockWatch._raise_fence": _nothing},
     "missed-pause": {"worker.follower.read_pause": _not_paused},
-    "checked-overwrite": {"worker.updates.check_overwrite": _accepts},
+    "checked-overwrite": {"worker.receiver.check_overwrite": _accepts},
     "fitting-first": {"worker.core.WorkerCore._missing": _first_change},
     "frontend-witness": {"rl_plane.view.MembershipView.keep_record": _read_only},
     "finisher": {"frontend.finisher.Finisher._finish": _nothing},

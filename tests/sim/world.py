@@ -23,7 +23,7 @@ from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
 from tests.sim import product
 from tests.sim.checks import CALL, CallRecord, Checks
 from tests.sim.desired import Desired
-from tests.sim.engine import SimEngine, SimTransport
+from tests.sim.engine import SimEngine
 from tests.sim.process import InlineEngine, Process
 from tests.sim.sim_nats import SimServer
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
@@ -146,7 +146,6 @@ class World:
                 engine,
                 InlineEngine(),  # type: ignore[arg-type]
                 info,
-                {"filesystem": SimTransport(self)},
                 member_info={
                     "engine": "fake",
                     "model": "m",

@@ -13,17 +13,18 @@ for what this engine or build can't do, `InvalidRequest` for bad input (the engi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.versions import HostTensor, TensorSpec, WeightVersion
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import TensorSpec, WeightVersion
+from worker.reception import Cancelled, Reception
 
 PauseMode = Literal["keep", "wait", "abort"]
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
-TensorStream = Iterable[tuple[str, HostTensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class EngineOptions:
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """`--engine-arg key=value`, as given. An unknown key is an InvalidRequest."""
+    weight_roots: tuple[Path, ...] = ()
+    """The only directories, besides the model's, that weights are read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,8 @@ class EngineInfo:
     """Prompt and new tokens together."""
     capabilities: Mapping[str, str]
     """Op → why not: the ops (or `op:variant`) that this engine can't do, each with the reason."""
-
-
-class Staged(Protocol):
-    """Complete, verified weights in host memory, made by `stage`, used once by `swap` or dropped by `discard`."""
+    transports: tuple[str, ...]
+    """What its receivers can receive by."""
 
 
 class EngineAdapter(Protocol):
@@ -99,50 +100,48 @@ class EngineAdapter(Protocol):
     def load(self) -> tuple[int, int]:
         """(running, waiting) requests, without asking the engine."""
 
-    # weights
+    # weights: what is received is staged beside the model, in every rank, under the reception's name
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
-    def optional_tensors(self) -> frozenset[str]:
-        """Names that a checkpoint may also hold, because the model ties them to another."""
+    def open(self, reception: Reception) -> None:
+        """In every rank: opens what the reception describes, and checks what can be without its bytes. Touches
+        nothing. InvalidRequest or InvalidWeights. Blocks, on a thread of the worker's."""
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        """Copies tensors into host memory, ready to swap. Runs on a thread of the worker's, not on a loop,
-        while generation goes on; the caller has checked names, shapes and dtypes. Ends early with an
-        EngineFailed when `cancelled()`."""
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
+        early with an EngineFailed when `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing
+        stays staged or open. Blocks, on a thread of the worker's.
 
-    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
+        With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
+        weights are of no version. They are labelled by a `set_version` that follows."""
+
+    async def discard(self, staging: str) -> None:
+        """Frees what is opened or staged under this name; nothing there is no error."""
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
         is paused (`keep` or emptied); it stays so. Running requests' KV is not recomputed, but no new request
-        reuses KV made before; True if the prefix cache was flushed for that."""
-
-    async def discard(self, staged: Staged) -> None: ...
+        reuses KV made before; True if the prefix cache was flushed for that. The staging is used up, also when this
+        raises."""
 
     def set_version(self, version: WeightVersion) -> None:
         """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        """The same as `stage` and `swap` in one, for a model that doesn't fit twice: writes the tensors over the
-        served weights as they come. The engine is paused; when this raises, its weights are of no version. They are
-        labelled by a `set_version` that follows. Runs on a thread of the worker's."""
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Sets a transport up in every rank: one row for each, `{rank, …}`. Blocks, on a thread of the worker's."""
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        """Likewise."""
 
     # adapters (LoRA); where the engine has none, `capabilities` has `prepare_update:lora` and these raise Unsupported
 
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        """Every tensor that an adapter of this PEFT config (`adapter_config.json`) must hold, by its name in
-        `adapter_model.safetensors`; the dtypes are those of the engine. InvalidWeights for a config that this model
-        or engine can't take."""
-
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        """Like `stage`, of an adapter."""
-
-    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
-        """Loads an adapter, or puts it in the place of the one of this name; `staged` None takes it away. All or
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
         nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
-        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed."""
+        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed. The staging is used
+        up, also when this raises."""
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from blake3 import blake3
 
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
-from rl_plane.versions import HostTensor, TensorSpec, WeightVersion
-from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode, Staged, TensorStream
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import TensorSpec, WeightVersion
+from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
+from worker.engines.fake_holder import FakeHolder
 from worker.engines.fake_model import (
     FIRST_TOKEN,
     FakeAdapter,
@@ -35,14 +37,15 @@ from worker.engines.fake_model import (
     fake_token,
     hash_of,
     hash_of_prompt,
-    linear_modules,
     logprob_of,
     make_fake_adapter,
     make_fake_model,
     token_of,
 )
-from worker.engines.lora import lora_spec, parse_lora, target_modules
 from worker.engines.spans import Label, SpanLog
+from worker.receiver import Receiver, load_transports
+from worker.reception import Cancelled, Reception
+from worker.transports.base import WeightTransport
 from worker.transports.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -61,9 +64,6 @@ FAKE_VERSION = "1"
 
 MAX_DELAY_S = 3600.0
 """Longer than any time-out that a test of one could want."""
-
-STEP_S = 0.02
-"""How often a delay on a thread looks whether it was cancelled."""
 
 MEMORY_TAGS = ("weights", "kv_cache")
 
@@ -156,9 +156,10 @@ class _Running:
 
 
 class FakeEngine:
-    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite` and `hang_liveness` may be set while it runs."""
+    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite` and `hang_liveness` may be set while it runs.
+    `transports`: instead of those that are installed."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
         self.config = FakeConfig.parse(options.extra)
         if options.dtype is not None and options.dtype not in _DTYPES:
             raise InvalidRequest(
@@ -172,6 +173,9 @@ class FakeEngine:
         self.fail_swap = self.config.fail_swap
         self.fail_overwrite = self.config.fail_overwrite
         self.hang_liveness = self.config.hang_liveness
+        if transports is None:
+            transports = load_transports([*options.weight_roots, options.model])
+        self.receiver = Receiver(FakeHolder(self), transports)
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
         self._weights: FakeWeights | None = None  # None before start and after close
@@ -213,6 +217,7 @@ class FakeEngine:
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
             capabilities={},
+            transports=self.receiver.backends,
         )
 
     def _load(self) -> FakeWeights:
@@ -435,110 +440,75 @@ class FakeEngine:
         self._held()
         return self._specs
 
-    def optional_tensors(self) -> frozenset[str]:
-        return frozenset()
+    def open(self, reception: Reception) -> None:
+        self.receiver.open(reception)
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        return FakeWeights(self._taken(tensors, cancelled))
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self.receiver.receive(staging, cancelled)
 
-    def _taken(self, tensors: TensorStream, cancelled: Callable[[], bool]) -> dict[str, FakeTensor]:
-        self._delay_staging(cancelled)
-        if self.fail_stage:
-            raise EngineFailed("fail_stage is set")
-        staged, room = {}, self.config.staging_bytes
-        for name, tensor in tensors:
-            if cancelled():
-                raise EngineFailed("staging was cancelled")
-            room -= tensor.spec.nbytes
-            if room < 0:
-                raise EngineFailed(f"there are more than {self.config.staging_bytes} bytes to stage")
-            staged[name] = self._copied(tensor)
-        if cancelled():
-            raise EngineFailed("staging was cancelled")
-        return staged
+    async def discard(self, staging: str) -> None:
+        self.receiver.discard(staging)
 
-    def _delay_staging(self, cancelled: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self.config.stage_delay_s
-        while not cancelled() and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(STEP_S, left))
-
-    def _copied(self, tensor: HostTensor) -> FakeTensor:
-        # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
-        data = bytes(tensor.data) if self.config.hold_bytes else None
-        return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)
-
-    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        staged = self.receiver.take(staging)
         if not isinstance(staged, FakeWeights):
-            raise EngineFailed("these weights were not staged here")
-        await self._before_a_swap(staged)
-        staged.used = True
+            raise EngineFailed(f"{staging} is an adapter")
+        await self._before_a_swap()
         self._weights, self._version = staged, version
         return await self.flush_cache()
 
-    async def _before_a_swap(self, staged: FakeWeights | FakeAdapter | None) -> None:
-        self._check_swappable(staged)
+    def set_version(self, version: WeightVersion) -> None:
+        self._held()
+        self._version = version
+
+    async def _before_a_swap(self) -> None:
+        self._check_swappable()
         if self.config.swap_delay_s:
             await asyncio.sleep(self.config.swap_delay_s)
-            self._check_swappable(staged)
+            self._check_swappable()
         if self.fail_swap:
             raise EngineFailed("fail_swap is set")
 
-    def _check_swappable(self, staged: FakeWeights | FakeAdapter | None) -> None:
+    def _check_swappable(self) -> None:
         self._held()
-        if staged is not None and staged.used:
-            raise EngineFailed("these weights were swapped or discarded before")
         if not (self._frozen and self._queueing):
             raise EngineFailed("a swap needs a paused engine")
         if "weights" in self._released:
             raise EngineFailed("the weights' memory is released: resume it first")
 
-    async def discard(self, staged: Staged) -> None:
-        if isinstance(staged, FakeWeights | FakeAdapter) and not staged.used:
-            staged.used = True
-            staged.tensors = {}
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        """With `stage_delay_s` before the first tensor is taken, as in `stage`."""
-        self._check_swappable(None)
+    @contextmanager
+    def half_written(self) -> Iterator[dict[str, FakeTensor]]:
+        """The held tensors, to be written over one by one: weights of no version."""
+        self._check_swappable()
         mixed = dict(self._held().tensors)
-        # Not in the held ones, which a snapshot may share; and the held ones go one by one, as the new ones come.
+        # Not in the held ones, which a snapshot may share.
         self._weights, self._version = FakeWeights(mixed), None
         try:
-            self._delay_staging(cancelled)
-            for name, tensor in tensors:
-                if cancelled():
-                    raise EngineFailed("the overwrite was cancelled")
-                mixed[name] = self._copied(tensor)
-                if self.fail_overwrite:
-                    raise EngineFailed("fail_overwrite is set")
-            if cancelled():
-                raise EngineFailed("the overwrite was cancelled")
+            yield mixed
         finally:
             if not self._closed:
                 self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
 
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self.receiver.init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        self.receiver.destroy_transport(backend)
+        return [{"rank": 0}]
+
     # adapters
 
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        self._held()
-        lora, linear = parse_lora(config), linear_modules(self._specs)
-        dtypes = {module: self._specs[f"{module}.weight"].dtype for module in linear}
-        return lora_spec(lora, target_modules(lora, linear), linear, dtypes)
-
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        return FakeAdapter(self._taken(tensors, cancelled), config)
-
-    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        staged = None if staging is None else self.receiver.take(staging)
         if staged is not None and not isinstance(staged, FakeAdapter):
-            raise EngineFailed("this adapter was not staged here")
-        await self._before_a_swap(staged)
+            raise EngineFailed(f"{staging} is no adapter")
+        await self._before_a_swap()
         if staged is None:
             self._adapters.pop(name, None)
             self._end([key for key, running in self._requests.items() if running.adapter == name], "abort")
         else:
-            staged.used, staged.version = True, version
+            staged.version = version
             self._adapters[name] = staged
         return await self.flush_cache()
 
@@ -549,10 +519,6 @@ class FakeEngine:
                 f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
             )
         self._adapters[name].version = version
-
-    def set_version(self, version: WeightVersion) -> None:
-        self._held()
-        self._version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         held = self._held()

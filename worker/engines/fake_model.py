@@ -141,7 +141,6 @@ class FakeWeights:
     def __init__(self, tensors: dict[str, FakeTensor]) -> None:
         self.tensors = tensors
         self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
-        self.used = False
 
     def checksum(self) -> str:
         lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())
@@ -179,4 +178,3 @@ class FakeAdapter:
         self.digest = tensors_digest([*lines, config_line(config_bytes(config))])
         self.tensors = tensors
         self.version: WeightVersion | None = None
-        self.used = False

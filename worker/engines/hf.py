@@ -16,32 +16,28 @@ from typing import Any, NoReturn
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import (
-    CheckAction,
-    EngineAdapter,
-    EngineInfo,
-    EngineOptions,
-    PauseMode,
-    Staged,
-    TensorStream,
-)
-from worker.engines.hf_adapters import ModelAdapters, StagedAdapter, have_peft
+from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
+from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.receiver import Receiver, load_transports
+from worker.reception import Cancelled, Reception
 
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
-_NO_PEFT = "peft is not installed here: install rl-plane[hf]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,8 @@ class HfEngine:
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
-        self._weights: ModelWeights | None = None
-        self._adapters: ModelAdapters | None = None
+        self._holder: HfHolder | None = None
+        self._receiver: Receiver | None = None
         self._eos: frozenset[int] = frozenset()
         self._streams: dict[str, Stream] = {}
         self._keys = itertools.count()
@@ -113,8 +109,9 @@ class HfEngine:
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
+            adapters = self._held().adapters
             self._loop = await asyncio.to_thread(
-                GenerationLoop, self._model, self._held_adapters(), config, asyncio.get_running_loop()
+                GenerationLoop, self._model, adapters, config, asyncio.get_running_loop()
             )
             self._loop.start()
             await self.liveness()
@@ -134,7 +131,7 @@ class HfEngine:
         dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
         disable_progress_bar()  # a worker's standard error is a log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
-        self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._tokenizer = load_tokenizer(path)
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
@@ -143,8 +140,11 @@ class HfEngine:
             # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
-        self._weights, self._adapters = ModelWeights(self._model), ModelAdapters(self._model)
-        self._eos = _eos_tokens(self._model, self._tokenizer)
+        self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
+        self._receiver = Receiver(
+            self._holder, load_transports([*self._options.weight_roots, self._options.model])
+        )
+        self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
         length = self._arguments.max_model_len or room
@@ -164,6 +164,7 @@ class HfEngine:
             vocab_size=config.vocab_size,
             max_model_len=length,
             capabilities=_capabilities(),
+            transports=self._receiver.backends,
         )
 
     async def close(self) -> None:
@@ -171,7 +172,7 @@ class HfEngine:
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._weights = self._adapters = self._tokenizer = None
+        self._model = self._holder = self._receiver = self._tokenizer = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -182,7 +183,7 @@ class HfEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         loop = self._running()
-        prompt = await self._prompt(request)
+        prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
         stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
@@ -217,52 +218,10 @@ class HfEngine:
                 # Not awaited: this may be a cancelled task, or a generator that is being closed.
                 loop.call(lambda: loop.abort([stream]))
 
-    async def _prompt(self, request: GenerateRequest) -> list[int]:
-        given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"a request has one of prompt_token_ids, prompt and messages, not {given}",
-                field=given[-1] if given else "prompt_token_ids",
-                fix="give exactly one",
-            )
-        if request.prompt_token_ids is not None:
-            return list(request.prompt_token_ids)
-        if request.prompt is not None:
-            return await asyncio.to_thread(self._tokenizer.encode, request.prompt, add_special_tokens=False)
-        try:
-            ids: list[int] = await asyncio.to_thread(
-                self._tokenizer.apply_chat_template,
-                request.messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except Exception as error:  # a template is a program of the model's: it raises what it likes
-            raise InvalidRequest(
-                f"the chat template refuses these messages: {error}",
-                field="messages",
-                fix="give each a role and a content",
-            ) from error
-        return ids
-
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
         info = self._info
         assert info is not None, "start sets it before the loop is there"
-        for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
-            if ids and max(ids) >= info.vocab_size:
-                raise InvalidRequest(
-                    f"token {max(ids)} is outside the vocabulary",
-                    field=field,
-                    fix=f"use ids below {info.vocab_size}",
-                )
-        if not prompt:
-            raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
-        if len(prompt) + request.max_tokens > info.max_model_len:
-            raise InvalidRequest(
-                f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {info.max_model_len}",
-                field="max_tokens",
-                fix=f"at most {info.max_model_len} together",
-            )
+        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
@@ -307,17 +266,20 @@ class HfEngine:
     # weights
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._held_weights().spec
+        return self._held().weight_spec()
 
-    def optional_tensors(self) -> frozenset[str]:
-        return self._held_weights().optional
+    def open(self, reception: Reception) -> None:
+        self._receiving().open(reception)
 
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
-        return self._held_weights().stage(tensors, cast, cancelled)
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self._receiving().receive(staging, cancelled)
 
-    async def swap(self, staged: Staged, version: WeightVersion) -> bool:
-        assert isinstance(staged, StagedTensors), "what `stage` gave"
-        weights = self._held_weights()
+    async def discard(self, staging: str) -> None:
+        self._receiving().discard(staging)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        staged, weights = self._receiving().take(staging), self._held().weights
+        assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
             loop.version = None  # half-way there are no known weights
@@ -328,36 +290,27 @@ class HfEngine:
         flushed: bool = await self._call(between_two_steps)
         return flushed
 
-    async def discard(self, staged: Staged) -> None:
-        assert isinstance(staged, StagedTensors | StagedAdapter), "what `stage` or `stage_adapter` gave"
-        staged.tensors = None
-
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
 
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
-        loop, weights = self._running(), self._held_weights()
-        loop.call(loop.forget_weights).result()
-        weights.overwrite(tensors, cast, cancelled)
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        self._receiving().init_transport(config)
+        return [{"rank": 0}]
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        self._receiving().destroy_transport(backend)
+        return [{"rank": 0}]
 
     # adapters
 
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        if not have_peft():
-            _refuse(_NO_PEFT)
-        return self._held_adapters().spec(config)
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        staged = None if staging is None else self._receiving().take(staging)
 
-    def stage_adapter(
-        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]
-    ) -> Staged:
-        return self._held_adapters().stage(config, tensors, cast, cancelled)
-
-    async def swap_adapter(self, name: str, staged: Staged | None, version: WeightVersion | None) -> bool:
         def between_two_steps(loop: GenerationLoop) -> None:
             if staged is None:
                 loop.remove_adapter(name)
             else:
-                assert isinstance(staged, StagedAdapter), "what `stage_adapter` gave"
+                assert isinstance(staged, StagedAdapter), "an adapter"
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
@@ -372,14 +325,14 @@ class HfEngine:
         versions[name] = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        weights = self._held_weights()
+        weights = self._held().weights
         if action == "checksum":
-            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checksum)}]
+            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checks.checksum)}]
         if action == "compare":
-            mismatches = await asyncio.to_thread(weights.compare)
+            mismatches = await asyncio.to_thread(weights.checks.compare)
             return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
         if action == "snapshot":
-            await asyncio.to_thread(weights.snapshot)
+            await asyncio.to_thread(weights.checks.snapshot)
         else:
 
             def between_two_steps(loop: GenerationLoop) -> None:
@@ -400,15 +353,19 @@ class HfEngine:
             raise EngineFailed("the engine is not running")
         return self._loop
 
-    def _held_weights(self) -> ModelWeights:
-        if self._weights is None:
-            raise EngineFailed("the engine is not running")
-        return self._weights
+    def _forget_weights(self) -> None:
+        loop = self._running()
+        loop.call(loop.forget_weights).result()
 
-    def _held_adapters(self) -> ModelAdapters:
-        if self._adapters is None:
+    def _held(self) -> HfHolder:
+        if self._holder is None:
             raise EngineFailed("the engine is not running")
-        return self._adapters
+        return self._holder
+
+    def _receiving(self) -> Receiver:
+        if self._receiver is None:
+            raise EngineFailed("the engine is not running")
+        return self._receiver
 
     async def _call(self, command: Callable[[GenerationLoop], Any]) -> Any:
         loop = self._running()
@@ -418,36 +375,6 @@ class HfEngine:
             raise
         except Exception as error:
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
-
-
-class IncrementalText:
-    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
-
-    _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._sent = 0  # characters of the decoded window
-
-    def add(self, token_ids: list[int], last: bool) -> str:
-        self._ids += token_ids
-        text = self._decode(self._ids)
-        whole = len(text)
-        if not last:
-            # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
-            while whole > max(self._sent, len(text) - 3) and text[whole - 1] == "\ufffd":
-                whole -= 1
-        fresh = text[self._sent : whole]
-        self._sent = max(self._sent, whole)
-        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
-            self._ids = self._ids[-self._WINDOW :]
-            self._sent = len(self._decode(self._ids))
-        return fresh
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
 
 
 async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
@@ -466,16 +393,9 @@ async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
         item = stream.pieces.get_nowait()
 
 
-def _eos_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
-        found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
-
-
 def _capabilities() -> dict[str, str]:
     lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
-    return lacking if have_peft() else lacking | {"prepare_update:lora": _NO_PEFT, "update_weights:lora": _NO_PEFT}
+    return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -15,9 +15,11 @@ import torch
 
 from rl_plane.errors import EngineFailed
 from rl_plane.versions import TensorSpec
-from worker.engines.base import TensorStream
 from worker.engines.hf_weights import NAME_OF_DTYPE, host_copies
 from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.reception import TensorStream
+
+NO_PEFT = "peft is not installed here: install rl-plane[hf]"
 
 
 def have_peft() -> bool:

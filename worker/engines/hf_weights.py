@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported
+from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.versions import TensorSpec
-from worker.engines.base import TensorStream
-
-NOISE_STD = 0.5
-"""Of the noise that `reset` writes: far from any trained or freshly made weights."""
+from worker.engines.weight_checks import WeightChecks, write_noise
+from worker.reception import TensorStream
 
 NAME_OF_DTYPE = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -38,7 +36,7 @@ class ModelWeights:
     def __init__(self, model: Any) -> None:
         self._model = model
         # Taken once: adapters change the names of parameters, but not the parameters.
-        self._state = {name: tensor.detach() for name, tensor in sorted(model.state_dict().items())}
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
         tied = set(model.all_tied_weights_keys)
         self.optional = frozenset(tied & targets.keys())
@@ -46,9 +44,8 @@ class ModelWeights:
         self.spec: Mapping[str, TensorSpec] = {
             name: TensorSpec(NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
         }
-        self._snapshot: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
-        """A check, on any thread, must not see half of a swap."""
+        self.checks = WeightChecks(state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
         return StagedTensors(dict(host_copies(tensors, self.spec, self.optional, cast, cancelled)))
@@ -70,41 +67,11 @@ class ModelWeights:
             self._settle()
         staged.tensors = None
 
-    def checksum(self) -> str:
-        """BLAKE3 over the names and bytes of all parameters and persistent buffers."""
-        from blake3 import blake3
-
-        digest = blake3()
-        with self._lock:
-            for name, tensor in self._now():
-                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(_bytes(tensor).numpy())
-        return f"blake3:{digest.hexdigest()}"
-
-    def snapshot(self) -> None:
-        with self._lock:
-            self._snapshot = {name: tensor.clone() for name, tensor in self._now()}
-
-    def compare(self) -> list[str]:
-        """Names whose bytes differ from the snapshot's."""
-        with self._lock:
-            kept = self._snapshot
-            if kept is None:
-                raise InvalidRequest("there is no snapshot to compare with", field="action", fix="take a snapshot")
-            # Bytes, because NaN differs from itself.
-            return [name for name, now in self._now() if not torch.equal(_bytes(now), _bytes(kept[name]))]
-
     def reset(self) -> None:
         """Noise over every floating point tensor. No step may be running."""
-        with self._lock, torch.no_grad():
-            for tensor in self._targets.values():
-                if tensor.is_floating_point():
-                    tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
+        with self._lock:
+            write_noise(iter(self._targets.values()))
             self._settle()
-
-    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._state.items():
-            yield name, tensor.cpu()
 
     def _settle(self) -> None:
         # The generation steps run on a CUDA stream of their own, which does not wait for these copies.
@@ -153,10 +120,6 @@ def _copy(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     copied = np.empty(spec.nbytes, dtype=np.uint8)
     np.copyto(copied, np.frombuffer(data, dtype=np.uint8))
     return torch.from_numpy(copied).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,72 @@
+"""What a checkpoint of a model must hold, for engines that keep its tensors in a form of their own.
+
+An engine has loaded the model's own directory: what that holds is what it can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_plane.versions import TensorSpec
+from worker.transports.checkpoint import open_checkpoint
+
+_ENGINE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""What an engine converts to its own dtype as it loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    tensors: dict[str, TensorSpec]
+    """Every tensor that must be there, by its checkpoint name; floats in the engine's dtype."""
+    optional: frozenset[str]
+    """Names that may also be there, because the model ties them to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearModules:
+    """By their names in the checkpoint."""
+
+    shapes: dict[str, tuple[int, int]]  # (inputs, outputs)
+    others: frozenset[str]
+    """Modules of other kinds that have parameters."""
+
+
+def checkpoint_spec(model: Path, dtype: str) -> CheckpointSpec:
+    """`dtype`: the engine's, by its safetensors name."""
+    from transformers import AutoConfig
+
+    checkpoint = open_checkpoint(model, field="model")
+    try:
+        specs = dict(checkpoint.specs)
+    finally:
+        checkpoint.close()
+    tied = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
+    optional = frozenset({"lm_head.weight"}) if tied else frozenset()
+    return CheckpointSpec(
+        {
+            name: TensorSpec(dtype if spec.dtype in _ENGINE_FLOATS else spec.dtype, spec.shape)
+            for name, spec in specs.items()
+            if name not in optional
+        },
+        optional,
+    )
+
+
+def linear_modules(model: Path) -> LinearModules:
+    """Of the model as transformers builds it, by whose names adapters are saved; without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    linear = {name: module for name, module in built.named_modules() if type(module) is torch.nn.Linear}
+    return LinearModules(
+        {name: (module.in_features, module.out_features) for name, module in linear.items()},
+        frozenset(
+            name
+            for name, module in built.named_modules()
+            if name not in linear and next(module.parameters(recurse=False), None) is not None
+        ),
+    )

@@ -1,0 +1,44 @@
+"""The `hf` engine's model as a Receiver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_plane.errors import Unsupported
+from rl_plane.versions import TensorSpec
+from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf_weights import ModelWeights, StagedTensors
+from worker.reception import Cancelled, TensorStream
+
+
+class HfHolder:
+    """A WeightHolder. `forget_weights()`: what the engine makes from now on is of no version."""
+
+    def __init__(self, weights: ModelWeights, adapters: ModelAdapters, forget_weights: Callable[[], None]) -> None:
+        self.weights = weights
+        self.adapters = adapters
+        self._forget_weights = forget_weights
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self.weights.spec
+
+    def optional_tensors(self) -> frozenset[str]:
+        return self.weights.optional
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
+        return self.weights.stage(tensors, cast, cancelled)
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        self._forget_weights()
+        self.weights.overwrite(tensors, cast, cancelled)
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        if not have_peft():
+            raise Unsupported(NO_PEFT, reason=NO_PEFT)
+        return self.adapters.spec(config)
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> StagedAdapter:
+        return self.adapters.stage(config, tensors, cast, cancelled)

@@ -1,0 +1,98 @@
+"""`--engine-arg key=value` for SGLang: any field of its ServerArgs, typed as it is there."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_plane.errors import InvalidRequest
+
+OURS = {
+    "custom_sigquit_handler": "the worker has its own",
+    "custom_weight_loader": "weights come by update_weights",
+    "dp_size": "run one worker for each replica",
+    "dtype": "use --dtype",
+    "enable_lora": "give max_lora_rank",
+    "incremental_streaming_output": "the worker reads increments",
+    "lora_paths": "load adapters by update_weights",
+    "model_path": "use --model",
+    "nnodes": "a worker's ranks are on one machine",
+    "skip_tokenizer_init": "the worker makes the text",
+    "speculative_algorithm": "weight updates would not reach the draft model",
+    "tokenizer_worker_num": "the worker makes the tokens",
+    "weight_version": "the worker labels the weights",
+}
+"""Arguments that the adapter sets or can't do without, and what to do instead."""
+
+ON_CPU: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "max_total_tokens": 8192,  # else it takes a share of the machine's memory
+}
+"""What the build for CPUs needs, unless said otherwise."""
+
+
+def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
+    from sglang.srt.server_args import ServerArgs
+
+    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+    known = set(ServerArgs.__struct_fields__)
+    values = {}
+    for key, text in extra.items():
+        if key in OURS:
+            raise InvalidRequest(f"{key} can't be set here", field=f"engine_arg.{key}", fix=OURS[key])
+        if key not in known:
+            raise InvalidRequest(
+                f"SGLang has no argument {key[:64]!r}",
+                field=f"engine_arg.{key[:64]}",
+                fix="name a field of its ServerArgs, such as tp_size or mem_fraction_static",
+            )
+        values[key] = _typed(key, text, hints[key])
+    return values
+
+
+def _typed(key: str, text: str, annotated: Any) -> Any:
+    kind, details = annotated, None
+    if typing.get_origin(annotated) is typing.Annotated:
+        kind, *rest = typing.get_args(annotated)
+        details = rest[0]
+    choices = getattr(details, "choices", None)
+    try:
+        value = (getattr(details, "type_parser", None) or _reader(kind))(text)
+    except (ValueError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
+        raise InvalidRequest(
+            f"{key}={text[:64]} is not {_shown(kind)}", field=f"engine_arg.{key}", fix="give such a value"
+        ) from error
+    if choices and value not in choices and not isinstance(value, (list, set)):
+        raise InvalidRequest(
+            f"{key}={text[:64]} is not known to SGLang",
+            field=f"engine_arg.{key}",
+            fix=f"one of {', '.join(map(str, choices))}",
+        )
+    return value
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    import msgspec
+
+    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+    def read(text: str) -> Any:
+        value = json.loads(text) if text[:1] in ("[", "{") else text
+        for member in sorted(members, key=lambda one: one is str):  # whatever can be something else is
+            try:
+                return msgspec.convert(value, member, strict=False)
+            except msgspec.ValidationError:
+                continue
+        raise ValueError(text)
+
+    return read
+
+
+def _shown(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind)).replace("typing.", "")

@@ -1,0 +1,46 @@
+"""What SGLang loads in each of its processes (entry point `sglang.srt.plugins`): little, and only for our engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+MARK = "RL_PLANE_SGLANG"
+"""In the environment of an engine that the adapter builds."""
+
+
+def register() -> None:
+    if MARK not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seed, HookType.AFTER
+    )
+    HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", _sample, HookType.AROUND)
+
+
+def child_failed(number: int, frame: Any) -> None:
+    """In place of SGLang's handler of SIGQUIT, by which it ends the process: the adapter sees that a child ended."""
+
+
+def _seed(info: Any, cls: Any, batch: Any, vocab_size: int) -> None:
+    """SGLang looks at seeds in its deterministic mode only, which has no backend for a CPU."""
+    import torch
+
+    if info.sampling_seed is None and info.temperatures.device.type == "cpu":
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
+
+
+def _sample(original: Any, logprobs: Any, seed: Any, positions: Any) -> Any:
+    """SGLang's own needs a kernel that its build for CPUs lacks. One draw per row, of its seed and position alone."""
+    import torch
+
+    if logprobs.device.type != "cpu":
+        return original(logprobs, seed, positions)
+    noise = torch.empty(logprobs.shape, dtype=torch.float64)
+    for row, (number, position) in enumerate(zip(seed.tolist(), positions.tolist(), strict=True)):
+        generator = torch.Generator().manual_seed(hash((number, position)))
+        noise[row].exponential_(generator=generator)
+    return torch.argmax(logprobs.to(torch.float64) - noise.log(), dim=1, keepdim=True)

@@ -1,0 +1,197 @@
+"""Requests on their way through SGLang: each a task that feeds a queue, which its reader empties."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.generation import FinishReason, GenerateRequest
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+MAX_SEED = 1 << 63
+
+
+@dataclass(slots=True)
+class Piece:
+    """New tokens. `keys`: under which of the engine's weight versions each was made."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Stream:
+    """One request. Its items: pieces, and at the end a piece with a finish_reason, or an error."""
+
+    def __init__(self, request: GenerateRequest, prompt: list[int], stop: frozenset[int]) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.submitted = False
+        self.adapter: str | None = None
+        """The adapter's name in the engine, once submitted."""
+        self.feeding: asyncio.Task[None] | None = None
+        self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
+        self._stop = stop
+        self._count = 0
+        self._ended = False
+
+    def take(self, out: dict[str, Any]) -> bool:
+        """What the engine gave; whether the request has ended by it."""
+        meta = out["meta_info"]
+        # The count tells what is new: an abort repeats the last token.
+        fresh = meta["completion_tokens"] - self._count
+        piece = Piece(list(out["output_ids"][:fresh]))
+        if self.request.logprobs:
+            piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
+        piece.keys = _keys(meta, self._count, self._count + fresh)
+        self._count += fresh
+        reason = meta["finish_reason"]
+        if reason is not None:
+            if reason["type"] == "abort" and reason.get("status_code") is not None:
+                self.end(EngineFailed(f"SGLang ended the request: {reason.get('message')}"))
+                return True
+            piece.finish_reason = _FINISH[reason["type"]]
+        stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)
+        if stopped is not None:
+            # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
+            end = stopped + 1
+            piece = Piece(piece.token_ids[:end], piece.logprobs[:end], piece.keys[:end], "stop")
+        if piece.finish_reason is not None:
+            self.end(piece)
+            return True
+        self._items.put_nowait(piece)
+        return False
+
+    def end(self, item: Piece | PlaneError) -> None:
+        """Its last item; whatever comes later is dropped."""
+        if not self._ended:
+            self._ended = True
+            self._items.put_nowait(item)
+
+    async def next(self) -> tuple[Piece, PlaneError | None]:
+        """All that has come since the last, as one piece, and the error that came after it."""
+        merged = Piece()
+        item = await self._items.get()
+        while True:
+            if isinstance(item, PlaneError):
+                return merged, item
+            merged.token_ids += item.token_ids
+            merged.logprobs += item.logprobs
+            merged.keys += item.keys
+            merged.finish_reason = item.finish_reason
+            if self._items.empty():
+                return merged, None
+            item = self._items.get_nowait()
+
+
+def _keys(meta: dict[str, Any], start: int, end: int) -> list[str]:
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": end}]
+    keys = []
+    for number in range(start, end):
+        keys.append(next(span["version"] for span in reversed(spans) if span["start"] <= number))
+    return keys
+
+
+class Feeder:
+    """Gives requests to the engine, while its gate is open. `adapter_of(name)`: an adapter's name in the engine."""
+
+    def __init__(self, manager: Any, eos: frozenset[int], adapter_of: Callable[[str | None], str | None]) -> None:
+        self._manager = manager
+        self._eos = eos
+        self._adapter_of = adapter_of
+        self._open = asyncio.Event()
+        self._open.set()
+        self._numbers = itertools.count()
+        self.streams: dict[str, Stream] = {}
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        """Requests that come from now on wait."""
+        self._open.clear()
+
+    def submitted(self) -> list[Stream]:
+        return [stream for stream in self.streams.values() if stream.submitted]
+
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+        """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
+        after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
+        stream = self.streams[request.id] = Stream(request, prompt, after)
+        stream.feeding = asyncio.create_task(self._feed(stream))
+        try:
+            while True:
+                piece, failure = await stream.next()
+                if piece.token_ids or piece.finish_reason is not None:
+                    yield piece
+                if failure is not None:
+                    raise failure
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            del self.streams[request.id]
+            stream.feeding.cancel()  # of one that is in the engine, this is its abort there
+
+    async def abort(self, streams: list[Stream]) -> None:
+        """Ends them here at once, and in the engine."""
+        tasks = []
+        for stream in streams:
+            stream.end(Piece(finish_reason="abort"))
+            if stream.feeding is not None:
+                stream.feeding.cancel()
+                tasks.append(stream.feeding)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def fail(self, error: PlaneError) -> None:
+        """The engine is dead."""
+        for stream in self.streams.values():
+            stream.end(error)
+
+    async def _feed(self, stream: Stream) -> None:
+        try:
+            while not self._open.is_set():
+                await self._open.wait()
+            stream.adapter = self._adapter_of(stream.request.adapter)
+            stream.submitted = True
+            async for out in self._manager.generate_request(self._asked(stream)):
+                if stream.take(out):
+                    return
+            stream.end(EngineFailed("SGLang ended the request without a reason"))
+        except PlaneError as error:
+            stream.end(error)
+        except Exception as error:
+            stream.end(EngineFailed(f"{type(error).__name__}: {error}"))
+
+    def _asked(self, stream: Stream) -> Any:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = stream.request
+        return GenerateReqInput(
+            # SGLang aborts by prefix: all ids are of one length.
+            rid=f"{next(self._numbers):016x}",
+            input_ids=stream.prompt,
+            lora_path=stream.adapter,
+            stream=True,
+            return_logprob=request.logprobs,
+            sampling_params={
+                "max_new_tokens": request.max_tokens,
+                "temperature": request.temperature,
+                "top_p": request.top_p,
+                "top_k": request.top_k or -1,
+                "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
+                "stop_token_ids": sorted({*request.stop_token_ids, *self._eos}) or None,
+                "ignore_eos": request.ignore_eos,
+                "skip_special_tokens": False,
+            },
+        )

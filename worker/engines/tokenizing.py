@@ -1,0 +1,107 @@
+"""Tokens and text for engines that are given token ids: prompts in, text out, with a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.generation import GenerateRequest
+
+
+def load_tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
+    """All that the model, its generation config and its tokenizer end a text with."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    sources = [config.get_text_config(), tokenizer]
+    if (model / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(model, local_files_only=True))
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return frozenset(found)
+
+
+async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
+    given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"a request has one of prompt_token_ids, prompt and messages, not {given}",
+            field=given[-1] if given else "prompt_token_ids",
+            fix="give exactly one",
+        )
+    if request.prompt_token_ids is not None:
+        return list(request.prompt_token_ids)
+    if request.prompt is not None:
+        ids: list[int] = await asyncio.to_thread(tokenizer.encode, request.prompt, add_special_tokens=False)
+        return ids
+    try:
+        ids = await asyncio.to_thread(
+            tokenizer.apply_chat_template,
+            request.messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+    except Exception as error:  # a template is a program of the model's: it raises what it likes
+        raise InvalidRequest(
+            f"the chat template refuses these messages: {error}",
+            field="messages",
+            fix="give each a role and a content",
+        ) from error
+    return ids
+
+
+def check_tokens(request: GenerateRequest, prompt: list[int], vocab_size: int, max_model_len: int) -> None:
+    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequest(
+                f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
+            )
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
+    if len(prompt) + request.max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
+            field="max_tokens",
+            fix=f"at most {max_model_len} together",
+        )
+
+
+class IncrementalText:
+    """The text of tokens as they come; characters that more bytes may complete are held back until the last."""
+
+    _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._sent = 0  # characters of the decoded window
+
+    def add(self, token_ids: list[int], last: bool) -> str:
+        self._ids += token_ids
+        text = self._decode(self._ids)
+        whole = len(text)
+        if not last:
+            # An unfinished character is at most three bytes, each shown as a replacement character or all as one.
+            while whole > max(self._sent, len(text) - 3) and text[whole - 1] == "\ufffd":
+                whole -= 1
+        fresh = text[self._sent : whole]
+        self._sent = max(self._sent, whole)
+        if whole == len(text) and len(self._ids) > 2 * self._WINDOW:
+            self._ids = self._ids[-self._WINDOW :]
+            self._sent = len(self._decode(self._ids))
+        return fresh
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

@@ -1,0 +1,64 @@
+"""Checks of the weights that an engine serves: a checksum, a snapshot to compare with, and noise over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rl_plane.errors import InvalidRequest
+
+NOISE_STD = 0.5
+"""Of the noise that `reset` writes: far from any trained or freshly made weights."""
+
+
+class WeightChecks:
+    """Of the live tensors of one rank. `lock`: held by whoever writes them, so that no check sees half of it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], lock: threading.Lock) -> None:
+        self._tensors = dict(sorted(tensors.items()))
+        self._lock = lock
+        self._snapshot: dict[str, torch.Tensor] | None = None
+
+    def checksum(self) -> str:
+        """BLAKE3 over the names and bytes of all tensors."""
+        from blake3 import blake3
+
+        digest = blake3()
+        with self._lock:
+            for name, tensor in self._now():
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+                digest.update(_bytes(tensor).numpy())
+        return f"blake3:{digest.hexdigest()}"
+
+    def snapshot(self) -> None:
+        with self._lock:
+            self._snapshot = {name: tensor.clone() for name, tensor in self._now()}
+
+    def compare(self) -> list[str]:
+        """Names whose bytes differ from the snapshot's."""
+        with self._lock:
+            kept = self._snapshot
+            if kept is None:
+                raise InvalidRequest("there is no snapshot to compare with", field="action", fix="take a snapshot")
+            # Bytes, because NaN differs from itself.
+            return [name for name, now in self._now() if not torch.equal(_bytes(now), _bytes(kept[name]))]
+
+    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._tensors.items():
+            yield name, tensor.cpu()
+
+
+def write_noise(tensors: Iterator[torch.Tensor]) -> None:
+    """Over every floating point tensor; the caller holds the lock, and no step may be running."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
+
+
+def _bytes(tensor: Any) -> torch.Tensor:
+    raw: torch.Tensor = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return raw

@@ -1,0 +1,75 @@
+"""What is to be received, and what holds the model: the seam inside the process that has the weights.
+
+The receiving half of a transport runs where the model is: in the worker itself for an engine in this process, in each
+rank's process for one that has its own. A `Reception` goes there, in plain values; a `Receiver` there brings the
+tensors by a transport and gives them to the engine's `WeightHolder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from rl_plane.versions import HostTensor, TensorSpec
+
+TensorStream = Iterable[tuple[str, HostTensor]]
+Cancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Reception:
+    """One version's tensors, to be received."""
+
+    staging: str
+    """Under which name they are staged: never used before in the life of the engine."""
+    transport: Mapping[str, Any]
+    """The `transport` object of the request, `backend` included."""
+    kind: Literal["base", "lora"] = "base"
+    cast: bool = False
+    digest: str | None = None
+    """The version's, where it is known."""
+    in_place: bool = False
+    """Over the served weights, which don't fit twice; then nothing is staged."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "staging": self.staging,
+            "transport": dict(self.transport),
+            "kind": self.kind,
+            "cast": self.cast,
+            "digest": self.digest,
+            "in_place": self.in_place,
+        }
+
+
+class Staged(Protocol):
+    """Complete, verified weights in host memory, made by a holder's `stage`."""
+
+
+class WeightHolder(Protocol):
+    """Holds the model of one rank. Called on a thread, one call at a time."""
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        """Every tensor that a full checkpoint must hold, by its checkpoint name."""
+
+    def optional_tensors(self) -> frozenset[str]:
+        """Names that a checkpoint may also hold, because the model ties them to another."""
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
+        """Copies tensors into host memory, ready to swap, while generation goes on; names, shapes and dtypes have been
+        checked. Ends early with an EngineFailed when `cancelled()`."""
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        """Writes the tensors over the served weights as they come. The engine is paused; when this raises, its
+        weights are of no version."""
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        """Every tensor that an adapter of this PEFT config (`adapter_config.json`) must hold, by its name in
+        `adapter_model.safetensors`; the dtypes are those of the engine. InvalidWeights for a config that this model
+        or engine can't take."""
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> Staged:
+        """Like `stage`, of an adapter."""
