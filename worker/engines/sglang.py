@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
@@ -21,8 +23,8 @@ from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.sglang_args import ON_CPU, parse_arguments
-from worker.engines.sglang_plugin import MARK, child_failed
-from worker.engines.sglang_streams import Feeder
+from worker.engines.sglang_plugin import MARK, METHOD, child_failed, lora_reference
+from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
@@ -35,13 +37,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 FLUSH_WAIT_S = 2.0
 """How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
 
+UNUSED_WAIT_S = 5.0
+"""How long the aborted requests of an adapter may take to be gone from the engine."""
+
+POLL_MS = 100
+"""How often a thread that waits for SGLang looks whether it is dead."""
+
 CLOSE_TIMEOUT_S = 5.0
 """How long a killed process may take to be gone."""
 
-_ENVIRONMENT = {
-    MARK: "1",
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",  # raw, not scaled by the temperature
-}
+
+@dataclass(slots=True)
+class Adapter:
+    """One that is loaded."""
+
+    engine_name: str
+    """Its name in the engine: never used again."""
+    lora_id: str
+    version: WeightVersion | None
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -60,6 +73,9 @@ class SglangEngine:
             )
         self._options = options
         self._arguments = parse_arguments(options.extra)
+        device, _, index = _device(options.device).partition(":")
+        self._device = device
+        self._first_gpu = int(index or 0)
         self._engine: Any = None
         self._manager: Any = None
         self._feeder: Feeder | None = None
@@ -68,12 +84,12 @@ class SglangEngine:
         self._processes: list[Any] = []
         self._dead: asyncio.Future[NoReturn] | None = None
         self._handling: asyncio.Task[None] | None = None
+        self._calling = asyncio.Lock()
         self._paused = False
         self._keys = (f"rl-plane-{number}" for number in itertools.count(1))
-        self._key = "default"
-        self._versions: dict[str, WeightVersion | None] = {}
-        """The engine's names of the weights that it held → what they are. None: no version."""
-        self._adapters: dict[str, WeightVersion] = {}
+        self._version: WeightVersion | None = None
+        self._adapters: dict[str, Adapter] = {}
+        self._numbers = itertools.count(1)
 
     # life
 
@@ -85,9 +101,9 @@ class SglangEngine:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
             # Here, on the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
-            with _environment(), _own_logging():
+            with self._environment(), _own_logging():
                 self._build()
-            self._feeder = Feeder(self._manager, eos, self._adapter_in_engine)
+            self._feeder = Feeder(self._manager, eos, self._adapter_in_engine, self._label)
             self._watch(loop)
             await self.liveness()
             self._info = self._describe()
@@ -99,24 +115,35 @@ class SglangEngine:
             raise EngineFailed(f"SGLang did not start: {error}") from error
         return self._info
 
+    @contextlib.contextmanager
+    def _environment(self) -> Iterator[None]:
+        """For the processes that SGLang starts, and for what it reads here when it is imported."""
+        os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw, not scaled by the temperature
+        os.environ[MARK] = json.dumps(
+            {
+                "device": self._device,
+                "model": str(self._options.model.absolute()),
+                "weight_roots": [str(root) for root in self._options.weight_roots],
+            }
+        )
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
+
     def _build(self) -> None:
-        import torch
         from sglang import Engine
 
-        device = self._options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, index = device.partition(":")
-        arguments: dict[str, Any] = dict(ON_CPU) if kind == "cpu" else {}
+        arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
         arguments |= self._arguments
         before = set(multiprocessing.active_children())
         try:
             self._engine = Engine(
                 model_path=str(self._options.model),
-                device=kind,
-                base_gpu_id=int(index or 0),
+                device=self._device,
+                base_gpu_id=self._first_gpu,
                 dtype=self._options.dtype or "auto",
-                weight_version=self._key,
+                weight_version=FIRST_KEY,
                 skip_tokenizer_init=True,
                 incremental_streaming_output=True,
                 custom_sigquit_handler=child_failed,
@@ -136,7 +163,7 @@ class SglangEngine:
         self._handling.add_done_callback(self._handling_ended)
 
     def _child_ended(self, child: Any) -> None:
-        child.join(0)
+        child.join(1.0)  # it has ended: this only takes its exit code
         self._fail(f"a process of SGLang's ended: {child.name}, exit code {child.exitcode}")
 
     def _handling_ended(self, handling: asyncio.Task[None]) -> None:
@@ -217,6 +244,29 @@ class SglangEngine:
             raise _reason(dead)
         return await task
 
+    async def _call(self, op: str, **arguments: str) -> None:
+        """In every rank, between two steps (see sglang_scheduler)."""
+        async with self._calling:
+            try:
+                await self._alive(asyncio.to_thread(self._remote_call, op, arguments))
+            except asyncio.CancelledError:
+                # Its answer would be taken for the next one's. The caller has a bound; the engine has none.
+                self._fail(f"{op} was given up before SGLang answered")
+                raise
+
+    def _remote_call(self, op: str, arguments: dict[str, str]) -> None:
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send
+
+        socket, dead = self._engine.send_to_rpc, self._dead
+        assert dead is not None, "start sets it"
+        sock_send(socket, RpcReqInput(method=METHOD, parameters={"op": op, **arguments}))
+        while not socket.poll(POLL_MS):
+            if dead.done():
+                return
+        reply = sock_recv(socket)
+        if not reply.success:
+            raise EngineFailed(f"{op}: {reply.message}")
+
     def _running(self) -> Feeder:
         if self._feeder is None or self._dead is None:
             raise EngineFailed("the engine is not running")
@@ -237,30 +287,36 @@ class SglangEngine:
         told: list[int] | None = prompt
         async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
             async for piece in pieces:
-                for key in piece.keys:
-                    spans.add(self._label(key, request.adapter))
+                for label in piece.labels:
+                    spans.add(label)
                 finished = piece.finish_reason is not None
                 yield GenerateDelta(
                     token_ids=piece.token_ids,
                     logprobs=piece.logprobs if request.logprobs else None,
                     text=text.add(piece.token_ids, last=finished),
                     finish_reason=piece.finish_reason,
-                    spans=spans.tell(finished),
+                    spans=spans.tell(finished) if piece.sure else [],
                     prompt_token_ids=told,
                 )
                 told = None
 
-    def _label(self, key: str, adapter: str | None) -> Label:
+    def _label(self, adapter: str | None) -> Label:
         if adapter is None:
-            return Label(self._versions.get(key))
-        return Label(self._versions.get(key), adapter, self._adapters.get(adapter))
+            return Label(self._version)
+        loaded = self._adapters.get(adapter)
+        return Label(self._version, adapter, loaded.version if loaded is not None else None)
 
     def _adapter_in_engine(self, name: str | None) -> str | None:
         if name is None:
             return None
-        raise InvalidRequest(
-            f"there is no adapter {name[:64]!r} here", field="model", fix="name one that is loaded"
-        )
+        return self._adapter(name, "model").engine_name
+
+    def _adapter(self, name: str, field: str) -> Adapter:
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
+            )
+        return self._adapters[name]
 
     async def abort(self, request_ids: list[str] | None) -> int:
         feeder = self._running()
@@ -312,7 +368,7 @@ class SglangEngine:
             if was_open:
                 feeder.open()
             raise
-        await self._freeze("in_place")
+        await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
 
     async def resume(self) -> None:
         feeder = self._running()
@@ -347,10 +403,17 @@ class SglangEngine:
         raise NotImplementedError
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        raise NotImplementedError
+        """Running requests are retracted: they compute their KV anew, by the new weights."""
+        await self._freeze("retract")  # all that the old weights made has come when this returns
+        await self._call("ready", staging=staging)
+        self._version = None  # half-way there are no known weights
+        key = next(self._keys)
+        await self._call("swap", key=key)
+        self._running().key, self._version = key, version
+        return True
 
     def set_version(self, version: WeightVersion) -> None:
-        self._versions[self._key] = version
+        self._version = version
 
     def check_overwrite(self, reception: Reception) -> None:
         raise NotImplementedError
@@ -365,10 +428,46 @@ class SglangEngine:
         raise NotImplementedError
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        raise NotImplementedError
+        """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
+        the old one, which goes when that has worked; where it can't go, the new one does."""
+        old = self._adapters.get(name)
+        fresh: Adapter | None = None
+        # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
+        await self._freeze("retract")
+        if staging is not None:
+            number = next(self._numbers)
+            fresh = Adapter(f"{name}@{number}", f"rl-plane-{number}", version)
+            await self._call("put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id)
+        try:
+            if old is not None:
+                await self._retire(old)
+        except BaseException:
+            if fresh is not None:
+                await self._call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
+            raise
+        if fresh is not None:
+            await self._manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
+            self._adapters[name] = fresh
+        else:
+            self._adapters.pop(name, None)
+        return True
+
+    async def _retire(self, old: Adapter) -> None:
+        registry, feeder = self._manager.lora_registry, self._running()
+        await feeder.abort([stream for stream in feeder.submitted() if stream.adapter == old.engine_name])
+        await registry.unregister(old.engine_name)
+        try:
+            async with asyncio.timeout(UNUSED_WAIT_S):
+                await registry.wait_for_unload(old.lora_id)
+            await self._call("remove_adapter", name=old.engine_name, lora_id=old.lora_id)
+        except BaseException as error:
+            await registry.register(lora_reference(old.engine_name, old.lora_id))
+            if isinstance(error, TimeoutError):
+                raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
+            raise
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        raise NotImplementedError
+        self._adapter(name, "name").version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         raise NotImplementedError
@@ -378,6 +477,17 @@ class SglangEngine:
 
     async def resume_memory(self, tags: list[str]) -> None:
         raise Unsupported("not yet")
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise InvalidRequest(f"unknown device {asked[:64]}", field="device", fix="cpu, cuda or cuda:0")
+    return asked
 
 
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineFailed:
@@ -399,16 +509,6 @@ def _end(processes: list[Any]) -> None:
             member.kill()
     for child in processes:
         child.join(CLOSE_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """For the processes that SGLang starts, and for what it reads here when it is imported."""
-    os.environ.update(_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        os.environ.pop(MARK)
 
 
 @contextlib.contextmanager
