@@ -1,0 +1,76 @@
+"""The receivers of all ranks as one: the part of an EngineAdapter that every engine with agents shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import TensorSpec
+from worker.agent.client import AgentClient
+from worker.reception import Cancelled, Reception
+
+RECEIVE_TIMEOUT_S = 86_400.0
+"""A day: whoever waits for a receive cancels it, this is only so that no thread waits for ever."""
+
+INIT_TIMEOUT_S = 300.0
+"""As the op's own: a group of many ranks takes long to form."""
+
+
+class Ranks:
+    """Its methods block: they are for a thread. `start` first."""
+
+    def __init__(self, client: AgentClient) -> None:
+        self._client = client
+        self._spec: Mapping[str, TensorSpec] = {}
+        self.transports: tuple[str, ...] = ()
+
+    def start(self) -> None:
+        rows = self._client.ask("describe")
+        if any(row != rows[0] for row in rows):
+            raise EngineFailed("the ranks don't agree on the model's tensors")
+        self._spec = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in rows[0]["tensors"].items()}
+        self.transports = tuple(rows[0]["transports"])
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._spec
+
+    def open(self, reception: Reception) -> None:
+        try:
+            self._client.ask("open", reception.to_wire())
+        except PlaneError:
+            self._forget(reception.staging)
+            raise
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        try:
+            replies = self._client.ask(
+                "receive", {"staging": staging}, cancelled=cancelled, timeout_s=RECEIVE_TIMEOUT_S
+            )
+            if any(reply != replies[0] for reply in replies):
+                raise EngineFailed("the ranks received different weights")
+        except PlaneError:
+            self._forget(staging)
+            raise
+        reply: PreparedReply = replies[0]
+        return reply
+
+    def discard(self, staging: str) -> None:
+        self._client.ask("discard", {"staging": staging})
+
+    def _forget(self, staging: str) -> None:
+        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            self.discard(staging)
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self.rows("init_transport", config, timeout_s=INIT_TIMEOUT_S)
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        return self.rows("destroy_transport", {"backend": backend})
+
+    def rows(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[dict[str, Any]]:
+        """One for each rank, with what it answered."""
+        answers = self._client.ask(op, body, **how)
+        return [{"rank": rank, **(answer or {})} for rank, answer in enumerate(answers)]

@@ -1,0 +1,123 @@
+"""The agent: threads in the process of one rank that receive weights there, while its engine generates."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
+from worker.agent.wire import read_frame, send_frame, socket_of
+from worker.receiver import Receiver
+from worker.reception import Cancelled, Reception
+
+log = logging.getLogger("worker.agent")
+
+PR_SET_PDEATHSIG = 1
+FIRST_FRAME_S = 10.0
+"""A caller sends its request as soon as it has connected."""
+
+Method = Callable[[Mapping[str, Any], Cancelled], Any]
+"""Arguments and answers are plain values."""
+
+
+def die_with_parent() -> None:
+    """The kernel ends this process when the thread that started it does. Linux only; elsewhere nothing happens."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        log.warning("a worker that is killed leaves this process behind: there is no prctl here")
+
+
+def receiver_methods(receiver: Receiver) -> dict[str, Method]:
+    """What every agent can do."""
+
+    def open_(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.open(Reception(**body))
+
+    def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
+        return receiver.receive(body["staging"], cancelled)
+
+    def discard(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.discard(body["staging"])
+
+    def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
+        spec = receiver.holder.weight_spec()
+        return {
+            "transports": list(receiver.backends),
+            "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in spec.items()},
+        }
+
+    def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.init_transport(body)
+
+    def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
+        receiver.destroy_transport(body["backend"])
+
+    return {
+        "describe": describe,
+        "open": open_,
+        "receive": receive,
+        "discard": discard,
+        "init_transport": init_transport,
+        "destroy_transport": destroy_transport,
+    }
+
+
+class AgentServer:
+    """Serves `methods` on a socket in `directory`, which only the worker's user may enter. Its threads are daemons:
+    they hold up no process's end."""
+
+    def __init__(self, directory: Path, rank: int, methods: Mapping[str, Method]) -> None:
+        self._path = socket_of(directory, rank)
+        self._methods = methods
+        self._listener = socket.socket(socket.AF_UNIX)
+
+    def start(self) -> None:
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, name="agent", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._answer, args=(connection,), name="agent call", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.settimeout(FIRST_FRAME_S)
+                request = read_frame(connection)
+                connection.settimeout(None)
+                send_frame(connection, self._outcome(request, connection))
+            except (OSError, EOFError, ValueError) as error:
+                log.info("a call was broken off: %s", error)
+
+    def _outcome(self, request: Mapping[str, Any], connection: socket.socket) -> dict[str, Any]:
+        def cancelled() -> bool:
+            return bool(select.select([connection], [], [], 0)[0])  # the one frame is read: what comes is its end
+
+        try:
+            method = self._methods.get(str(request.get("op")))
+            if method is None:
+                raise InvalidRequest(f"an agent has no {request.get('op')!r}", field="op", fix="update both sides")
+            return {"value": method(request.get("body") or {}, cancelled)}
+        except PlaneError as error:
+            return {"error": error.to_wire()}
+        except Exception as error:
+            log.exception("%s", request.get("op"))
+            return {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
