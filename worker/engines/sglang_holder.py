@@ -15,11 +15,10 @@ from rl_plane.versions import TensorSpec
 from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.hf_weights import NAME_OF_DTYPE, StagedTensors, host_copies
 from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.engines.sglang_args import NO_LORA
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
 from worker.reception import Cancelled, TensorStream
-
-NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
@@ -43,8 +42,9 @@ def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> 
     if told["device"] == "cpu":
         _without_pinned_memory()
     build(scheduler, *arguments, **options)
-    rank = Rank(scheduler, Path(told["model"]), [Path(root) for root in told["weight_roots"]])
+    rank = Rank(scheduler, told)
     setattr(scheduler, METHOD, rank.call)
+    rank.serve()
 
 
 def _without_pinned_memory() -> None:
