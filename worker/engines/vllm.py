@@ -1,0 +1,609 @@
+"""The `vllm` engine: vLLM's AsyncLLM, built in this process, on a CPU or on GPUs.
+
+This process has its front end, on the engine loop; the scheduler is a process of its own, and so is each rank of the
+model, where an extension of ours (`vllm_rank`) receives and swaps the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
+from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import TensorSpec, WeightVersion
+from worker.agent.client import AgentClient
+from worker.agent.ranks import Ranks
+from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.spans import Label, SpanLog
+from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.vllm_args import completed, parse_arguments, thread_binding
+from worker.engines.vllm_plugin import MARK
+from worker.reception import Cancelled, Reception
+
+T = TypeVar("T")
+log = logging.getLogger("worker.vllm")
+
+DTYPES = ("float32", "bfloat16", "float16")
+CLOSE_TIMEOUT_S = 5.0
+"""How long killed processes may take to be gone."""
+MAX_SOCKET_DIRECTORY = 80
+"""Characters: a Unix socket's whole path has at most 107."""
+KEPT_STATES = 256
+"""A request that is older than so many updates has tokens of unknown versions."""
+
+_NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+_NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
+_NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(slots=True)
+class _State:
+    """What the engine held while it called its weights by one name. A version that is None is unknown."""
+
+    base: WeightVersion | None = None
+    adapters: dict[str, WeightVersion] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    """A loaded adapter: vLLM's number for it, and its files, which stay as long as it is loaded."""
+
+    number: int
+    path: str
+
+    def request(self, anew: bool) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(f"adapter-{self.number}", self.number, self.path, load_inplace=anew)
+
+
+@dataclass(slots=True)
+class _Stream:
+    key: str
+    """The request's id in the engine."""
+    adapter: str | None
+    begun: bool = False
+
+
+def build(options: EngineOptions) -> EngineAdapter:
+    return VllmEngine(options)
+
+
+class VllmEngine:
+    def __init__(self, options: EngineOptions) -> None:
+        if options.dtype is not None and options.dtype not in DTYPES:
+            raise InvalidRequest(
+                f"unknown dtype {options.dtype}", field="dtype", fix=f"one of {', '.join(DTYPES)}"
+            )
+        if not (options.model / "config.json").is_file():
+            raise InvalidRequest(
+                f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
+            )
+        self._options = options
+        self._arguments = parse_arguments(options.extra)
+        self._directory: Path | None = None
+        self._llm: Any = None
+        self._tokenizer: Any = None
+        self._eos: frozenset[int] = frozenset()
+        self._info: EngineInfo | None = None
+        self._ranks: Ranks | None = None
+        self._watch: ProcessWatch | None = None
+        self._dead: asyncio.Future[NoReturn] | None = None
+        self._paused = False
+        self._streams: dict[str, _Stream] = {}
+        self._numbers = itertools.count(1)
+        self._loras: dict[str, _Lora] = {}
+        self._state = _State()
+        self._states = {"default": self._state}
+        """vLLM's name for the weights → what they are."""
+
+    # life
+
+    async def start(self) -> EngineInfo:
+        self._dead = asyncio.get_running_loop().create_future()
+        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
+            self._eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
+            self._directory = _private_directory()
+            before = descendants()
+            # On this thread, which it holds up: the children end with the thread that starts them.
+            try:
+                self._build()
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), self._died)
+            self._ranks = await self._start_agents(self._directory)
+            await self.liveness()
+            self._info = self._describe(self._ranks)
+        except PlaneError:
+            await self.close()
+            raise
+        except Exception as error:
+            await self.close()
+            raise EngineFailed(f"vLLM did not start: {error}") from error
+        return self._info
+
+    def _build(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        on_cpu = current_platform.is_cpu()
+        wanted = self._options.device.partition(":")[0]
+        if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
+            raise InvalidRequest(
+                f"this build of vLLM has no {self._options.device}",
+                field="device",
+                fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
+            )
+        arguments = completed(self._arguments, on_cpu)
+        ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+        with _environment(thread_binding(ranks) if on_cpu else None):
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(
+                    model=str(self._options.model),
+                    dtype=self._options.dtype or _model_dtype(self._options.model),
+                    worker_extension_cls="worker.engines.vllm_rank.RankExtension",
+                    distributed_executor_backend="mp",
+                    disable_log_stats=True,
+                    **arguments,
+                )
+            )
+
+    async def _start_agents(self, directory: Path) -> Ranks:
+        roots = [str(root) for root in self._options.weight_roots]
+        await self._on_ranks("rl_plane_start", str(self._options.model.absolute()), str(directory), roots)
+        ranks = Ranks(AgentClient(directory, self._llm.vllm_config.parallel_config.world_size))
+        await asyncio.to_thread(ranks.start)
+        return ranks
+
+    def _describe(self, ranks: Ranks) -> EngineInfo:
+        import vllm
+        from vllm.platforms import current_platform
+
+        model, parallel = self._llm.vllm_config.model_config, self._llm.vllm_config.parallel_config
+        return EngineInfo(
+            engine="vllm",
+            engine_version=vllm.__version__,
+            model=self._options.model.absolute().name,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=current_platform.device_type,
+            world_size=parallel.world_size,
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            capabilities=self._lacking(),
+            transports=ranks.transports,
+        )
+
+    def _lacking(self) -> dict[str, str]:
+        lacking: dict[str, str] = {}
+        if (reason := self._no_sleep()) is not None:
+            lacking |= {"release_memory": reason, "resume_memory": reason}
+        if self._llm.vllm_config.lora_config is None:
+            lacking |= {"prepare_update:lora": _NO_LORA, "update_weights:lora": _NO_LORA}
+        return lacking
+
+    def _no_sleep(self) -> str | None:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return _NO_SLEEP_CPU
+        return None if self._llm.vllm_config.model_config.enable_sleep_mode else _NO_SLEEP
+
+    def _died(self, pid: int) -> None:
+        self._fail(f"vLLM's process {pid} ended")
+
+    def _fail(self, why: str) -> None:
+        """The one way in which the engine ends: all that wait for it are told, and what is left of it is killed."""
+        assert self._dead is not None
+        if self._dead.done():
+            return
+        log.warning("%s", why)
+        self._dead.set_exception(EngineFailed(why))
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch.kill()
+        if self._llm is not None:
+            from vllm.v1.engine.exceptions import EngineDeadError
+
+            self._llm.output_processor.propagate_error(EngineDeadError())
+
+    async def close(self) -> None:
+        if self._dead is not None:
+            self._fail("the engine was closed")
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
+            watch.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0)
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def liveness(self) -> None:
+        await self._alive(self._running().collective_rpc("rl_plane_ping"))
+
+    def _running(self) -> Any:
+        if self._dead is not None and self._dead.done():
+            raise _reason(self._dead)
+        if self._llm is None:
+            raise EngineFailed("the engine is not running")
+        return self._llm
+
+    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer."""
+        dead = self._dead
+        assert dead is not None, "it is running"
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait([task, dead], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+        finally:
+            task.cancel()
+        if not task.done() or task.cancelled():
+            raise _reason(dead)
+        try:
+            return await task
+        except Exception as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> PlaneError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, PlaneError):
+            return error
+        if isinstance(error, EngineDeadError):
+            self._fail("vLLM says that it is dead")
+        if self._dead is not None and self._dead.done():
+            return _reason(self._dead)
+        return EngineFailed(f"{type(error).__name__}: {error}")
+
+    async def _on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """On vLLM's own thread in each rank; a row for each."""
+        outcomes = await self._alive(self._running().collective_rpc(method, args=arguments))
+        for outcome in outcomes:
+            if "error" in outcome:
+                raise error_from_wire(outcome["error"])
+        return [{"rank": rank, **(outcome["value"] or {})} for rank, outcome in enumerate(outcomes)]
+
+    # generation
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        llm, info = self._running(), self._info
+        assert info is not None, "start sets it"
+        prompt = await prompt_tokens(self._tokenizer, request)
+        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
+        if request.id in self._streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        lora = self._lora_of(request)
+        stream = self._streams[request.id] = _Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
+        text, spans, made = IncrementalText(self._tokenizer), SpanLog(), 0
+        told: list[int] | None = prompt
+        outputs = llm.generate(
+            {"prompt_token_ids": prompt}, self._sampling(request), stream.key, lora_request=lora
+        )
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    (choice,) = output.outputs
+                    fresh = list(choice.token_ids)
+                    for name in self._names_of(stream.key, choice, made, len(fresh)):
+                        spans.add(self._label(name, request.adapter))
+                    made, stream.begun = made + len(fresh), True
+                    finished = choice.finish_reason is not None
+                    if finished and choice.finish_reason not in _FINISH:
+                        raise EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
+                    if not fresh and not finished:
+                        continue
+                    yield GenerateDelta(
+                        token_ids=fresh,
+                        logprobs=_logprobs(choice, fresh) if request.logprobs else None,
+                        text=text.add(fresh, last=finished),
+                        finish_reason=_FINISH[choice.finish_reason] if finished else None,
+                        spans=spans.tell(finished),
+                        prompt_token_ids=told,
+                    )
+                    told = None
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            del self._streams[request.id]
+
+    def _lora_of(self, request: GenerateRequest) -> Any:
+        if request.adapter is None:
+            return None
+        if request.adapter not in self._loras:
+            raise InvalidRequest(
+                f"there is no adapter {request.adapter[:64]!r} here",
+                field="model",
+                fix="name one that is loaded, or the base model",
+            )
+        return self._loras[request.adapter].request(anew=False)
+
+    def _sampling(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self._eos)
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,  # what ends a text is said above, as for every engine
+            logprobs=0 if request.logprobs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
+        """vLLM's name for the weights of each new token. Its reply has them at the end only; until then they are in
+        the front end's state of the request."""
+        if choice.weight_versions is not None:
+            starts = [(span.version, span.start) for span in choice.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            internal = processor.external_req_ids.get(key)
+            state = processor.request_states.get(internal[0]) if internal else None
+            starts = list(state.weight_version_starts) if state is not None else []
+        for index in range(made, made + count):
+            yield next((name for name, start in reversed(starts) if start <= index), None)
+
+    def _label(self, name: str | None, adapter: str | None) -> Label:
+        state = self._states.get(name or "") or _State()
+        return Label(state.base, adapter, None if adapter is None else state.adapters.get(adapter))
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        llm = self._running()
+        names = self._streams if request_ids is None else dict.fromkeys(request_ids)
+        keys = [self._streams[name].key for name in names if name in self._streams]
+        if keys:
+            await self._alive(llm.abort(keys))
+        return len(keys)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """After `clear_cache` running requests have their KV computed again."""
+        was_paused = self._paused
+        try:
+            self._paused = True
+            await self._alive(self._running().pause_generation(mode=mode, clear_cache=False))
+        except asyncio.CancelledError:
+            if was_paused:  # others than those that a `keep` froze were not running
+                await self._alive(self._running().pause_generation(mode="keep", clear_cache=False))
+            else:
+                await self.resume()
+            raise
+        return clear_cache and await self.flush_cache()
+
+    async def resume(self) -> None:
+        await self._alive(self._running().resume_generation())
+        self._paused = False
+
+    async def flush_cache(self) -> bool:
+        """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on."""
+        return await self._alive(self._running().reset_prefix_cache(reset_running_requests=self._paused))
+
+    def load(self) -> tuple[int, int]:
+        running = sum(stream.begun for stream in self._streams.values())
+        return running, len(self._streams) - running
+
+    # weights
+
+    def _receivers(self) -> Ranks:
+        if self._ranks is None or self._llm is None:
+            raise EngineFailed("the engine is not running")
+        return self._ranks
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._receivers().weight_spec()
+
+    def open(self, reception: Reception) -> None:
+        self._receivers().open(reception)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        return self._receivers().receive(staging, cancelled)
+
+    async def discard(self, staging: str) -> None:
+        await asyncio.to_thread(self._receivers().discard, staging)
+
+    def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._receivers().init_transport(config)
+
+    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
+        return self._receivers().destroy_transport(backend)
+
+    async def swap(self, staging: str, version: WeightVersion) -> bool:
+        """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
+        try:
+            self._check_paused()
+            await self._name_state(None, dict(self._state.adapters))  # half-way there are no known weights
+            await self._on_ranks("rl_plane_swap", staging)
+            for lora in self._loras.values():  # new base weights drop them
+                await self._add_lora(lora)
+        except BaseException:
+            await self._forget(staging)
+            raise
+        flushed = await self.flush_cache()
+        await self._name_state(version, dict(self._state.adapters))
+        return flushed
+
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("a swap needs a paused engine")
+
+    async def _forget(self, staging: str) -> None:
+        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            await self.discard(staging)
+
+    async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
+        """What the engine makes from now on is made of these."""
+        self._state, name = _State(base, adapters), f"state-{next(self._numbers)}"
+        self._states[name] = self._state
+        while len(self._states) > KEPT_STATES:
+            del self._states[next(iter(self._states))]
+        await self._alive(self._running().update_weight_version(name))
+
+    def set_version(self, version: WeightVersion) -> None:
+        self._state.base = version
+
+    async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
+        self._check_paused()
+        before = self._loras.get(name)
+        if staging is None:
+            return await self._unload(name, before)
+        limits = self._llm.vllm_config.lora_config
+        if before is None and len(self._loras) >= (limits.max_cpu_loras or limits.max_loras):
+            await self._forget(staging)
+            raise InvalidRequest(
+                f"{len(self._loras)} adapters are loaded, more have no place here",
+                field="target.name",
+                fix="unload one, or start the engine with a larger --engine-arg max_loras",
+            )
+        rows = await asyncio.to_thread(self._receivers().rows, "take_adapter", {"staging": staging})
+        lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
+        try:
+            await self._add_lora(lora)
+            flushed = await self.flush_cache()
+        except BaseException:
+            await self._put_back(lora, before)
+            raise
+        self._loras[name] = lora
+        if before is not None:
+            await asyncio.to_thread(shutil.rmtree, before.path, ignore_errors=True)
+        assert version is not None, "of an adapter that is loaded"
+        await self._name_state(self._state.base, self._state.adapters | {name: version})
+        return flushed
+
+    async def _add_lora(self, lora: _Lora) -> None:
+        """In the place of the one with its number, if there is one; that stays if this one does not load."""
+        if not await self._alive(self._running().add_lora(lora.request(anew=True))):
+            raise EngineFailed("vLLM did not load the adapter")
+
+    async def _put_back(self, lora: _Lora, before: _Lora | None) -> None:
+        with contextlib.suppress(PlaneError):
+            if before is not None:
+                await self._add_lora(before)
+            else:
+                await self._alive(self._running().remove_lora(lora.number))
+        await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+
+    async def _unload(self, name: str, lora: _Lora | None) -> bool:
+        if lora is None:
+            return await self.flush_cache()
+        if not await self._alive(self._running().remove_lora(lora.number)):
+            await self._add_lora(lora)
+            raise EngineFailed(f"vLLM did not remove the adapter {name}: it is loaded still")
+        del self._loras[name]
+        await self.abort([key for key, stream in self._streams.items() if stream.adapter == name])
+        flushed = await self.flush_cache()
+        await self._name_state(
+            self._state.base, {key: one for key, one in self._state.adapters.items() if key != name}
+        )
+        await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+        return flushed
+
+    def set_adapter_version(self, name: str, version: WeightVersion) -> None:
+        if name not in self._loras:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field="name", fix="name one that is loaded"
+            )
+        self._state.adapters[name] = version
+
+    async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
+        info = self._info
+        assert info is not None, "start sets it"
+        if action == "reset_tensors":
+            await self._name_state(None, dict(self._state.adapters))  # noise is no version
+        elif info.device != "cpu":
+            return await asyncio.to_thread(self._receivers().rows, "check", {"action": action})
+        # On a CPU a check runs the packed layers, which are the running steps' too.
+        return await self._on_ranks("rl_plane_check", action)
+
+    async def release_memory(self, tags: list[str]) -> None:
+        llm = self._able_to_sleep()
+        if self._streams:
+            raise InvalidRequest(
+                "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
+            )
+        if "weights" in tags:
+            await self._alive(llm.sleep(level=1))
+        else:
+            await self._alive(llm.release_kv_cache_memory())
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        llm = self._able_to_sleep()
+        await self._alive(llm.wake_up(tags))
+        if self._paused:  # waking up lets the scheduler go on
+            await self._alive(llm.pause_generation(mode="keep", clear_cache=False))
+
+    def _able_to_sleep(self) -> Any:
+        llm = self._running()
+        if (reason := self._no_sleep()) is not None:
+            raise Unsupported(reason, reason=reason)
+        return llm
+
+
+def _reason(dead: asyncio.Future[NoReturn]) -> EngineFailed:
+    """A fresh one for each who is told."""
+    return EngineFailed(str(dead.exception()))
+
+
+def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
+    return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
+
+
+def _model_dtype(model: Path) -> str:
+    """As the checkpoint says: vLLM would take a smaller one for float32."""
+    from transformers import AutoConfig
+
+    dtype = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().dtype
+    return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
+
+
+def _private_directory() -> Path:
+    path = tempfile.mkdtemp(prefix="rl-plane-")
+    if len(path) > MAX_SOCKET_DIRECTORY:
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="rl-plane-", dir="/tmp")
+    return Path(path)
+
+
+@contextlib.contextmanager
+def _environment(binding: str | None) -> Iterator[None]:
+    """For vLLM's processes."""
+    kept = dict(os.environ)
+    os.environ[MARK] = str(os.getpid())
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    for name, value in (
+        ("VLLM_LOGGING_LEVEL", "WARNING"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_CPU_OMP_THREADS_BIND", binding),
+    ):
+        if value is not None:
+            os.environ.setdefault(name, value)
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None:
+        os.environ["VLLM_PLUGINS"] = f"{plugins},rl_plane"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

@@ -1,0 +1,100 @@
+"""`--engine-arg key=value` for vLLM: any of its engine arguments, typed as on its own command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from rl_plane.errors import InvalidRequest
+
+OURS = {
+    "data_parallel_size": "run one worker for each replica",
+    "distributed_executor_backend": "a worker's ranks are processes of this machine",
+    "dtype": "use --dtype",
+    "load_format": "the model is read from its safetensors files",
+    "logprobs_mode": "logprobs are of the raw logits, on every engine",
+    "model": "use --model",
+    "nnodes": "a worker's ranks are on one machine",
+    "quantization": "weight updates bring the weights as they are trained",
+    "served_model_name": "use --model-name",
+    "skip_tokenizer_init": "the worker has a tokenizer of its own",
+    "speculative_config": "weight updates would not reach the draft model",
+    "tokenizer": "the model's own is used",
+    "weight_transfer_config": "weights come by update_weights",
+    "worker_cls": "it would not be vLLM's own",
+    "worker_extension_cls": "the worker has its own",
+}
+"""Arguments that the adapter sets or can't do without, and what to do instead."""
+
+CPU_KV_CACHE_BYTES = 256 << 20
+"""Without a bound vLLM takes most of the machine's memory."""
+
+LORA_SLOTS = 4
+"""Adapters that may be loaded at once, unless said otherwise."""
+
+
+def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
+    if not extra:
+        return {}
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc,unused-ignore]
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(add_help=False))
+    known = {action.dest: action for action in parser._actions if action.option_strings}
+    values = {}
+    for key, text in extra.items():
+        if key in OURS:
+            raise InvalidRequest(f"{key} can't be set here", field=f"engine_arg.{key}", fix=OURS[key])
+        if key not in known:
+            raise InvalidRequest(
+                f"vLLM has no argument {key[:64]!r}",
+                field=f"engine_arg.{key[:64]}",
+                fix="name one of its engine arguments, such as tensor_parallel_size or gpu_memory_utilization",
+            )
+        try:
+            values[key] = getattr(parser.parse_args(_as_typed_in(known[key], text)), key)
+        except (ValueError, argparse.ArgumentError) as error:
+            raise InvalidRequest(
+                f"{key}={text[:64]}: {error}", field=f"engine_arg.{key}", fix="give a value that vLLM takes"
+            ) from error
+    return values
+
+
+def _as_typed_in(action: Any, text: str) -> list[str]:
+    option = max(action.option_strings, key=lambda one: (not one.startswith("--no-"), len(one)))
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if text not in ("true", "false"):
+            raise ValueError("say true or false")
+        return [option if text == "true" else f"--no-{option.removeprefix('--')}"]
+    if action.nargs in ("+", "*"):
+        return [option, *text.split(",")]
+    return [f"{option}={text}"]
+
+
+def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
+    """With what vLLM would choose otherwise than we want it."""
+    found = dict(arguments)
+    if on_cpu:
+        found.setdefault("enforce_eager", True)  # compiling takes a minute, and gives a CPU little
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            found.setdefault("kv_cache_memory_bytes", CPU_KV_CACHE_BYTES)
+    if "max_lora_rank" in found:
+        found.setdefault("enable_lora", True)
+    if found.get("enable_lora"):
+        found.setdefault("max_loras", LORA_SLOTS)
+    return found
+
+
+def thread_binding(ranks: int) -> str | None:
+    """`VLLM_CPU_OMP_THREADS_BIND` for so many ranks on a CPU, which share its cores; None: vLLM's own way."""
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks == 1 or len(cores) < ranks:
+        return None
+    share = len(cores) // ranks
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks))

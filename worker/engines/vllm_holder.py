@@ -1,0 +1,178 @@
+"""The weights of one rank, inside vLLM's worker process."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
+from rl_plane.versions import TensorSpec
+from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
+from worker.engines.hf_weights import DTYPE_OF_NAME, NAME_OF_DTYPE, StagedTensors, host_copies
+from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.engines.vllm_adapter_files import write_adapter
+from worker.engines.weight_checks import NOISE_STD, WeightChecks
+from worker.reception import Cancelled, TensorStream
+
+NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+
+IDENTITY_ROWS = 256
+"""Of a packed layer's weights that are read at once."""
+
+
+class StagedAdapter:
+    """Its files, in the engine's private directory: vLLM reads adapters from files. None in all ranks but the first.
+    They go with this object, unless they are taken."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._remove = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True) if path else None
+
+    def take(self) -> str | None:
+        if self._remove is not None:
+            self._remove.detach()
+        return str(self._path) if self._path is not None else None
+
+
+class VllmHolder:
+    """A WeightHolder. `stage` and its like run on the agent's threads; `swap` and `reset` on vLLM's own, between two
+    steps."""
+
+    def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
+        self._model_directory = model
+        self._directory = directory
+        self._runner = runner
+        self._rank = rank
+        self._dtype = NAME_OF_DTYPE[runner.model_config.dtype]
+        self._spec = checkpoint_spec(model, self._dtype)
+        self._linear: LinearModules | None = None
+        self._staged_adapters = 0
+        self._lock = threading.Lock()
+        self.checks = VllmChecks(runner.model, self._lock)
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._spec.tensors
+
+    def optional_tensors(self) -> frozenset[str]:
+        return self._spec.optional
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
+        return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        """Beside vLLM's thread, which makes no step while the engine is paused."""
+        self._load(self._copies(tensors, cast, cancelled))
+
+    def swap(self, staged: StagedTensors) -> None:
+        assert staged.tensors is not None, "taken once"
+        self._load(staged.tensors.items())
+
+    def reset(self) -> None:
+        """Noise over every floating point tensor."""
+        self._load(
+            (name, (torch.randn(spec.shape) * NOISE_STD).to(DTYPE_OF_NAME[spec.dtype]))
+            for name, spec in self._spec.tensors.items()
+        )
+
+    def _copies(
+        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return host_copies(tensors, self._spec.tensors, self._spec.optional, cast, cancelled)
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What raises in the middle leaves weights of no version, into which others can be loaded."""
+        with self._lock, torch.no_grad():
+            try:
+                self._runner.reload_weights(weights_iterator=tensors)
+            except BaseException:
+                # Layers wait for the rest of their tensors: the next ones must find them as they were at the start.
+                from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+                finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
+                raise
+
+    # adapters
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        return self._adapter(config)[2]
+
+    def stage_adapter(
+        self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> StagedAdapter:
+        lora, modules, spec = self._adapter(config)
+        copies = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        if self._rank != 0:
+            return StagedAdapter(None)  # all ranks read the first one's files
+        self._staged_adapters += 1
+        path = self._directory / f"adapter-{self._staged_adapters}"
+        staged = StagedAdapter(path)
+        write_adapter(path, lora, modules, spec, copies)
+        return staged
+
+    def _adapter(self, config: Mapping[str, Any]) -> tuple[LoraConfig, list[str], dict[str, TensorSpec]]:
+        limits = self._runner.lora_config
+        if not limits:
+            raise Unsupported(f"this vLLM has no LoRA: {NO_LORA}")
+        lora = parse_lora(config)
+        if lora.r > limits.max_lora_rank:
+            raise InvalidWeights(
+                f"the adapter's rank is {lora.r}, this engine takes {limits.max_lora_rank}",
+                field="adapter_config.r",
+                fix="start it with a larger --engine-arg max_lora_rank",
+            )
+        if self._linear is None:
+            self._linear = linear_modules(self._model_directory)
+        modules = target_modules(lora, self._linear.shapes, self._linear.others)
+        taken = self._adaptable()
+        refused = [name for name in modules if name.rpartition(".")[2] not in taken]
+        if refused:
+            raise InvalidWeights(
+                f"adapter_config.json: target_modules names {refused[0]!r}, to which vLLM takes no LoRA",
+                field="adapter_config.target_modules",
+                fix=f"target {', '.join(sorted(taken))} only",
+            )
+        spec = lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
+        return lora, modules, spec
+
+    def _adaptable(self) -> set[str]:
+        """The last parts of the names of modules that vLLM takes adapters to."""
+        manager = self._runner.lora_manager._adapter_manager
+        packed = manager.packed_modules_mapping
+        return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+
+
+class VllmChecks(WeightChecks):
+    """On a CPU vLLM packs the weights of linear layers and drops the tensors: then what the layer makes of the unit
+    vectors is its weights, element by element."""
+
+    def __init__(self, model: Any, lock: threading.Lock) -> None:
+        super().__init__({}, lock)
+        self._model = model
+
+    def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sorted(self._model.state_dict().items()):
+            module = self._model.get_submodule(name.rpartition(".")[0])
+            if tensor.numel():
+                yield name, tensor.cpu()
+            elif hasattr(module, "cpu_linear"):
+                yield name, _unpacked(module)
+            else:
+                raise EngineFailed(f"vLLM keeps {name} in a form that can't be checked")
+
+
+def _unpacked(module: Any) -> torch.Tensor:
+    """A packed layer's weights, [inputs, outputs]."""
+    inputs = next(
+        getattr(module, name)
+        for name in ("input_size_per_partition", "input_size", "embedding_dim")
+        if hasattr(module, name)
+    )
+    unit = torch.eye(inputs, dtype=module.weight.dtype)
+    with torch.inference_mode():
+        return torch.cat([module.cpu_linear(rows, module.weight, None) for rows in unit.split(IDENTITY_ROWS)])

@@ -1,0 +1,85 @@
+"""What the adapter adds to vLLM's worker class (`worker_extension_cls`): the agent of a rank, and what must happen on
+vLLM's own thread, between two steps. Called by `collective_rpc`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import EngineFailed, PlaneError
+from worker.agent.server import AgentServer, Method, receiver_methods
+from worker.engines.hf_weights import StagedTensors
+from worker.engines.vllm_holder import StagedAdapter, VllmHolder
+from worker.receiver import Receiver, load_transports
+from worker.reception import Cancelled
+
+
+class RankExtension:
+    """vLLM refuses names that its own class has."""
+
+    model_runner: Any
+    rank: int
+
+    def rl_plane_start(self, model: str, directory: str, weight_roots: list[str]) -> dict[str, Any]:
+        def start() -> None:
+            holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
+            roots = [*map(Path, weight_roots), Path(model)]
+            self.rl_plane_receiver = Receiver(holder, load_transports(roots))
+            self.rl_plane_holder = holder
+            methods = receiver_methods(self.rl_plane_receiver) | _own_methods(self.rl_plane_receiver, holder)
+            AgentServer(Path(directory), self.rank, methods).start()
+
+        return _outcome(start)
+
+    def rl_plane_ping(self) -> int:
+        return os.getpid()
+
+    def rl_plane_swap(self, staging: str) -> dict[str, Any]:
+        def swap() -> None:
+            staged = self.rl_plane_receiver.take(staging)
+            if not isinstance(staged, StagedTensors):
+                raise EngineFailed(f"{staging} is an adapter")
+            self.rl_plane_holder.swap(staged)
+
+        return _outcome(swap)
+
+    def rl_plane_check(self, action: str) -> dict[str, Any]:
+        return _outcome(lambda: _check(self.rl_plane_holder, action))
+
+
+def _own_methods(receiver: Receiver, holder: VllmHolder) -> dict[str, Method]:
+    def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+        staged = receiver.take(body["staging"])
+        if not isinstance(staged, StagedAdapter):
+            raise EngineFailed(f"{body['staging']} is no adapter")
+        return {"path": staged.take()}
+
+    def check(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+        return _check(holder, body["action"])
+
+    return {"take_adapter": take_adapter, "check": check}
+
+
+def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
+    if action == "checksum":
+        return {"checksum": holder.checks.checksum()}
+    if action == "compare":
+        mismatches = holder.checks.compare()
+        return {"match": not mismatches, "mismatches": mismatches}
+    if action == "snapshot":
+        holder.checks.snapshot()
+    else:
+        holder.reset()
+    return {}
+
+
+def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """As agents answer: what is raised here would reach the adapter without its type, or end the engine."""
+    try:
+        return {"value": work()}
+    except PlaneError as error:
+        return {"error": error.to_wire()}
+    except Exception as error:
+        return {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
