@@ -68,3 +68,18 @@ def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]
     for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"]]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
+
+
+def test_an_engines_cycle_checks_every_token() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.engine_cycle", "--device", "cpu", "--gb", "0", "--rounds", "2"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["tokens_checked"] > 10
+    assert said["pause_ms"] > 0
