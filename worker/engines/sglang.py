@@ -275,7 +275,12 @@ class SglangEngine:
             asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
         return self._process.ranks.receive(staging, cancelled)
 
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("the engine is not paused")
+
     async def _forget_weights(self) -> None:
+        self._check_paused()
         await self._freeze("retract")
         await self._relabel(None)
 
@@ -293,6 +298,7 @@ class SglangEngine:
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests are retracted: they compute their KV anew, by the new weights."""
+        self._check_paused()
         await self._freeze("retract")  # all that the old weights made has come when this returns
         try:
             await self._process.call("ready", staging=staging)
@@ -321,6 +327,7 @@ class SglangEngine:
         the old one, which goes when that has worked; where it can't go, the new one does."""
         old = self._adapters.get(name)
         fresh: Adapter | None = None
+        self._check_paused()
         # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
         await self._freeze("retract")
         if staging is not None:

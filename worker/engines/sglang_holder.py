@@ -63,7 +63,7 @@ class SglangHolder:
 
     def reset(self) -> None:
         with self._lock:
-            write_noise(parameter.data for parameter in self._scheduler.tp_worker.model_runner.model.parameters())
+            write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[1]

@@ -23,6 +23,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
 from worker.engines.base import EngineOptions
+from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.sglang_args import ON_CPU
 from worker.engines.sglang_plugin import MARK, METHOD, child_failed
 
@@ -45,7 +46,7 @@ class SglangProcess:
         self._device = device
         self._gpu = gpu
         self._engine: Any = None
-        self._children: list[Any] = []
+        self._watch: ProcessWatch | None = None
         self._directory: Path | None = None
         self._ranks: Ranks | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
@@ -62,7 +63,7 @@ class SglangProcess:
         with self._environment(), _as_it_was():
             # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
             self._build(first_key)
-        self._watch(loop)
+        self._read(loop)
         parameters = self._engine.server_args
         self._ranks = Ranks(AgentClient(self._directory, parameters.tp_size * parameters.pp_size))
         await asyncio.to_thread(self._ranks.start)
@@ -137,8 +138,12 @@ class SglangProcess:
             self._reading.cancel()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
-        children, self._children = self._children, []
-        await asyncio.to_thread(_end, children)
+        if self._watch is not None:
+            self._watch.kill()
+            await asyncio.to_thread(self._watch.wait, END_TIMEOUT_S)
+            self._watch.close()
+            self._watch = None
+            multiprocessing.active_children()  # takes their exit codes
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -166,7 +171,7 @@ class SglangProcess:
 
         arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
         arguments |= self._arguments
-        before = set(multiprocessing.active_children())
+        before = descendants()
         try:
             self._engine = Engine(
                 model_path=str(self._options.model),
@@ -180,22 +185,19 @@ class SglangProcess:
                 **arguments,
             )
         finally:
-            self._children = [child for child in multiprocessing.active_children() if child not in before]
+            self._watch = ProcessWatch(engine_processes(before), self._process_ended)
 
     # dying
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         manager = self._engine.tokenizer_manager
         manager._subprocess_watchdog.stop()
-        for child in self._children:
-            loop.add_reader(child.sentinel, self._child_ended, child)
         manager.event_loop = loop  # else its first request would install signal handlers
         self._reading = loop.create_task(manager.handle_loop())
         self._reading.add_done_callback(self._reading_ended)
 
-    def _child_ended(self, child: Any) -> None:
-        child.join(END_TIMEOUT_S)  # it has ended: this takes its exit code
-        self._fail(f"a process of SGLang's ended: {child.name}, exit code {child.exitcode}")
+    def _process_ended(self, pid: int) -> None:
+        self._fail(f"SGLang's process {pid} has ended")
 
     def _reading_ended(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled():
@@ -209,9 +211,8 @@ class SglangProcess:
     def _die(self, error: EngineFailed) -> None:
         if self._dead is None or self._dead.done():
             return
-        loop = asyncio.get_running_loop()
-        for child in self._children:
-            loop.remove_reader(child.sentinel)
+        if self._watch is not None:
+            self._watch.stop()
         self._dead.set_exception(error)
         self._on_death(error)
 
@@ -219,21 +220,6 @@ class SglangProcess:
 def _reason(dead: asyncio.Future[NoReturn]) -> PlaneError:
     """A fresh one for each who is told."""
     return EngineFailed(str(dead.exception()))
-
-
-def _end(children: list[Any]) -> None:
-    import psutil
-
-    families = []
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            families += psutil.Process(child.pid).children(recursive=True)
-        child.kill()
-    for member in families:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    for child in children:
-        child.join(END_TIMEOUT_S)
 
 
 @contextlib.contextmanager
