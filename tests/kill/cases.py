@@ -22,9 +22,10 @@ OUTAGE_S = SERVING_LEASE_S + LEASE_MARGIN_S + 1.5
 SHORT_OUTAGE_S = 2.5
 
 
-Engine = Literal["fake", "hf"]
+Engine = Literal["fake", "hf", "vllm", "sglang"]
 Fault = Literal["kill", "stop"]
-Victim = Literal["worker", "coordinator", "nats"]
+Victim = Literal["worker", "engine", "coordinator", "nats"]
+"""`engine`: one of the processes of a worker's engine."""
 DECIDE = "decide"
 """No worker stands at it: some milliseconds after all have prepared."""
 DECIDE_S = 0.015
@@ -49,13 +50,19 @@ class Case:
     @property
     def decided(self) -> bool | None:
         """The decision is written before the gate. None: who knows?"""
-        return None if self.point == DECIDE else not self.point.startswith("prepare_update")
+        prepared = not self.point.startswith("prepare_update")
+        # A worker whose engine is dead may have answered before it notices.
+        return None if self.point == DECIDE or (self.victim == "engine" and not prepared) else prepared
+
+    @property
+    def of_a_worker(self) -> bool:
+        return self.victim in ("worker", "engine")
 
 
 async def run_case(fleet: RealFleet, case: Case) -> None:
     chance = random.Random(f"{SEED} {case}")
     coordinator, other = chance.sample(fleet.frontends, 2)
-    worker = chance.choice(fleet.worker_ids)
+    worker = chance.choice(fleet.worker_ids) if case.engine in ("fake", "hf") else fleet.worker_ids[0]
     policy = _policy(case, chance)
     # A rolling update comes to one worker after another.
     held = fleet.worker_ids if "barrier" not in policy and chance.random() < 0.5 else [worker]
@@ -69,7 +76,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         "policy": policy,
     }
     key = uuid.uuid4().hex
-    victim = {"worker": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
+    victim = {"worker": worker, "engine": worker, "coordinator": coordinator, "nats": "nats"}[case.victim]
     fleet.note(f"== {case}: {victim} at sequence {before['sequence']}, held {held}, {coordinator}, {policy}")
 
     fleet.hold(case.held_at, held, key)
@@ -80,13 +87,11 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         if case.point == DECIDE:
             fleet.release()
             await asyncio.sleep(chance.uniform(0.0, DECIDE_S))
-        answer = await _strike(
-            fleet, case, victim, update, chance.random() < 0.8, lambda: fleet.clear_answer(other, body, key)
-        )
+        answer = await _strike(fleet, case, victim, update, chance, lambda: fleet.clear_answer(other, body, key))
         told = f"the first answer was: {await _ended(update)}"
         # Only its coordinator's trouble may cost the caller the answer, only that and a lost NATS a clear one.
         check(case.victim == "coordinator" or update.result().status is not None, told)
-        check(case.victim != "worker" or update.result().clear, told)
+        check(not case.of_a_worker or update.result().clear, told)
         fleet.note(f"{told}; at last: {answer}")
         after = (await fleet.whole())["version"]
     finally:
@@ -129,19 +134,23 @@ async def _strike(
     case: Case,
     victim: str,
     update: asyncio.Task[Answer],
-    long: bool,
+    chance: random.Random,
     repeat: Callable[[], Awaitable[Answer]],
 ) -> Answer:
     """The fault, and the clear answer that came in the end. What was stopped goes on."""
+    long = chance.random() < 0.8
     if case.fault == "kill":
-        fleet.kill(victim)
+        if case.victim == "engine":
+            fleet.kill_engine(victim, chance)
+        else:
+            fleet.kill(victim)
         fleet.release()
         answer = await _ended(update)
         return answer if answer.clear else await repeat()
     fleet.stop(victim)
     try:
         fleet.release()
-        if case.victim == "worker":
+        if case.of_a_worker:
             return await _ended(update)
         if case.victim == "coordinator":  # its lease runs out, and another goes on
             return await repeat()

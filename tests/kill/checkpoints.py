@@ -34,8 +34,8 @@ class Models(Protocol):
     """An engine's checkpoints, and the tokens that each of them makes."""
 
     @property
-    def flags(self) -> Sequence[str]:
-        """Of `rl-plane worker`."""
+    def workers(self) -> Sequence[Sequence[str]]:
+        """The flags of `rl-plane worker`, for each worker of the fleet."""
 
     @property
     def pause_s(self) -> float:
@@ -49,7 +49,7 @@ class Models(Protocol):
 
 
 class FakeModels:
-    flags = ("--engine", "fake", "--engine-arg", "token_delay_s=0.01")
+    workers = (("--engine", "fake", "--engine-arg", "token_delay_s=0.01"),) * 3
     pause_s = 0.03
 
     def __init__(self, root: Path) -> None:
@@ -65,12 +65,13 @@ class FakeModels:
 
 _MAKE_WITNESSES = (
     "import sys; from pathlib import Path; from worker.tiny_model import make_witness_model\n"
-    "for seed in range(int(sys.argv[2])): make_witness_model(Path(sys.argv[1]) / f'witness_{seed}', seed)"
+    "for seed in range(int(sys.argv[2])): make_witness_model(Path(sys.argv[1]) / f'witness_{seed}', seed, sys.argv[3])"
 )
 
 
 class WitnessModels:
-    flags = ("--engine", "hf", "--dtype", "float32", "--device", "cpu")
+    dtype = "float32"
+    workers: Sequence[Sequence[str]] = (("--engine", "hf", "--device", "cpu"),) * 3
     pause_s = 0.15
     seeds = 5
 
@@ -80,7 +81,7 @@ class WitnessModels:
 
     async def make(self, number: int) -> Checkpoint:
         if not self._seeds:  # in a process of its own, which takes torch with it
-            argv = [sys.executable, "-P", "-c", _MAKE_WITNESSES, str(self._root), str(self.seeds)]
+            argv = [sys.executable, "-P", "-c", _MAKE_WITNESSES, str(self._root), str(self.seeds), self.dtype]
             maker = await asyncio.create_subprocess_exec(*argv, env=child_environment(self._root))
             check(await maker.wait() == 0, "no witness checkpoints could be made")
             self._seeds = {model_digest(self._path(seed)): seed for seed in range(self.seeds)}
@@ -94,4 +95,24 @@ class WitnessModels:
         return witness_next_token(self._seeds[digest], context[-1])
 
 
-MODELS: dict[str, Callable[[Path], Models]] = {"fake": FakeModels, "hf": WitnessModels}
+class VllmModels(WitnessModels):
+    """Beside the worker that is killed, one of another engine goes on."""
+
+    dtype = "bfloat16"
+    workers = (
+        ("--engine", "vllm", "--device", "cpu", "--engine-arg", "max_model_len=2048"),
+        ("--engine", "hf", "--device", "cpu"),
+    )
+
+
+class SglangModels(WitnessModels):
+    dtype = "bfloat16"
+    workers = (("--engine", "sglang", "--device", "cpu"), ("--engine", "hf", "--device", "cpu"))
+
+
+MODELS: dict[str, Callable[[Path], Models]] = {
+    "fake": FakeModels,
+    "hf": WitnessModels,
+    "vllm": VllmModels,
+    "sglang": SglangModels,
+}

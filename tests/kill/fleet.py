@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import secrets
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from rl_plane.cli.children import Printer
 from rl_plane.cli.supervisor import Kept, Supervisor
@@ -28,11 +30,12 @@ from worker.holds import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
-WORKERS, FRONTENDS = 3, 2
-START_S = 90.0
-"""Three torch processes on two busy cores."""
-WHOLE_S = 60.0
-"""A worker that starts again imports torch and fetches; a stopped one has lost its lease and its connection."""
+FRONTENDS = 2
+START_S = 240.0
+"""Torch processes, and engines with processes of their own, on two busy cores."""
+WHOLE_S = 120.0
+"""A worker that starts again imports torch, builds an engine and fetches; a stopped one has lost its lease and its
+connection."""
 REACH_S = 20.0
 """From the call to the last boundary, with a busy machine."""
 ANSWER_S = 40.0
@@ -80,7 +83,8 @@ class RealFleet:
         for directory in (self.weights, self.holds, tmp / "scratch"):
             directory.mkdir(parents=True)
         self.models = MODELS[engine](self.weights)
-        self.worker_ids = [secrets.token_hex(8) for _ in range(WORKERS)]
+        self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]
+        """Where engines differ, the first is of the one that the fleet is about."""
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
@@ -108,9 +112,9 @@ class RealFleet:
         for name in self.frontends:
             kept = self._keep(name, "frontend", *bus, "--rl-port", "0", "--http-port", "0")
             kept.on_ready = lambda kept=kept: self._keep_ports(kept, bus)  # type: ignore[misc]
-        for instance_id in self.worker_ids:
+        for instance_id, flags in zip(self.worker_ids, self.models.workers, strict=True):
             own = ("--instance-id", instance_id, "--model", str(first.path), "--weight-root", str(self.weights))
-            self._keep(instance_id, "worker", *bus, *own, *self.models.flags, "--drain-s", "1")
+            self._keep(instance_id, "worker", *bus, *own, *flags, "--drain-s", "1")
         async with asyncio.timeout(START_S):
             for kept in self._supervisor.kept.values():
                 await kept.ready.wait()
@@ -158,6 +162,13 @@ class RealFleet:
     def kill(self, name: str) -> None:
         self._event(f"the test kills {name}")
         os.kill(self.pid(name), signal.SIGKILL)
+
+    def kill_engine(self, instance_id: str, chance: random.Random) -> None:
+        """One of the processes that the worker's engine has."""
+        children = psutil.Process(self.pid(instance_id)).children(recursive=True)
+        child = chance.choice(sorted(children, key=lambda child: child.pid))
+        self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
+        child.kill()
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)
@@ -245,7 +256,7 @@ class RealFleet:
                     missing.append("the frontends know different versions")
                 if not missing:
                     for name in self.frontends:
-                        await self.get(name, f"ready?min_workers={WORKERS}")
+                        await self.get(name, f"ready?min_workers={len(self.worker_ids)}")
                     return states[0]
             except (httpx.TransportError, Wrong) as error:
                 missing = [f"{type(error).__name__}: {error}"]

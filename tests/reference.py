@@ -1,0 +1,33 @@
+"""What plain transformers says, without any engine: the truth that engines are compared with."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+@lru_cache(maxsize=8)
+def _model(base: Path, adapter: Path | None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
+@torch.no_grad()
+def greedy(
+    base: Path, prompt: list[int], count: int, adapter: Path | None = None
+) -> tuple[list[int], list[float]]:
+    """The greedy tokens after `prompt`, each by a forward over all before it, and their log-softmax."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(count):
+        logits = _model(base, adapter)(torch.tensor([tokens])).logits[0, -1].float()
+        tokens.append(int(logits.argmax()))
+        logprobs.append(float(torch.log_softmax(logits, -1)[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs

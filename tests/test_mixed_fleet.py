@@ -1,0 +1,249 @@
+"""One fleet of `hf`, `vllm` and `sglang` workers: a trainer can't tell them apart, and all serve what is committed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError
+from tests.faults import Stream
+from tests.reference import greedy
+from tests.test_frontend_generation import ask, frontend
+from tests.test_plane_update import states, update_of
+from worker.tiny_adapter import make_tiny_adapter
+from worker.tiny_model import make_witness_model, witness_next_token
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.timeout(600)]
+
+ENGINES = ("hf", "vllm", "sglang")
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "hf": {},
+    "vllm": {"max_lora_rank": "8", "max_model_len": "2048"},
+    "sglang": {"max_lora_rank": "8"},
+}
+PROMPT = [5, 6, 7]
+TOKENS = 10
+LONG = 600
+"""Tokens of a stream that lives through something."""
+START_S = 240.0
+"""Three engines that start side by side on two cores."""
+HEAL_S = 90.0
+LOGPROB = 0.05
+"""A batch of another shape rounds bfloat16 in another way; a wrong adapter is off by far more."""
+
+
+@dataclass
+class Mixed:
+    plane: Plane
+    first: Path
+    ids: dict[str, str]
+    """Engine → instance id."""
+
+    def base(self, seed: int) -> Path:
+        return make_witness_model(self.plane.tmp / "weights" / f"witness{seed}", seed, "bfloat16")
+
+    def adapter(self, seed: int) -> Path:
+        return make_tiny_adapter(self.first, self.plane.tmp / "weights" / f"adapter{seed}", seed=seed, r=4)
+
+
+@pytest.fixture(scope="module")
+def mixed(make_plane: Callable[[], Plane]) -> Mixed:
+    plane = make_plane()
+    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
+    started = {
+        engine: plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine]) for engine in ENGINES
+    }
+    ids = {engine: one.wait_ready(START_S).instance_id for engine, one in started.items()}
+    return Mixed(plane, first, ids)
+
+
+@pytest_asyncio.fixture
+async def client(mixed: Mixed) -> AsyncIterator[RlClient]:
+    client = await RlClient.connect(mixed.plane.url, mixed.plane.namespace, mixed.plane.component)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
+    async with frontend(mixed.plane, admission_wait_s=HEAL_S) as http:
+        yield http
+
+
+async def proven(
+    http: httpx.AsyncClient, mixed: Mixed, label: str, base: Path, adapter: tuple[str, Path] | None = None
+) -> None:
+    """Each engine generates what the reference says for this version, and names the version."""
+    name, path = adapter if adapter is not None else (None, None)
+    tokens, logprobs = await asyncio.to_thread(greedy, base, PROMPT, TOKENS, path)
+    for engine, instance_id in mixed.ids.items():
+        body: dict[str, Any] = {
+            "prompt_token_ids": PROMPT,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 1,
+            "nvext": {"instance_id": instance_id},
+        }
+        (choice,) = (await ask(http, **body, **({"model": name} if name else {})))["choices"]
+        assert choice["token_ids"] == tokens, engine
+        off = [abs(one - other) for one, other in zip(choice["logprobs"]["token_logprobs"], logprobs, strict=True)]
+        assert max(off) < LOGPROB, (engine, off)
+        (span,) = choice["weight_versions"]
+        assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
+
+
+async def settled(client: RlClient, mixed: Mixed) -> str:
+    """The label that all serve."""
+
+    async def one() -> str:
+        rows = [row for row in (await states(client)).values() if row["ready"]]
+        labels = {str(row["applied_weight_version"]) for row in rows}
+        return labels.pop() if len(labels) == 1 and len(rows) == len(mixed.ids) else ""
+
+    return str(await mixed.plane.until(one, HEAL_S))
+
+
+async def test_every_engine_serves_each_version_of_a_sequence(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await proven(http, mixed, "initial", mixed.first)
+    for seed in (2, 3):
+        await client.run("update_weights", update_of(mixed.base(seed), f"base {seed}"))
+        await proven(http, mixed, f"base {seed}", mixed.base(seed))
+    # An adapter, loaded, swapped and, with the base beneath it changed, still there.
+    for seed in (1, 2):
+        await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(seed))})
+        await proven(http, mixed, "base 3", mixed.base(3), ("style", mixed.adapter(seed)))
+        await proven(http, mixed, "base 3", mixed.base(3))
+    await client.run("update_weights", {"rollback": {"label": "base 2"}, "version": "base 2"})
+    await proven(http, mixed, "base 2", mixed.base(2), ("style", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await proven(http, mixed, "base 2", mixed.base(2))
+    refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "style"})
+    assert refused.status_code == 404
+    rolled = update_of(mixed.base(1), "base 1", barrier="rolling")
+    await client.run("update_weights", rolled)
+    await proven(http, mixed, "base 1", mixed.base(1))
+
+
+def _truncated(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+
+
+def _without_one(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, path / "model.safetensors")
+
+
+def _other_shape(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("spoil", [_truncated, _without_one, _other_shape, shutil.rmtree])
+async def test_a_bad_checkpoint_is_refused_and_touches_no_engine(
+    spoil: Callable[[Path], None], mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    label = await settled(client, mixed)
+    bad = mixed.plane.tmp / "weights" / f"bad-{spoil.__name__}"
+    shutil.copytree(mixed.base(2), bad)
+    spoil(bad)
+    with pytest.raises(PlaneError) as caught:
+        await client.run("update_weights", update_of(bad, "bad"))
+    assert caught.value.http_status == 400, caught.value
+    assert await settled(client, mixed) == label
+    await proven(http, mixed, label, mixed.base(int(label.split()[-1])))
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_long_streams_live_through_a_pause(mode: str, mixed: Mixed, client: RlClient) -> None:
+    base = int((await settled(client, mixed)).split()[-1])
+    wanted, last = [], PROMPT[-1]
+    for _ in range(LONG):
+        last = witness_next_token(base, last)
+        wanted.append(last)
+    streams = {
+        engine: Stream(client, one, PROMPT, LONG, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+    for stream in streams.values():
+        await stream.more()
+    await client.run("pause", {"mode": mode})
+    paused_at = {engine: len(stream.tokens) for engine, stream in streams.items()}
+    if mode == "keep":
+        late = {
+            engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
+            for engine, one in mixed.ids.items()
+        }
+    await client.run("resume", {})
+    for engine, stream in streams.items():
+        await stream.end()
+        if mode == "abort":
+            assert stream.finish_reason == "abort", engine
+            assert len(stream.tokens) < LONG, engine
+        else:
+            assert stream.finish_reason == "length", engine
+            assert len(stream.tokens) == LONG, engine
+        if mode == "wait":
+            assert paused_at[engine] == LONG, engine
+        assert stream.tokens == wanted[: len(stream.tokens)], engine
+        (span,) = stream.spans
+        assert span["end"] == len(stream.tokens), engine
+    if mode == "keep":
+        for engine, one in late.items():
+            assert (await one.end()).tokens == wanted[:4], engine
+
+
+async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_which_tokens(
+    mixed: Mixed, client: RlClient
+) -> None:
+    before = int((await settled(client, mixed)).split()[-1])
+    after = before % 3 + 1
+    streams = {
+        engine: Stream(client, one, PROMPT, LONG, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+    for stream in streams.values():
+        await stream.more()
+    await client.run("update_weights", update_of(mixed.base(after), f"base {after}"))
+    for engine, stream in streams.items():
+        await stream.end()
+        assert [span["version"].split()[-1] for span in stream.spans] == [str(before), str(after)], engine
+        last = PROMPT[-1]
+        for span in stream.spans:
+            for token in stream.tokens[span["start"] : span["end"]]:
+                last = witness_next_token(int(span["version"].split()[-1]), last)
+                assert token == last, (engine, span)
+
+
+async def test_describe_says_the_same_of_all(mixed: Mixed, client: RlClient) -> None:
+    rows = {row["instance_id"]: row for row in (await client.run("describe"))["workers"]}
+    told = {engine: rows[one] for engine, one in mixed.ids.items()}
+    assert {engine: row["engine"] for engine, row in told.items()} == {engine: engine for engine in ENGINES}
+    for key in ("dtype", "vocab_size", "tensors", "weight_bytes", "world_size", "version"):
+        assert len({json.dumps(row[key]) for row in told.values()}) == 1, key
