@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from worker.reception import Reception  # noqa: E402
 from worker.staging import adapter_digest, model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
+from worker.transports.checkpoint import write_manifest  # noqa: E402
 
 BOUND_S = 60.0
 NAMES = (f"staging-{number}" for number in itertools.count())
@@ -440,6 +442,8 @@ async def test_bad_checkpoints_change_nothing(engine: VllmEngine, models: Models
 async def test_overwriting_in_place(engine: VllmEngine, models: Models) -> None:
     one = Run(engine, ask([20], max_tokens=200))
     await one.reach(10)
+    with pytest.raises(EngineFailed, match="paused"):
+        await receive(engine, reception(models.witness[2], in_place=True))
     await engine.pause("keep", False)
     _, reply = await receive(engine, reception(models.witness[2], in_place=True))
     assert reply["digest"] == model_digest(models.witness[2])
@@ -456,11 +460,14 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: VllmEngine, models:
     what = reception(models.witness[2], in_place=True, digest="blake3:" + "0" * 64)
     with pytest.raises(InvalidWeights, match="the bytes make"):
         await receive(engine, what)
-    counted = itertools.count()
-    what = reception(models.witness[2], in_place=True)
-    await asyncio.to_thread(engine.open, what)
-    with pytest.raises(EngineFailed, match="cancelled"):
-        await asyncio.to_thread(engine.receive, what.staging, lambda: next(counted) > 0)
+    assert engine._state.base is None
+    cut = shutil.copytree(models.witness[2], models.root / "cut")
+    write_manifest(cut)
+    raw = bytearray((cut / "model.safetensors").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (cut / "model.safetensors").write_bytes(raw)
+    with pytest.raises(InvalidWeights, match="its publisher stated"):  # in the middle
+        await receive(engine, reception(cut, in_place=True))
     await receive(engine, reception(models.witness[2], in_place=True))
     engine.set_version(version(1, models.witness[2]))
     await engine.flush_cache()

@@ -106,6 +106,8 @@ class VllmEngine:
         self._streams: dict[str, _Stream] = {}
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
+        self._in_place: set[str] = set()
+        """Receptions that are open, and go over the served weights."""
         self._state = _State()
         self._states = {"default": self._state}
         """vLLM's name for the weights → what they are."""
@@ -231,6 +233,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0)
+            llm.engine_core.ctx.destroy(linger=0)
         directory, self._directory = self._directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -415,11 +418,30 @@ class VllmEngine:
 
     def open(self, reception: Reception) -> None:
         self._receivers().open(reception)
+        if reception.in_place:
+            self._in_place.add(reception.staging)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        return self._receivers().receive(staging, cancelled)
+        receivers = self._receivers()
+        if staging not in self._in_place:
+            return receivers.receive(staging, cancelled)
+        self._in_place.discard(staging)
+        self._on_loop(self._begin_overwrite())
+        reply = receivers.receive(staging, cancelled)
+        self._on_loop(self._add_loras())
+        return reply
+
+    def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        """For a thread: waits for what must happen on the engine loop."""
+        assert self._dead is not None, "it is running"
+        asyncio.run_coroutine_threadsafe(work, self._dead.get_loop()).result()
+
+    async def _begin_overwrite(self) -> None:
+        self._check_paused()
+        await self._forget_base()
 
     async def discard(self, staging: str) -> None:
+        self._in_place.discard(staging)
         await asyncio.to_thread(self._receivers().discard, staging)
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -432,16 +454,24 @@ class VllmEngine:
         """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
         try:
             self._check_paused()
-            await self._name_state(None, dict(self._state.adapters))  # half-way there are no known weights
+            await self._forget_base()
             await self._on_ranks("rl_plane_swap", staging)
-            for lora in self._loras.values():  # new base weights drop them
-                await self._add_lora(lora)
+            await self._add_loras()
         except BaseException:
             await self._forget(staging)
             raise
         flushed = await self.flush_cache()
         await self._name_state(version, dict(self._state.adapters))
         return flushed
+
+    async def _forget_base(self) -> None:
+        """From here on its weights are of no version."""
+        await self._name_state(None, dict(self._state.adapters))
+
+    async def _add_loras(self) -> None:
+        """Again: new base weights have dropped them."""
+        for lora in self._loras.values():
+            await self._add_lora(lora)
 
     def _check_paused(self) -> None:
         if not self._paused:
@@ -529,7 +559,7 @@ class VllmEngine:
         info = self._info
         assert info is not None, "start sets it"
         if action == "reset_tensors":
-            await self._name_state(None, dict(self._state.adapters))  # noise is no version
+            await self._forget_base()
         elif info.device != "cpu":
             return await asyncio.to_thread(self._receivers().rows, "check", {"action": action})
         # On a CPU a check runs the packed layers, which are the running steps' too.

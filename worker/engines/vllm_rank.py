@@ -3,6 +3,7 @@ vLLM's own thread, between two steps. Called by `collective_rpc`."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ class RankExtension:
 
     def rl_plane_start(self, model: str, directory: str, weight_roots: list[str]) -> dict[str, Any]:
         def start() -> None:
+            # It warns of tables that are in no checkpoint, at each reload.
+            logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
             roots = [*map(Path, weight_roots), Path(model)]
             self.rl_plane_receiver = Receiver(holder, load_transports(roots))
