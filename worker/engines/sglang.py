@@ -25,6 +25,7 @@ from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
+from worker.transports.checkpoint import open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -86,6 +87,7 @@ class SglangEngine:
     async def start(self) -> EngineInfo:
         self._loop = asyncio.get_running_loop()
         try:
+            await asyncio.to_thread(self._check_model)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
             await self._process.start(FIRST_KEY)
@@ -100,6 +102,10 @@ class SglangEngine:
             await self.close()
             raise EngineFailed(f"SGLang did not start: {error}") from error
         return self._info
+
+    def _check_model(self) -> None:
+        """Before SGLang loads it, which tells less."""
+        open_checkpoint(self._options.model, field="model").close()
 
     def _describe(self) -> EngineInfo:
         import sglang
