@@ -635,6 +635,23 @@ async def test_adapters_that_do_not_fit(engine: SglangEngine, models: Models) ->
 # death
 
 
+async def test_a_hang_is_seen_and_passes(engine: SglangEngine) -> None:
+    one = Run(engine, ask([20], max_tokens=400))
+    await one.reach(3)
+    for pid in pids_of(engine):
+        os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await engine.liveness()
+    for pid in pids_of(engine):
+        os.kill(pid, signal.SIGCONT)
+    await engine.liveness()
+    assert (await one.end()).tokens == witnessed(1, 20, 400)
+    assert await engine.pause("abort", True) is True
+    await engine.resume()
+
+
 async def test_two_ranks_then_one_is_killed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """TP 2, every rank answers; SIGKILL of one ends all, soon, and leaves nothing."""
     cores = sorted(os.sched_getaffinity(0))
