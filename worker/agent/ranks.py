@@ -27,6 +27,10 @@ class Ranks:
         self._spec: Mapping[str, TensorSpec] = {}
         self.transports: tuple[str, ...] = ()
 
+    @property
+    def count(self) -> int:
+        return self._client.ranks
+
     def start(self) -> None:
         rows = self._client.ask("describe")
         if any(row != rows[0] for row in rows):

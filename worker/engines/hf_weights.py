@@ -70,7 +70,7 @@ class ModelWeights:
     def reset(self) -> None:
         """Noise over every floating point tensor. No step may be running."""
         with self._lock:
-            write_noise(iter(self._targets.values()))
+            write_noise(self._targets.items())
             self._settle()
 
     def _settle(self) -> None:

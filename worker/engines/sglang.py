@@ -1,7 +1,7 @@
 """The `sglang` engine: SGLang's Engine, built in this process, on a CPU or on GPUs.
 
 This process has its tokenizer manager, on the engine loop; each rank of the model is a scheduler process of SGLang's,
-in which a plugin of ours (`sglang_plugin`) serves the weights.
+in which a plugin of ours (`sglang_plugin`) starts an agent and serves what must happen between two steps.
 """
 
 from __future__ import annotations
@@ -9,39 +9,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import multiprocessing
-import os
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
-from worker.engines.sglang_args import ON_CPU, parse_arguments
-from worker.engines.sglang_plugin import MARK, child_failed
-from worker.engines.sglang_streams import Feeder
+from worker.engines.sglang_args import NO_LORA, parse_arguments
+from worker.engines.sglang_plugin import lora_reference
+from worker.engines.sglang_process import SglangProcess
+from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
-
-T = TypeVar("T")
-log = logging.getLogger("worker.sglang")
+from worker.transports.checkpoint import open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 FLUSH_WAIT_S = 2.0
 """How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
 
-CLOSE_TIMEOUT_S = 5.0
-"""How long a killed process may take to be gone."""
+UNUSED_WAIT_S = 5.0
+"""How long the aborted requests of an adapter may take to be gone from the engine."""
 
-_ENVIRONMENT = {
-    MARK: "1",
-    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",  # raw, not scaled by the temperature
-}
+CHECK_TIMEOUT_S = 600.0
+"""Of a check of all weights: it reads each byte."""
+
+NO_SAVER = "start it on a GPU with --engine-arg enable_memory_saver=true"
+NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
+
+
+@dataclass(slots=True)
+class Adapter:
+    """One that is loaded."""
+
+    engine_name: str
+    """Its name in the engine: never used again."""
+    lora_id: str
+    version: WeightVersion | None
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -59,36 +67,32 @@ class SglangEngine:
                 f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
             )
         self._options = options
-        self._arguments = parse_arguments(options.extra)
-        self._engine: Any = None
-        self._manager: Any = None
+        device, _, gpu = _device(options.device).partition(":")
+        self._on_cpu = device == "cpu"
+        self._process = SglangProcess(options, parse_arguments(options.extra), device, int(gpu or 0))
         self._feeder: Feeder | None = None
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
-        self._processes: list[Any] = []
-        self._dead: asyncio.Future[NoReturn] | None = None
-        self._handling: asyncio.Task[None] | None = None
         self._paused = False
-        self._keys = (f"rl-plane-{number}" for number in itertools.count(1))
-        self._key = "default"
-        self._versions: dict[str, WeightVersion | None] = {}
-        """The engine's names of the weights that it held → what they are. None: no version."""
-        self._adapters: dict[str, WeightVersion] = {}
+        self._numbers = itertools.count(1)
+        self._version: WeightVersion | None = None
+        """Of the weights that the engine holds. None: no version."""
+        self._adapters: dict[str, Adapter] = {}
+        self._in_place: set[str] = set()
+        self._released: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # life
 
     async def start(self) -> EngineInfo:
-        loop = asyncio.get_running_loop()
-        self._dead = loop.create_future()
-        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
+        self._loop = asyncio.get_running_loop()
         try:
+            await asyncio.to_thread(self._check_model)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
-            # Here, on the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
-            with _environment(), _own_logging():
-                self._build()
-            self._feeder = Feeder(self._manager, eos, self._adapter_in_engine)
-            self._watch(loop)
+            await self._process.start(FIRST_KEY)
+            self._feeder = Feeder(self._process.manager, eos, self._adapter_in_engine, self._label)
+            self._process.on_death(self._feeder.fail)
             await self.liveness()
             self._info = self._describe()
         except PlaneError:
@@ -99,129 +103,45 @@ class SglangEngine:
             raise EngineFailed(f"SGLang did not start: {error}") from error
         return self._info
 
-    def _build(self) -> None:
-        import torch
-        from sglang import Engine
-
-        device = self._options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, index = device.partition(":")
-        arguments: dict[str, Any] = dict(ON_CPU) if kind == "cpu" else {}
-        arguments |= self._arguments
-        before = set(multiprocessing.active_children())
-        try:
-            self._engine = Engine(
-                model_path=str(self._options.model),
-                device=kind,
-                base_gpu_id=int(index or 0),
-                dtype=self._options.dtype or "auto",
-                weight_version=self._key,
-                skip_tokenizer_init=True,
-                incremental_streaming_output=True,
-                custom_sigquit_handler=child_failed,
-                **arguments,
-            )
-        finally:
-            self._processes = [child for child in multiprocessing.active_children() if child not in before]
-        self._manager = self._engine.tokenizer_manager
-
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In place of SGLang's own ways to notice a death, all of which end this process."""
-        self._manager._subprocess_watchdog.stop()
-        for child in self._processes:
-            loop.add_reader(child.sentinel, self._child_ended, child)
-        self._manager.event_loop = loop  # else it would install signal handlers, at its first request
-        self._handling = loop.create_task(self._manager.handle_loop())
-        self._handling.add_done_callback(self._handling_ended)
-
-    def _child_ended(self, child: Any) -> None:
-        child.join(0)
-        self._fail(f"a process of SGLang's ended: {child.name}, exit code {child.exitcode}")
-
-    def _handling_ended(self, handling: asyncio.Task[None]) -> None:
-        if not handling.cancelled():
-            self._fail(f"SGLang's answers can't be read any more: {handling.exception()!r}")
-
-    def _fail(self, why: str) -> None:
-        if self._dead is None or self._dead.done():
-            return
-        log.error("%s", why)
-        error = EngineFailed(why)
-        self._dead.set_exception(error)
-        if self._feeder is not None:
-            self._feeder.fail(error)
-        self._unwatch()
-
-    def _unwatch(self) -> None:
-        loop = asyncio.get_running_loop()
-        for child in self._processes:
-            with contextlib.suppress(ValueError):  # closed
-                loop.remove_reader(child.sentinel)
+    def _check_model(self) -> None:
+        """Before SGLang loads it, which tells less."""
+        open_checkpoint(self._options.model, field="model").close()
 
     def _describe(self) -> EngineInfo:
         import sglang
 
-        config, infos = self._manager.model_config, self._engine._scheduler_init_result.scheduler_infos
+        engine, config = self._process.engine, self._process.manager.model_config
+        arguments = engine.server_args
+        lacking: dict[str, str] = {}
+        if not arguments.enable_lora:
+            lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
+        if self._on_cpu or not arguments.enable_memory_saver:
+            lacking |= {"release_memory": NO_SAVER, "resume_memory": NO_SAVER}
+        if arguments.sampling_backend != "pytorch" and not arguments.enable_deterministic_inference:
+            lacking["generate:seed"] = NO_SEEDS
         return EngineInfo(
             engine="sglang",
             engine_version=sglang.__version__,
             model=self._options.model.absolute().name,
             dtype=str(config.dtype).removeprefix("torch."),
-            device=str(self._engine.server_args.device),
-            world_size=int(self._engine.server_args.tp_size * self._engine.server_args.pp_size),
+            device=str(arguments.device),
+            world_size=arguments.tp_size * arguments.pp_size,
             vocab_size=config.vocab_size,
-            max_model_len=int(infos[0]["max_req_input_len"]),
-            capabilities={},
-            transports=(),
+            max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
+            capabilities=lacking,
+            transports=self._process.ranks.transports,
         )
 
     async def close(self) -> None:
-        """Not by Engine.shutdown, which ends every child of this process."""
-        if self._dead is not None and not self._dead.done():
-            self._unwatch()
-            self._fail_quietly("the engine was closed")
-        if self._handling is not None:
-            self._handling.cancel()
-        if self._engine is not None:
-            import atexit
-
-            atexit.unregister(self._engine.shutdown)
-            self._engine.send_to_rpc.close(linger=0)
-        processes, self._processes = self._processes, []
-        await asyncio.to_thread(_end, processes)
-        self._engine = self._manager = None
-
-    def _fail_quietly(self, why: str) -> None:
-        assert self._dead is not None
-        error = EngineFailed(why)
-        self._dead.set_exception(error)
-        if self._feeder is not None:
-            self._feeder.fail(error)
+        await self._process.end()
 
     async def liveness(self) -> None:
-        await self._alive(self._manager.get_internal_state())
-
-    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer."""
-        dead = self._dead
-        if dead is None or self._manager is None or dead.done():
-            work.close()
-            raise EngineFailed("the engine is not running") if dead is None else _reason(dead)
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, dead}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-        if not task.done() or task.cancelled():
-            raise _reason(dead)
-        return await task
+        await self._process.ask(self._process.manager.get_internal_state())
 
     def _running(self) -> Feeder:
-        if self._feeder is None or self._dead is None:
+        if self._feeder is None:
             raise EngineFailed("the engine is not running")
-        if self._dead.done():
-            raise _reason(self._dead)
+        assert self._process.manager is not None, "or it raises"
         return self._feeder
 
     # generation
@@ -231,36 +151,44 @@ class SglangEngine:
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, info.vocab_size, info.max_model_len)
+        if request.seed is not None and (reason := info.capabilities.get("generate:seed")) is not None:
+            raise Unsupported(reason, field="seed")
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         text, spans = IncrementalText(self._tokenizer), SpanLog()
         told: list[int] | None = prompt
         async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
             async for piece in pieces:
-                for key in piece.keys:
-                    spans.add(self._label(key, request.adapter))
+                for label in piece.labels:
+                    spans.add(label)
                 finished = piece.finish_reason is not None
                 yield GenerateDelta(
                     token_ids=piece.token_ids,
                     logprobs=piece.logprobs if request.logprobs else None,
                     text=text.add(piece.token_ids, last=finished),
                     finish_reason=piece.finish_reason,
-                    spans=spans.tell(finished),
+                    spans=spans.tell(finished) if piece.sure else [],
                     prompt_token_ids=told,
                 )
                 told = None
 
-    def _label(self, key: str, adapter: str | None) -> Label:
+    def _label(self, adapter: str | None) -> Label:
         if adapter is None:
-            return Label(self._versions.get(key))
-        return Label(self._versions.get(key), adapter, self._adapters.get(adapter))
+            return Label(self._version)
+        loaded = self._adapters.get(adapter)
+        return Label(self._version, adapter, loaded.version if loaded is not None else None)
 
     def _adapter_in_engine(self, name: str | None) -> str | None:
         if name is None:
             return None
-        raise InvalidRequest(
-            f"there is no adapter {name[:64]!r} here", field="model", fix="name one that is loaded"
-        )
+        return self._adapter(name, "model").engine_name
+
+    def _adapter(self, name: str, field: str) -> Adapter:
+        if name not in self._adapters:
+            raise InvalidRequest(
+                f"there is no adapter {name[:64]!r} here", field=field, fix="name one that is loaded"
+            )
+        return self._adapters[name]
 
     async def abort(self, request_ids: list[str] | None) -> int:
         feeder = self._running()
@@ -288,13 +216,13 @@ class SglangEngine:
         feeder = self._running()
         feeder.close()
         self._paused = True
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=how))
+        await self._process.manager.pause_generation(PauseGenerationReqInput(mode=how))
         await self.liveness()  # it has done so
 
     async def _thaw(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._manager.continue_generation(ContinueGenerationReqInput())
+        await self._process.manager.continue_generation(ContinueGenerationReqInput())
         self._paused = False
 
     async def _drain(self) -> None:
@@ -312,7 +240,7 @@ class SglangEngine:
             if was_open:
                 feeder.open()
             raise
-        await self._freeze("in_place")
+        await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
 
     async def resume(self) -> None:
         feeder = self._running()
@@ -321,12 +249,13 @@ class SglangEngine:
         feeder.open()
 
     async def flush_cache(self) -> bool:
-        """While requests run, SGLang refuses."""
-        feeder = self._running()
-        if not self._paused and feeder.submitted():
+        """SGLang refuses while requests run. Those that stand still are retracted: they compute their KV anew."""
+        if self._paused:
+            await self._freeze("retract")
+        elif self._running().submitted():
             return False
         wait_s = None if self._paused else FLUSH_WAIT_S
-        reply = await self._alive(self._manager.flush_cache(timeout_s=wait_s))
+        reply = await self._process.ask(self._process.manager.flush_cache(timeout_s=wait_s))
         return bool(reply.success)
 
     def load(self) -> tuple[int, int]:
@@ -338,86 +267,179 @@ class SglangEngine:
     # weights
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
-        raise NotImplementedError
+        return self._process.ranks.weight_spec()
 
-    def receive(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        raise NotImplementedError
+    def open(self, reception: Reception) -> None:
+        self._process.ranks.open(reception)
+        if reception.in_place:
+            self._in_place.add(reception.staging)
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        if staging in self._in_place:
+            self._in_place.discard(staging)
+            assert self._loop is not None, "start sets it"
+            asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
+        return self._process.ranks.receive(staging, cancelled)
+
+    def _check_paused(self) -> None:
+        if not self._paused:
+            raise EngineFailed("the engine is not paused")
+
+    async def _forget_weights(self) -> None:
+        self._check_paused()
+        await self._freeze("retract")
+        await self._relabel(None)
+
+    async def _relabel(self, version: WeightVersion | None) -> None:
+        key = self._next_key()
+        await self._process.call("relabel", key=key)
+        self._running().key, self._version = key, version
+
+    def _next_key(self) -> str:
+        return f"rl-plane-{next(self._numbers)}"
 
     async def discard(self, staging: str) -> None:
-        raise NotImplementedError
+        self._in_place.discard(staging)
+        await asyncio.to_thread(self._process.ranks.discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
-        raise NotImplementedError
+        """Running requests are retracted: they compute their KV anew, by the new weights."""
+        self._check_paused()
+        await self._process.ask(self._swap(staging, version))
+        return True
+
+    async def _swap(self, staging: str, version: WeightVersion) -> None:
+        await self._freeze("retract")  # all that the old weights made has come when this returns
+        try:
+            await self._process.call("ready", staging=staging)
+        except PlaneError:
+            await self.discard(staging)  # of the ranks that were not
+            raise
+        key = self._next_key()
+        self._running().key, self._version = key, None  # half-way there are no known weights
+        await self._process.call("swap", key=key)
+        self._version = version
 
     def set_version(self, version: WeightVersion) -> None:
-        self._versions[self._key] = version
-
-    def check_overwrite(self, reception: Reception) -> None:
-        raise NotImplementedError
-
-    def overwrite(self, reception: Reception, cancelled: Cancelled) -> PreparedReply:
-        raise NotImplementedError
+        self._version = version
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        return self._process.ranks.init_transport(config)
 
     def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        return self._process.ranks.destroy_transport(backend)
+
+    # adapters
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
-        raise NotImplementedError
+        """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
+        the old one, which goes when that has worked; where it can't go, the new one does."""
+        self._check_paused()
+        await self._process.ask(self._swap_adapter(name, staging, version))
+        return True
+
+    async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
+        old = self._adapters.get(name)
+        fresh: Adapter | None = None
+        # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
+        await self._freeze("retract")
+        if staging is not None:
+            number = next(self._numbers)
+            fresh = Adapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
+            await self._process.call("put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id)
+        try:
+            if old is not None:
+                await self._retire(old)
+        except BaseException:
+            if fresh is not None:
+                await self._process.call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
+            raise
+        if fresh is not None:
+            await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
+            self._adapters[name] = fresh
+        else:
+            self._adapters.pop(name, None)
+
+    async def _retire(self, old: Adapter) -> None:
+        registry, feeder = self._process.manager.lora_registry, self._running()
+        await feeder.abort([stream for stream in feeder.submitted() if stream.adapter == old.engine_name])
+        await registry.unregister(old.engine_name)
+        try:
+            async with asyncio.timeout(UNUSED_WAIT_S):
+                await registry.wait_for_unload(old.lora_id)
+            await self._process.call("remove_adapter", name=old.engine_name, lora_id=old.lora_id)
+        except BaseException as error:
+            await registry.register(lora_reference(old.engine_name, old.lora_id))
+            if isinstance(error, TimeoutError):
+                raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
+            raise
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
-        raise NotImplementedError
+        self._adapter(name, "name").version = version
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
-        raise NotImplementedError
+        if action != "reset_tensors":
+            return await self._process.ask(
+                asyncio.to_thread(self._process.ranks.rows, "check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
+            )
+        was_paused = self._paused
+        await self._freeze("retract")
+        key = self._next_key()
+        self._running().key, self._version = key, None
+        await self._process.call("reset", key=key)
+        if not was_paused:
+            await self.resume()
+        return [{"rank": rank} for rank in range(self._process.ranks.count)]
+
+    # memory
 
     async def release_memory(self, tags: list[str]) -> None:
-        raise Unsupported("not yet")
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._check_memory_saver("release_memory")
+        wanted = [tag for tag in tags if tag not in self._released]
+        if not wanted:
+            return
+        await self._freeze("retract")  # SGLang ends the process if anything runs
+        self._released.update(wanted)
+        manager = self._process.manager
+        await self._process.ask(
+            manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted)))
+        )
 
     async def resume_memory(self, tags: list[str]) -> None:
-        raise Unsupported("not yet")
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        self._check_memory_saver("resume_memory")
+        wanted = [tag for tag in tags if tag in self._released]
+        if not wanted:
+            return
+        if "weights" in wanted:
+            await self._relabel(None)
+        manager = self._process.manager
+        await self._process.ask(
+            manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted)))
+        )
+        self._released.difference_update(wanted)
+
+    def _check_memory_saver(self, op: str) -> None:
+        assert self._info is not None, "start sets it"
+        reason = self._info.capabilities.get(op)
+        if reason is not None:
+            raise Unsupported(reason, reason=reason)
 
 
-def _reason(dead: asyncio.Future[NoReturn]) -> EngineFailed:
-    """A fresh one for each who is told."""
-    error = dead.exception()
-    return EngineFailed(str(error))
+def _sglang_tags(tags: list[str]) -> list[str]:
+    """Its graphs hold the addresses of the weights: they go and come with them."""
+    return [*tags, "cuda_graph"] if "weights" in tags else tags
 
 
-def _end(processes: list[Any]) -> None:
-    import psutil
+def _device(asked: str) -> str:
+    import torch
 
-    families = []
-    for child in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            families += psutil.Process(child.pid).children(recursive=True)
-        child.kill()
-    for member in families:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    for child in processes:
-        child.join(CLOSE_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """For the processes that SGLang starts, and for what it reads here when it is imported."""
-    os.environ.update(_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        os.environ.pop(MARK)
-
-
-@contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """SGLang puts handlers of its own in the place of the root logger's."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise InvalidRequest(f"unknown device {asked[:64]}", field="device", fix="cpu, cuda or cuda:0")
+    return asked

@@ -11,8 +11,10 @@ from typing import Any
 from rl_plane.errors import InvalidRequest
 
 OURS = {
+    "base_gpu_id": "use --device cuda:1",
     "custom_sigquit_handler": "the worker has its own",
     "custom_weight_loader": "weights come by update_weights",
+    "device": "use --device",
     "dp_size": "run one worker for each replica",
     "dtype": "use --dtype",
     "enable_lora": "give max_lora_rank",
@@ -32,9 +34,15 @@ ON_CPU: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
+    "lora_backend": "torch_native",
     "max_total_tokens": 8192,  # else it takes a share of the machine's memory
 }
 """What the build for CPUs needs, unless said otherwise."""
+
+NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+
+WITH_LORA: Mapping[str, Any] = {"enable_lora": True, "lora_target_modules": ["all"]}
+"""What else SGLang needs to know where `max_lora_rank` is given."""
 
 
 def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
@@ -42,7 +50,7 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
 
     hints = typing.get_type_hints(ServerArgs, include_extras=True)
     known = set(ServerArgs.__struct_fields__)
-    values = {}
+    values: dict[str, Any] = dict(WITH_LORA) if "max_lora_rank" in extra else {}
     for key, text in extra.items():
         if key in OURS:
             raise InvalidRequest(f"{key} can't be set here", field=f"engine_arg.{key}", fix=OURS[key])

@@ -15,15 +15,15 @@ from rl_plane.versions import TensorSpec
 from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
 from worker.engines.hf_weights import NAME_OF_DTYPE, StagedTensors, host_copies
 from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.engines.sglang_args import NO_LORA
+from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
 from worker.reception import Cancelled, TensorStream
-
-NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedAdapter:
-    config: Mapping[str, Any]
+    lora: LoraConfig
     tensors: dict[str, torch.Tensor]
 
 
@@ -63,7 +63,7 @@ class SglangHolder:
 
     def reset(self) -> None:
         with self._lock:
-            write_noise(parameter.data for parameter in self._scheduler.tp_worker.model_runner.model.parameters())
+            write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[1]
@@ -71,22 +71,19 @@ class SglangHolder:
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> StagedAdapter:
-        _, spec = self._adapter(config)
-        return StagedAdapter(config, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
+        lora, spec = self._adapter(config)
+        return StagedAdapter(lora, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
 
     def put_adapter(self, staged: StagedAdapter, name: str, lora_id: str) -> None:
-        from sglang.srt.lora.lora_registry import LoRARef
-
-        reference = LoRARef(lora_id=lora_id, lora_name=name, lora_path="__tensor__")
-        config = dict(staged.config)
+        reference = lora_reference(name, lora_id)
+        config = _sglang_config(staged.lora).hf_config
         result = self._manager().load_lora_adapter_from_tensors(reference, staged.tensors, config)
         if not result.success:
+            self._manager().unload_lora_adapter(reference)  # what it had taken before it failed
             raise EngineFailed(f"SGLang did not take the adapter: {result.error_message}")
 
     def remove_adapter(self, name: str, lora_id: str) -> None:
-        from sglang.srt.lora.lora_registry import LoRARef
-
-        reference = LoRARef(lora_id=lora_id, lora_name=name, lora_path="__tensor__")
+        reference = lora_reference(name, lora_id)
         result = self._manager().unload_lora_adapter(reference)
         if not result.success:
             raise EngineFailed(f"SGLang did not remove the adapter: {result.error_message}")
@@ -104,6 +101,12 @@ class SglangHolder:
                 f"the adapter's rank is {lora.r}, this engine takes {manager.max_lora_rank}",
                 field="adapter_config.r",
                 fix="start it with a larger --engine-arg max_lora_rank",
+            )
+        if not manager.memory_pool.can_support(_sglang_config(lora)):
+            raise InvalidWeights(
+                f"the adapter changes {sorted(lora.targets)}, of which this engine does not take all",
+                field="adapter_config.target_modules",
+                fix="start it with all of them in --engine-arg lora_target_modules",
             )
         if self._linear is None:
             self._linear = linear_modules(self._model_directory)
@@ -130,6 +133,19 @@ class SglangHolder:
                 model.load_weights(iter(tensors))
             finally:
                 updater.end_weight_update(run_post_load=False)
+
+
+def _sglang_config(lora: LoraConfig) -> Any:
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    return LoRAConfig.from_dict(
+        {
+            "peft_type": "LORA",
+            "r": lora.r,
+            "lora_alpha": lora.scaling * lora.r,  # SGLang takes alpha / r for the scaling, of rslora too
+            "target_modules": sorted(lora.targets),
+        }
+    )
 
 
 def model_device(model: Any) -> torch.device:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
-"""In the environment of an engine that the adapter builds."""
+"""In the environment of the engines that the adapter builds: what a rank must know, as JSON."""
+
+METHOD = "rl_plane"
+"""The scheduler's method that a remote call of the adapter's names."""
 
 
 def register() -> None:
@@ -14,6 +18,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seed, HookType.AFTER
     )
@@ -22,6 +27,36 @@ def register() -> None:
 
 def child_failed(number: int, frame: Any) -> None:
     """In place of SGLang's handler of SIGQUIT, by which it ends the process: the adapter sees that a child ended."""
+
+
+def lora_reference(name: str, lora_id: str) -> Any:
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    return LoRARef(lora_id=lora_id, lora_name=name, lora_path=name, pinned=False)
+
+
+def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> None:
+    from worker.engines.sglang_scheduler import Rank
+
+    told = json.loads(os.environ[MARK])
+    if told["device"] == "cpu":
+        _without_pinned_memory()
+    build(scheduler, *arguments, **options)
+    rank = Rank(scheduler, told)
+    setattr(scheduler, METHOD, rank.call)
+    rank.serve()
+
+
+def _without_pinned_memory() -> None:
+    """SGLang's LoRA code asks for it always; torch's build for CPUs has none."""
+    import torch
+
+    def without(make: Any) -> Any:
+        return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange", "full"):
+        setattr(torch, name, without(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *arguments, **options: tensor
 
 
 def _seed(info: Any, cls: Any, batch: Any, vocab_size: int) -> None:

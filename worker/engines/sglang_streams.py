@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.generation import FinishReason, GenerateRequest
+from worker.engines.spans import Label
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MAX_SEED = 1 << 63
+FIRST_KEY = "rl-plane-0"
+"""Of the weights that the engine starts with."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """New tokens. `keys`: under which of the engine's weight versions each was made."""
+    """New tokens."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    """Of each token: by whose weights it was made."""
     finish_reason: FinishReason | None = None
+    sure: bool = True
+    """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
 
 
 class Stream:
@@ -39,18 +46,25 @@ class Stream:
         self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
         self._stop = stop
         self._count = 0
+        self._runs: list[tuple[str, int]] = []  # (key, end)
         self._ended = False
 
-    def take(self, out: dict[str, Any]) -> bool:
-        """What the engine gave; whether the request has ended by it."""
+    def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
+        """What the engine gave; whether the request has ended by it. `key`: what the engine calls its weights."""
         meta = out["meta_info"]
         # The count tells what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
         piece = Piece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
-        piece.keys = _keys(meta, self._count, self._count + fresh)
+        piece.labels = [label] * fresh
         self._count += fresh
+        if fresh and self._runs and self._runs[-1][0] == key:
+            self._runs[-1] = (key, self._count)
+        elif fresh:
+            self._runs.append((key, self._count))
+        told = [(span["version"], span["end"]) for span in meta.get("weight_versions") or () if span["end"]]
+        piece.sure = not told or told == self._runs
         reason = meta["finish_reason"]
         if reason is not None:
             if reason["type"] == "abort" and reason.get("status_code") is not None:
@@ -61,12 +75,13 @@ class Stream:
         if stopped is not None:
             # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
             end = stopped + 1
-            piece = Piece(piece.token_ids[:end], piece.logprobs[:end], piece.keys[:end], "stop")
+            piece = Piece(piece.token_ids[:end], piece.logprobs[:end], piece.labels[:end], "stop", piece.sure)
         if piece.finish_reason is not None:
             self.end(piece)
             return True
-        self._items.put_nowait(piece)
-        return False
+        if not self._ended:
+            self._items.put_nowait(piece)
+        return self._ended
 
     def end(self, item: Piece | PlaneError) -> None:
         """Its last item; whatever comes later is dropped."""
@@ -83,28 +98,34 @@ class Stream:
                 return merged, item
             merged.token_ids += item.token_ids
             merged.logprobs += item.logprobs
-            merged.keys += item.keys
+            merged.labels += item.labels
             merged.finish_reason = item.finish_reason
+            merged.sure = item.sure
             if self._items.empty():
                 return merged, None
             item = self._items.get_nowait()
 
 
-def _keys(meta: dict[str, Any], start: int, end: int) -> list[str]:
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": end}]
-    keys = []
-    for number in range(start, end):
-        keys.append(next(span["version"] for span in reversed(spans) if span["start"] <= number))
-    return keys
-
-
 class Feeder:
-    """Gives requests to the engine, while its gate is open. `adapter_of(name)`: an adapter's name in the engine."""
+    """Gives requests to the engine, while its gate is open.
 
-    def __init__(self, manager: Any, eos: frozenset[int], adapter_of: Callable[[str | None], str | None]) -> None:
+    `adapter_of(name)`: an adapter's name in the engine. `label_of(adapter)`: of what the engine makes now. What it
+    made before a swap has been taken before the swap begins, and it makes nothing until after.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        eos: frozenset[int],
+        adapter_of: Callable[[str | None], str | None],
+        label_of: Callable[[str | None], Label],
+    ) -> None:
+        self.key = FIRST_KEY
+        """What the engine calls the weights that it holds."""
         self._manager = manager
         self._eos = eos
         self._adapter_of = adapter_of
+        self._label_of = label_of
         self._open = asyncio.Event()
         self._open.set()
         self._numbers = itertools.count()
@@ -124,7 +145,7 @@ class Feeder:
     def submitted(self) -> list[Stream]:
         return [stream for stream in self.streams.values() if stream.submitted]
 
-    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncIterator[Piece]:
+    async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
         stream = self.streams[request.id] = Stream(request, prompt, after)
@@ -164,9 +185,10 @@ class Feeder:
                 await self._open.wait()
             stream.adapter = self._adapter_of(stream.request.adapter)
             stream.submitted = True
-            async for out in self._manager.generate_request(self._asked(stream)):
-                if stream.take(out):
-                    return
+            async with contextlib.aclosing(self._manager.generate_request(self._asked(stream))) as outputs:
+                async for out in outputs:
+                    if stream.take(out, self.key, self._label_of(stream.request.adapter)):
+                        return  # where the engine would go on, closing aborts it
             stream.end(EngineFailed("SGLang ended the request without a reason"))
         except PlaneError as error:
             stream.end(error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,12 +52,14 @@ class WeightChecks:
             yield name, tensor.cpu()
 
 
-def write_noise(tensors: Iterator[torch.Tensor]) -> None:
-    """Over every floating point tensor; the caller holds the lock, and no step may be running."""
+def write_noise(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Over every floating point tensor; the caller holds the lock, and no step may be running. The same in each rank
+    for a tensor that each has: ranks that disagree would wait for each other."""
     with torch.no_grad():
-        for tensor in tensors:
+        for name, tensor in tensors:
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape) * NOISE_STD)
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * NOISE_STD)
 
 
 def _bytes(tensor: Any) -> torch.Tensor:

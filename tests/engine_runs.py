@@ -1,0 +1,140 @@
+"""What tests of an EngineAdapter share: requests under way, and updates through its own receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.ops import PreparedReply
+from rl_plane.versions import WeightVersion
+from worker.engines.base import EngineAdapter, PauseMode
+from worker.reception import Reception
+from worker.staging import adapter_digest, model_digest
+from worker.tiny_adapter import witness_adapter_next_token
+from worker.tiny_model import witness_next_token
+
+BOUND_S = 60.0
+"""More than any step takes on a busy machine."""
+
+_names = (f"staging-{number}" for number in itertools.count())
+_ids = (f"request-{number}" for number in itertools.count())
+
+
+def ask(prompt: list[int], **more: Any) -> GenerateRequest:
+    more = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | more
+    return GenerateRequest(id=next(_ids), prompt_token_ids=prompt, **more)
+
+
+@dataclasses.dataclass
+class Result:
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    text: str = ""
+    finish: str | None = None
+    spans: list[VersionSpan] = dataclasses.field(default_factory=list)
+    """The last delta's."""
+    deltas: list[GenerateDelta] = dataclasses.field(default_factory=list)
+
+
+class Run:
+    """A request under way, and a way to wait until it has so many tokens."""
+
+    def __init__(self, engine: EngineAdapter, request: GenerateRequest) -> None:
+        self.request = request
+        self.result = Result()
+        self._grown = asyncio.Condition()
+        self._task = asyncio.create_task(self._consume(engine))
+
+    async def _consume(self, engine: EngineAdapter) -> Result:
+        result = self.result
+        try:
+            async for delta in engine.generate(self.request):
+                result.tokens += delta.token_ids
+                result.logprobs += delta.logprobs or []
+                result.text += delta.text
+                result.finish = delta.finish_reason
+                result.spans = delta.spans
+                result.deltas.append(delta)
+                async with self._grown:
+                    self._grown.notify_all()
+        finally:
+            async with self._grown:
+                self._grown.notify_all()
+        return result
+
+    async def reach(self, count: int) -> None:
+        async with asyncio.timeout(BOUND_S), self._grown:
+            await self._grown.wait_for(lambda: self._task.done() or len(self.result.tokens) >= count)
+        assert len(self.result.tokens) >= count
+
+    async def end(self) -> Result:
+        async with asyncio.timeout(BOUND_S):
+            return await self._task
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+async def run(engine: EngineAdapter, request: GenerateRequest) -> Result:
+    return await Run(engine, request).end()
+
+
+def version(sequence: int, path: Path) -> WeightVersion:
+    return WeightVersion("run", sequence, f"step_{sequence}", model_digest(path))
+
+
+def adapter_version(sequence: int, path: Path) -> WeightVersion:
+    return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
+
+
+def reception(path: Path, **more: Any) -> Reception:
+    return Reception(next(_names), {"backend": "filesystem", "path": str(path)}, **more)
+
+
+async def receive(engine: EngineAdapter, what: Reception) -> tuple[str, PreparedReply]:
+    await asyncio.to_thread(engine.open, what)
+    return what.staging, await asyncio.to_thread(engine.receive, what.staging, lambda: False)
+
+
+async def update(engine: EngineAdapter, path: Path, sequence: int, mode: PauseMode = "keep") -> None:
+    staging, reply = await receive(engine, reception(path))
+    assert reply["digest"] == model_digest(path)
+    await engine.pause(mode, False)
+    assert await engine.swap(staging, version(sequence, path)) is True
+    await engine.resume()
+
+
+async def load_adapter(engine: EngineAdapter, name: str, path: Path, sequence: int = 1) -> None:
+    staging, reply = await receive(engine, reception(path, kind="lora"))
+    assert reply["digest"] == adapter_digest(path)
+    await engine.pause("keep", False)
+    try:
+        assert await engine.swap_adapter(name, staging, adapter_version(sequence, path)) is True
+    finally:
+        await engine.resume()
+
+
+async def unload_adapter(engine: EngineAdapter, name: str) -> None:
+    await engine.pause("keep", False)
+    await engine.swap_adapter(name, None, None)
+    await engine.resume()
+
+
+def witnessed(seed: int, token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = witness_next_token(seed, token)
+        tokens.append(token)
+    return tokens
+
+
+def adapter_witnessed(seed: int, token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = witness_adapter_next_token(seed, token)
+        tokens.append(token)
+    return tokens

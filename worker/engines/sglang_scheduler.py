@@ -1,0 +1,111 @@
+"""Our part inside SGLang's scheduler process, one for each rank: what is done between two steps.
+
+The adapter asks for it by SGLang's own remote call, which every rank gets at the same place among its other
+requests: the ranks of one model stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import EngineFailed, PlaneError
+from worker.agent.server import AgentServer, receiver_methods
+from worker.engines.hf_weights import StagedTensors
+from worker.engines.sglang_holder import SglangHolder, StagedAdapter
+from worker.receiver import Receiver, load_transports
+from worker.reception import Cancelled, Staged
+
+
+class Rank:
+    """`told`: by the adapter, see `sglang_plugin.MARK`."""
+
+    def __init__(self, scheduler: Any, told: Mapping[str, Any]) -> None:
+        model = Path(told["model"])
+        self._scheduler = scheduler
+        self._holder = SglangHolder(model, scheduler)
+        self._receiver = Receiver(self._holder, load_transports([*map(Path, told["weight_roots"]), model]))
+        self._taken: Staged | None = None
+        self._outcome: PlaneError | None = None
+        """Of the last call: SGLang passes on the first rank's alone, and of that the words."""
+        methods = receiver_methods(self._receiver) | {"check": self._check, "outcome": self._tell_outcome}
+        self._agent = AgentServer(Path(told["directory"]), _number(), methods)
+
+    def serve(self) -> None:
+        self._agent.start()
+
+    def call(self, op: str, **arguments: Any) -> None:
+        """On the scheduler's thread. Raises what it also keeps as the outcome."""
+        self._outcome = None
+        try:
+            getattr(self, f"_{op}")(**arguments)
+        except PlaneError as error:
+            self._outcome = error
+            raise
+        except Exception as error:
+            self._outcome = EngineFailed(f"{type(error).__name__}: {error}")
+            raise self._outcome from error
+
+    def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
+        if self._outcome is not None:
+            raise self._outcome
+
+    def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
+        checks, action = self._holder.checks, body["action"]
+        if action == "checksum":
+            return {"checksum": checks.checksum()}
+        if action == "snapshot":
+            checks.snapshot()
+            return {}
+        mismatches = checks.compare()
+        return {"match": not mismatches, "mismatches": mismatches}
+
+    # between two steps
+
+    def _ready(self, staging: str) -> None:
+        """What may fail before anything is touched."""
+        self._taken = self._receiver.take(staging)
+        self._forget_cache()
+
+    def _swap(self, key: str) -> None:
+        staged, self._taken = self._taken, None
+        assert isinstance(staged, StagedTensors), "base weights"
+        self._relabel(key)
+        self._holder.swap(staged)
+
+    def _reset(self, key: str) -> None:
+        self._forget_cache()
+        self._relabel(key)
+        self._holder.reset()
+
+    def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
+        staged = self._receiver.take(staging)
+        assert isinstance(staged, StagedAdapter), "an adapter"
+        self._holder.put_adapter(staged, name, lora_id)
+
+    def _remove_adapter(self, name: str, lora_id: str) -> None:
+        self._holder.remove_adapter(name, lora_id)
+
+    def _relabel(self, key: str) -> None:
+        """What is made from now on is by other weights."""
+        self._scheduler.record_weight_version_change(new_version=key)
+
+    def _forget_cache(self) -> None:
+        """Running requests are to compute their KV anew: no KV of the weights that go is used by anybody."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        scheduler = self._scheduler
+        if not scheduler._engine_paused:
+            raise EngineFailed("the engine is not paused")
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        if not scheduler.flush_cache():
+            raise EngineFailed("SGLang refused to flush its cache")
+
+
+def _number() -> int:
+    """Of this rank among all of the model."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
