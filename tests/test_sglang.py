@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -484,11 +483,10 @@ async def test_an_overwrite_that_fails_can_be_healed(engine: SglangEngine, model
     wrong = reception(models.witness[2], in_place=True, digest="blake3:" + "0" * 64)
     with pytest.raises(InvalidWeights, match="the bytes make"):
         await receive(engine, wrong)
-    counted = itertools.count()
     what = reception(models.witness[2], in_place=True)
     await asyncio.to_thread(engine.open, what)
     with pytest.raises(EngineFailed, match="cancelled"):
-        await asyncio.to_thread(engine.receive, what.staging, lambda: next(counted) > 0)
+        await asyncio.to_thread(engine.receive, what.staging, lambda: True)
     await engine.resume()
     assert (await run(engine, ask([9]))).spans == []
     await engine.pause("keep", False)
@@ -569,13 +567,14 @@ async def test_an_adapter_is_what_peft_makes_of_it(engine: SglangEngine, models:
     from transformers import AutoModelForCausalLM
 
     peft = pytest.importorskip("peft")
-    path = make_tiny_adapter(models.witness[1], models.root / "lora", seed=3, r=4)
+    await update(engine, models.tiny[1], 1)
+    path = make_tiny_adapter(models.tiny[1], models.root / "lora", seed=3, r=4)
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
     await load_adapter(engine, "x", path)
     prompt = prompt_of(2, 12)
     result = await run(engine, ask(prompt, adapter="x", logprobs=True))
-    base = AutoModelForCausalLM.from_pretrained(models.witness[1], dtype="auto", local_files_only=True)
+    base = AutoModelForCausalLM.from_pretrained(models.tiny[1], dtype="auto", local_files_only=True)
     adapted = peft.PeftModel.from_pretrained(base, path).eval()
     with torch.no_grad():
         logits = adapted(torch.tensor([prompt + result.tokens])).logits[0, len(prompt) - 1 : -1].float()
@@ -634,6 +633,23 @@ async def test_adapters_that_do_not_fit(engine: SglangEngine, models: Models) ->
 
 
 # death
+
+
+async def test_a_hang_is_seen_and_passes(engine: SglangEngine) -> None:
+    one = Run(engine, ask([20], max_tokens=400))
+    await one.reach(3)
+    for pid in pids_of(engine):
+        os.kill(pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await engine.liveness()
+    for pid in pids_of(engine):
+        os.kill(pid, signal.SIGCONT)
+    await engine.liveness()
+    assert (await one.end()).tokens == witnessed(1, 20, 400)
+    assert await engine.pause("abort", True) is True
+    await engine.resume()
 
 
 async def test_two_ranks_then_one_is_killed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,7 +721,8 @@ async def test_a_model_that_does_not_load_is_an_error(models: Models) -> None:
     broken.mkdir()
     for file in models.tiny[1].iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "model.safetensors").write_bytes(b"\x00" * 100)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     engine = SglangEngine(EngineOptions(broken, device="cpu"))
     with pytest.raises(EngineFailed, match="did not start"):
         await engine.start()

@@ -25,6 +25,7 @@ from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
+from worker.transports.checkpoint import open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -86,6 +87,7 @@ class SglangEngine:
     async def start(self) -> EngineInfo:
         self._loop = asyncio.get_running_loop()
         try:
+            await asyncio.to_thread(self._check_model)
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
             await self._process.start(FIRST_KEY)
@@ -100,6 +102,10 @@ class SglangEngine:
             await self.close()
             raise EngineFailed(f"SGLang did not start: {error}") from error
         return self._info
+
+    def _check_model(self) -> None:
+        """Before SGLang loads it, which tells less."""
+        open_checkpoint(self._options.model, field="model").close()
 
     def _describe(self) -> EngineInfo:
         import sglang
@@ -299,6 +305,10 @@ class SglangEngine:
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests are retracted: they compute their KV anew, by the new weights."""
         self._check_paused()
+        await self._process.ask(self._swap(staging, version))
+        return True
+
+    async def _swap(self, staging: str, version: WeightVersion) -> None:
         await self._freeze("retract")  # all that the old weights made has come when this returns
         try:
             await self._process.call("ready", staging=staging)
@@ -309,7 +319,6 @@ class SglangEngine:
         self._running().key, self._version = key, None  # half-way there are no known weights
         await self._process.call("swap", key=key)
         self._version = version
-        return True
 
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
@@ -325,9 +334,13 @@ class SglangEngine:
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
         the old one, which goes when that has worked; where it can't go, the new one does."""
+        self._check_paused()
+        await self._process.ask(self._swap_adapter(name, staging, version))
+        return True
+
+    async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         old = self._adapters.get(name)
         fresh: Adapter | None = None
-        self._check_paused()
         # A request that only waits ends at once when it is aborted: no step is left that would want the adapter.
         await self._freeze("retract")
         if staging is not None:
@@ -346,7 +359,6 @@ class SglangEngine:
             self._adapters[name] = fresh
         else:
             self._adapters.pop(name, None)
-        return True
 
     async def _retire(self, old: Adapter) -> None:
         registry, feeder = self._process.manager.lora_registry, self._running()

@@ -11,8 +11,10 @@ from typing import Any
 from rl_plane.errors import InvalidRequest
 
 OURS = {
+    "base_gpu_id": "use --device cuda:1",
     "custom_sigquit_handler": "the worker has its own",
     "custom_weight_loader": "weights come by update_weights",
+    "device": "use --device",
     "dp_size": "run one worker for each replica",
     "dtype": "use --dtype",
     "enable_lora": "give max_lora_rank",

@@ -52,6 +52,7 @@ class SglangProcess:
         self._dead: asyncio.Future[NoReturn] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._calling = asyncio.Lock()
+        self._asked: set[asyncio.Task[Any]] = set()
         self._on_death: Callable[[EngineFailed], None] = lambda error: None
 
     async def start(self, first_key: str) -> None:
@@ -92,30 +93,33 @@ class SglangProcess:
         return self._engine.tokenizer_manager
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer."""
+        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer. A caller that gives up
+        leaves the work to its end: else its answer would be taken for the next one's."""
         dead = self._dead
         if dead is None or dead.done():
             work.close()
             raise EngineFailed("the engine is not running") if dead is None else _reason(dead)
         task = asyncio.ensure_future(work)
+        self._asked.add(task)
+        task.add_done_callback(self._answered)
         waiting: set[asyncio.Future[Any]] = {task, dead}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-        if not task.done() or task.cancelled():
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise _reason(dead)
         return await task
 
+    def _answered(self, task: asyncio.Task[Any]) -> None:
+        self._asked.discard(task)
+        if not task.cancelled():
+            task.exception()  # it may be that the caller has given up
+
     async def call(self, op: str, **arguments: str) -> None:
         """In every rank, between two steps (see sglang_scheduler). Raises what a rank raised."""
+        await self.ask(self._call(op, arguments))
+
+    async def _call(self, op: str, arguments: dict[str, str]) -> None:
         async with self._calling:
-            try:
-                failure = await self.ask(asyncio.to_thread(self._remote_call, op, arguments))
-            except asyncio.CancelledError:
-                # Its answer would be taken for the next one's. Whoever asks has a bound, the engine has none.
-                self._fail(f"{op} was given up before SGLang answered")
-                raise
+            failure = await asyncio.to_thread(self._remote_call, op, arguments)
             await asyncio.to_thread(self.ranks.rows, "outcome")  # of each rank, with its type
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
@@ -134,8 +138,8 @@ class SglangProcess:
 
     async def end(self) -> None:
         self._die(EngineFailed("the engine was closed"))
-        if self._reading is not None:
-            self._reading.cancel()
+        for task in [*self._asked, *([self._reading] if self._reading is not None else [])]:
+            task.cancel()
         if self._engine is not None:
             atexit.unregister(self._engine.shutdown)
         if self._watch is not None:

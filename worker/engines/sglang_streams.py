@@ -79,8 +79,9 @@ class Stream:
         if piece.finish_reason is not None:
             self.end(piece)
             return True
-        self._items.put_nowait(piece)
-        return False
+        if not self._ended:
+            self._items.put_nowait(piece)
+        return self._ended
 
     def end(self, item: Piece | PlaneError) -> None:
         """Its last item; whatever comes later is dropped."""

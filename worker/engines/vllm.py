@@ -46,6 +46,7 @@ KEPT_STATES = 256
 _NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
+_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -92,6 +93,8 @@ class VllmEngine:
             raise InvalidRequest(
                 f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
             )
+        for name, value in _LOGGING.items():  # before vLLM is imported
+            os.environ.setdefault(name, value)
         self._options = options
         self._arguments = parse_arguments(options.extra)
         self._directory: Path | None = None
@@ -622,7 +625,6 @@ def _environment(binding: str | None) -> Iterator[None]:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
     for name, value in (
-        ("VLLM_LOGGING_LEVEL", "WARNING"),
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),

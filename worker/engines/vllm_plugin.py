@@ -16,3 +16,4 @@ def register() -> None:
 
     die_with_parent()
     os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
+    os.dup2(2, 1)  # what the worker says on its standard output is for who started it
