@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(600)]
 
 START_S = 180.0
-VLLM = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 1024, "max_lora_rank": 8}
+VLLM = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 2048, "max_lora_rank": 8}
 
 
 def spawn(plane: Plane, engine: str, **options: Any) -> Spawned:
@@ -43,7 +43,7 @@ async def test_a_mixed_fleet(plane: Plane) -> None:
     ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in workers.values()]
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
         await proven(http, ids, 1)
-        streams = [Stream(client, one, PROMPT, 400, temperature=0.0) for one in ids]
+        streams = [Stream(client, one, PROMPT, 1500, temperature=0.0) for one in ids]
         for one in streams:
             await one.more()
         await client.run("update_weights", update_of(base(plane, 2), "two"))
