@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.timeout(600)]
 
+ROOT = Path(__file__).parent.parent
 ENGINES = ("hf", "vllm", "sglang")
 ARGUMENTS: dict[str, dict[str, str]] = {
     "hf": {},
@@ -252,3 +254,15 @@ async def test_describe_says_the_same_of_all(mixed: Mixed, client: RlClient) -> 
     assert {engine: row["engine"] for engine, row in told.items()} == {engine: engine for engine in ENGINES}
     for key in ("dtype", "vocab_size", "tensors", "weight_bytes", "world_size", "version"):
         assert len({json.dumps(row[key]) for row in told.values()}) == 1, key
+
+
+async def test_the_page_of_engines_has_what_they_say(mixed: Mixed, client: RlClient) -> None:
+    """Else: python docs/generate_engines.py, by a fleet that was started like this one."""
+    rows = (await client.run("describe"))["workers"]
+    spec = importlib.util.spec_from_file_location("generate_engines", ROOT / "docs" / "generate_engines.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = (ROOT / "docs" / "engines.md").read_text()
+    assert page == generate.with_table(page, rows)
