@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import os
 import shutil
 import signal
@@ -25,20 +24,27 @@ pytestmark = [
 ]
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
-from rl_plane.ops import PreparedReply  # noqa: E402
-from rl_plane.versions import TensorSpec, WeightVersion  # noqa: E402
+from rl_plane.versions import TensorSpec  # noqa: E402
+from tests.engine_runs import (  # noqa: E402
+    BOUND_S,
+    Run,
+    adapter_version,
+    ask,
+    load_adapter,
+    receive,
+    reception,
+    run,
+    update,
+    version,
+    witnessed,
+)
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.vllm import VllmEngine, build  # noqa: E402
-from worker.reception import Reception  # noqa: E402
-from worker.staging import adapter_digest, model_digest  # noqa: E402
+from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
-from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
+from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
 from worker.transports.checkpoint import write_manifest  # noqa: E402
 
-BOUND_S = 60.0
-NAMES = (f"staging-{number}" for number in itertools.count())
-IDS = (f"request-{number}" for number in itertools.count())
 ARGUMENTS = {
     "kv_cache_memory_bytes": str(32 << 20),
     "max_model_len": "512",
@@ -90,93 +96,6 @@ async def engine(shared: tuple[VllmEngine, EngineInfo], models: Models) -> Async
         for name in list(engine._loras):
             await engine.swap_adapter(name, None, None)
         await engine.resume()
-
-
-def version(sequence: int, path: Path) -> WeightVersion:
-    return WeightVersion("run", sequence, f"step_{sequence}", model_digest(path))
-
-
-def reception(path: Path, **more: Any) -> Reception:
-    return Reception(next(NAMES), {"backend": "filesystem", "path": str(path)}, **more)
-
-
-async def receive(engine: VllmEngine, what: Reception) -> tuple[str, PreparedReply]:
-    await asyncio.to_thread(engine.open, what)
-    return what.staging, await asyncio.to_thread(engine.receive, what.staging, lambda: False)
-
-
-async def update(engine: VllmEngine, path: Path, sequence: int, mode: Any = "keep") -> None:
-    staging, reply = await receive(engine, reception(path))
-    assert reply["digest"] == model_digest(path)
-    await engine.pause(mode, False)
-    assert await engine.swap(staging, version(sequence, path)) is True
-    await engine.resume()
-
-
-def ask(prompt: list[int], **more: Any) -> GenerateRequest:
-    more = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | more
-    return GenerateRequest(id=next(IDS), prompt_token_ids=prompt, **more)
-
-
-def witnessed(seed: int, token: int, count: int) -> list[int]:
-    tokens = []
-    for _ in range(count):
-        token = witness_next_token(seed, token)
-        tokens.append(token)
-    return tokens
-
-
-@dataclasses.dataclass
-class Result:
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    text: str = ""
-    finish: str | None = None
-    spans: list[VersionSpan] = dataclasses.field(default_factory=list)
-    deltas: list[GenerateDelta] = dataclasses.field(default_factory=list)
-
-
-class Run:
-    """A request under way, and a way to wait until it has so many tokens."""
-
-    def __init__(self, engine: VllmEngine, request: GenerateRequest) -> None:
-        self.request = request
-        self.result = Result()
-        self._grown = asyncio.Condition()
-        self._task = asyncio.create_task(self._consume(engine))
-
-    async def _consume(self, engine: VllmEngine) -> Result:
-        result = self.result
-        try:
-            async for delta in engine.generate(self.request):
-                result.tokens += delta.token_ids
-                result.logprobs += delta.logprobs or []
-                result.text += delta.text
-                result.finish = delta.finish_reason
-                result.spans = delta.spans or result.spans
-                result.deltas.append(delta)
-                async with self._grown:
-                    self._grown.notify_all()
-        finally:
-            async with self._grown:
-                self._grown.notify_all()
-        return result
-
-    async def reach(self, count: int) -> None:
-        async with asyncio.timeout(BOUND_S), self._grown:
-            await self._grown.wait_for(lambda: self._task.done() or len(self.result.tokens) >= count)
-        assert len(self.result.tokens) >= count
-
-    async def end(self) -> Result:
-        async with asyncio.timeout(BOUND_S):
-            return await self._task
-
-    def cancel(self) -> None:
-        self._task.cancel()
-
-
-async def run(engine: VllmEngine, request: GenerateRequest) -> Result:
-    return await Run(engine, request).end()
 
 
 # what it is
@@ -519,20 +438,6 @@ def adapters(models: Models) -> dict[int, Path]:
     }
 
 
-def adapter_version(sequence: int, path: Path) -> WeightVersion:
-    return WeightVersion("run", sequence, f"lora_{sequence}", adapter_digest(path))
-
-
-async def load(engine: VllmEngine, name: str, path: Path, sequence: int = 1) -> None:
-    staging, reply = await receive(engine, reception(path, kind="lora"))
-    assert reply["digest"] == adapter_digest(path)
-    await engine.pause("keep", False)
-    try:
-        assert await engine.swap_adapter(name, staging, adapter_version(sequence, path)) is True
-    finally:
-        await engine.resume()
-
-
 Expected = Callable[[Path, Path, list[int], list[int]], list[float]]
 
 
@@ -561,7 +466,7 @@ async def test_adapters_load_swap_and_unload(
     prompt = [5, 17, 300]
     bare = await run(engine, ask(prompt, logprobs=True))
     for sequence, seed in ((1, 1), (2, 2)):
-        await load(engine, "x", adapters[seed], sequence)
+        await load_adapter(engine, "x", adapters[seed], sequence)
         result = await run(engine, ask(prompt, adapter="x", logprobs=True))
         reference = expected(models.witness[1], adapters[seed], prompt, result.tokens)
         assert result.logprobs == pytest.approx(reference, abs=0.05)
@@ -570,7 +475,7 @@ async def test_adapters_load_swap_and_unload(
         assert (span.sequence, span.adapter.sequence) == (0, sequence)
     again = await run(engine, ask(prompt, logprobs=True))
     assert (again.tokens, again.spans[0].adapter) == (bare.tokens, None)
-    await load(engine, "y", adapters[3])
+    await load_adapter(engine, "y", adapters[3])
     # New base weights keep the adapters.
     await update(engine, models.witness[2], 1)
     result = await run(engine, ask(prompt, adapter="x", logprobs=True))
@@ -591,7 +496,7 @@ async def test_adapters_load_swap_and_unload(
 
 
 async def test_an_adapter_that_goes_ends_its_requests(engine: VllmEngine, adapters: dict[int, Path]) -> None:
-    await load(engine, "x", adapters[1])
+    await load_adapter(engine, "x", adapters[1])
     mine, other = Run(engine, ask([20], adapter="x", max_tokens=400)), Run(engine, ask([20], max_tokens=400))
     await mine.reach(3)
     await other.reach(3)
@@ -606,7 +511,7 @@ async def test_a_swap_of_an_adapter_that_fails_changes_nothing(
     engine: VllmEngine, models: Models, adapters: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = [5, 17, 300]
-    await load(engine, "x", adapters[1])
+    await load_adapter(engine, "x", adapters[1])
     before = await run(engine, ask(prompt, adapter="x", logprobs=True))
     llm = engine._llm
 
@@ -616,7 +521,7 @@ async def test_a_swap_of_an_adapter_that_fails_changes_nothing(
     for name in ("x", "fresh"):
         monkeypatch.setattr(llm, "reset_prefix_cache", fail)
         with pytest.raises(EngineFailed, match="no flush"):
-            await load(engine, name, adapters[2], 2)
+            await load_adapter(engine, name, adapters[2], 2)
         monkeypatch.undo()
     staging, _ = await receive(engine, reception(adapters[2], kind="lora"))
     await engine.pause("keep", False)
@@ -657,7 +562,32 @@ async def test_adapters_that_do_not_fit(engine: VllmEngine, models: Models) -> N
         await receive(engine, reception(models.witness[2], kind="lora"))
 
 
-# death
+# hangs and death
+
+
+async def test_a_process_that_stands_still_and_goes_on(engine: VllmEngine) -> None:
+    assert engine._watch is not None
+    rank = max(engine._watch._descriptors)
+    one = Run(engine, ask([20], max_tokens=400))
+    await one.reach(2)
+    os.kill(rank, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await engine.liveness()
+    finally:
+        os.kill(rank, signal.SIGCONT)
+    await engine.liveness()
+    assert (await one.end()).tokens == witnessed(1, 20, 400)
+
+
+async def test_a_start_that_fails_leaves_nothing(models: Models) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    engine = VllmEngine(EngineOptions(models.tiny, extra={"kv_cache_memory_bytes": "1000"}))
+    with pytest.raises(EngineFailed, match="did not start"):
+        await engine.start()
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert [child for child in left if "VLLM" in child.name()] == []
 
 
 async def test_two_ranks_then_a_child_is_killed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

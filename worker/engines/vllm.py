@@ -236,7 +236,6 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0)
-            llm.engine_core.ctx.destroy(linger=0)
         directory, self._directory = self._directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -299,9 +298,8 @@ class VllmEngine:
         stream = self._streams[request.id] = _Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
         text, spans, made = IncrementalText(self._tokenizer), SpanLog(), 0
         told: list[int] | None = prompt
-        outputs = llm.generate(
-            {"prompt_token_ids": prompt}, self._sampling(request), stream.key, lora_request=lora
-        )
+        rendered = {"type": "token", "prompt_token_ids": prompt}
+        outputs = llm.generate(rendered, self._sampling(request), stream.key, lora_request=lora)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
