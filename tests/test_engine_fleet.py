@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 from rl_plane.errors import PlaneError  # noqa: E402
 from tests.test_frontend_generation import ask, frontend  # noqa: E402
 from tests.test_plane_update import all_serve, states, update_of  # noqa: E402
-from worker.process import EXIT_ENGINE_DEAD  # noqa: E402
+from worker.exit_codes import ENGINE_DEAD  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
 from worker.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
 
@@ -159,7 +159,7 @@ async def test_three_engines_say_the_same(plane: Plane) -> None:
         for engine in ("vllm", "sglang"):
             mixed.kill_model_process(engine)
         for engine in ("vllm", "sglang"):
-            assert await asyncio.to_thread(mixed.workers[engine].process.wait, 30) == EXIT_ENGINE_DEAD
+            assert await asyncio.to_thread(mixed.workers[engine].process.wait, 30) == ENGINE_DEAD
         await mixed.start("vllm", "sglang")
         await plane.until(lambda: all_serve(client, "two"), HEAL_S)
         await mixed.proven(http, 6, mixed.witness(2))

@@ -17,7 +17,7 @@ from rl_plane.errors import PlaneError
 from tests.test_frontend_generation import frontend
 from tests.test_hf_fleet import HEAL_S, proven
 from tests.test_plane_update import all_serve, update_of
-from worker.process import EXIT_ENGINE_DEAD
+from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
@@ -60,5 +60,5 @@ async def test_a_worker_with_processes(plane: Plane) -> None:
         await proven(http, ids, 2)
         rank = next(one for one in family if one.name().startswith("VLLM::Worker"))
         os.kill(rank.pid, signal.SIGKILL)
-        assert await asyncio.to_thread(worker.process.wait, 20.0) == EXIT_ENGINE_DEAD
+        assert await asyncio.to_thread(worker.process.wait, 20.0) == ENGINE_DEAD
         await plane.until(lambda: not any(one.is_running() for one in family))
