@@ -15,12 +15,13 @@ import pytest
 
 from rl_plane.bus import Bus
 from rl_plane.client import RlClient
-from rl_plane.errors import DeadlineExceeded
+from rl_plane.errors import DeadlineExceeded, NotAdmitted
 from rl_plane.membership import Changed, Member
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import StreamReceiver
 from rl_plane.subjects import MEMBER_PREFIX, Bucket, Subjects
 from rl_plane.view import MembershipView
+from tests.faults import Stream
 from worker.registration import Registration
 
 if TYPE_CHECKING:
@@ -391,4 +392,24 @@ async def test_a_signal_lets_running_generation_end(plane: Plane, number: signal
         tokens += message["delta"]["token_ids"]
     assert len(tokens) == 20
     await receiver.stop()
+    assert await asyncio.to_thread(worker.process.wait, 10) == 0
+
+
+async def test_who_was_told_to_end_is_not_opened_again(plane: Plane) -> None:
+    client = await plane.client()
+    worker = plane.spawn(token_delay_s=0.05)
+    stream = Stream(client, worker.instance_id, [5, 6], 1000)
+    await stream.more()
+    worker.signal(signal.SIGTERM)
+
+    async def leaving() -> bool:
+        state = (await client.call(worker.instance_id, "state")).body
+        return state["draining"] and "leaving" in state["admission"]["reasons"]
+
+    await plane.until(leaving)
+    await client.run("enable", {"workers": [worker.instance_id]})
+    assert await leaving()
+    with pytest.raises(NotAdmitted):
+        await Stream(client, worker.instance_id, [5, 6], 1).end()
+    stream.stop()
     assert await asyncio.to_thread(worker.process.wait, 10) == 0

@@ -109,7 +109,7 @@ class OpHandlers:
             running=running,
             waiting=waiting,
             fence=state.fence,
-            draining="draining" in state.closed,
+            draining=bool(state.closed.keys() & {"draining", "leaving"}),
         )
 
     def _attest(self, body: ops.Attest, fence: int) -> ops.AttestReply:

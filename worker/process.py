@@ -162,7 +162,7 @@ class WorkerProcess:
             if not self._end_wanted.is_set():
                 await end.wait()
             if self._exit_code == exit_codes.OK:
-                await asyncio.gather(*(worker.drain(self._options.drain_s) for worker in workers))
+                await asyncio.gather(*(worker.drain(self._options.drain_s, "leaving") for worker in workers))
         finally:
             await asyncio.gather(*(worker.stop() for worker in workers))
 

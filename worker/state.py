@@ -19,7 +19,8 @@ Reason = Literal[
     "behind",  # its weights are not the committed ones: it is fetching them, or `detail` says why it can't
     "updating",  # a decision is made that not everybody may know yet
     "disabled",  # an operator took it out
-    "draining",  # it is about to leave
+    "draining",  # an operator lets its requests end
+    "leaving",  # its process ends
     "memory",  # memory was released
     "engine",  # the engine does not answer
 ]

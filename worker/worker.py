@@ -29,7 +29,7 @@ from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
 from worker.registration import Registration
-from worker.state import WorkerState
+from worker.state import Reason, WorkerState
 from worker.updates import WeightUpdates
 
 log = logging.getLogger("worker")
@@ -127,9 +127,9 @@ class Worker:
                 await self._follower.resume()
         self._tell()
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Closes admission and lets requests end; whether they all did."""
-        self.state.close("draining")
+    async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:
+        """Closes admission and lets requests end; whether they all did. `leaving`: nobody opens it again."""
+        self.state.close(reason)
         self._tell()
         # Frozen requests can't end: waiting for them would only delay the end.
         return await self._generation.wait_idle(0.0 if self.state.pause_mode == "keep" else timeout_s)

@@ -184,7 +184,7 @@ class World:
         self.say(f"{process.name} leaves")
 
         async def stop() -> None:
-            await worker.drain(5.0)
+            await worker.drain(5.0, "leaving")
             await worker.stop()
             self.say(f"{process.name} has left")
             self.server.later(0.0, process.kill)
