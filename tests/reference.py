@@ -20,14 +20,14 @@ def _model(base: Path, adapter: Path | None) -> Any:
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
-@torch.no_grad()
 def greedy(
     base: Path, prompt: list[int], count: int, adapter: Path | None = None
 ) -> tuple[list[int], list[float]]:
     """The greedy tokens after `prompt`, each by a forward over all before it, and their log-softmax."""
     tokens, logprobs = list(prompt), []
     for _ in range(count):
-        logits = _model(base, adapter)(torch.tensor([tokens])).logits[0, -1].float()
+        with torch.no_grad():
+            logits = _model(base, adapter)(torch.tensor([tokens])).logits[0, -1].float()
         tokens.append(int(logits.argmax()))
         logprobs.append(float(torch.log_softmax(logits, -1)[tokens[-1]]))
     return tokens[len(prompt) :], logprobs

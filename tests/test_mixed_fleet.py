@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("hf", "vllm", "sglang")
-ARGUMENTS: dict[str, dict[str, str]] = {
+ARGUMENTS: dict[str, dict[str, Any]] = {
     "hf": {},
     "vllm": {"max_lora_rank": "8", "max_model_len": "2048"},
     "sglang": {"max_lora_rank": "8"},
@@ -43,6 +43,8 @@ PROMPT = [5, 6, 7]
 TOKENS = 10
 LONG = 200
 """Tokens of a stream that lives through something."""
+ENDLESS = 1900
+"""More than any engine makes meanwhile."""
 START_S = 240.0
 """Three engines that start side by side on two cores."""
 HEAL_S = 90.0
@@ -186,43 +188,66 @@ async def test_a_bad_checkpoint_is_refused_and_touches_no_engine(
     await proven(http, mixed, label, mixed.base(seed_of(label)))
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_long_streams_live_through_a_pause(mode: str, mixed: Mixed, client: RlClient) -> None:
-    base = seed_of(await settled(client, mixed))
-    wanted, last = [], PROMPT[-1]
-    for _ in range(LONG):
-        last = witness_next_token(base, last)
-        wanted.append(last)
+def witnessed(seed: int, count: int) -> list[int]:
+    tokens, last = [], PROMPT[-1]
+    for _ in range(count):
+        last = witness_next_token(seed, last)
+        tokens.append(last)
+    return tokens
+
+
+async def begun(client: RlClient, mixed: Mixed, tokens: int) -> dict[str, Stream]:
+    """A stream on each engine, that has its first tokens."""
     streams = {
-        engine: Stream(client, one, PROMPT, LONG, temperature=0.0, ignore_eos=True)
+        engine: Stream(client, one, PROMPT, tokens, temperature=0.0, ignore_eos=True)
         for engine, one in mixed.ids.items()
     }
     for stream in streams.values():
         await stream.more()
-    await client.run("pause", {"mode": mode})
-    paused_at = {engine: len(stream.tokens) for engine, stream in streams.items()}
-    if mode == "keep":
-        late = {
-            engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
-            for engine, one in mixed.ids.items()
-        }
+    return streams
+
+
+async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed, ENDLESS)
+    await client.run("pause", {"mode": "keep"})
+    late = {
+        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+    await client.run("resume", {})
+    for engine, stream in streams.items():
+        had = len(stream.tokens)
+        while len(stream.tokens) < had + 20:
+            await stream.more()
+        stream.stop()
+        assert stream.tokens == witnessed(base, len(stream.tokens)), engine
+    for engine, one in late.items():
+        assert (await one.end()).tokens == witnessed(base, 4), engine
+
+
+async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed, LONG)
+    await client.run("pause", {"mode": "wait"})
     await client.run("resume", {})
     for engine, stream in streams.items():
         await stream.end()
-        if mode == "abort":
-            assert stream.finish_reason == "abort", engine
-            assert len(stream.tokens) < LONG, engine
-        else:
-            assert stream.finish_reason == "length", engine
-            assert len(stream.tokens) == LONG, engine
-        if mode == "wait":
-            assert paused_at[engine] == LONG, engine
-        assert stream.tokens == wanted[: len(stream.tokens)], engine
+        assert (stream.finish_reason, stream.tokens) == ("length", witnessed(base, LONG)), engine
+
+
+async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client: RlClient) -> None:
+    base = seed_of(await settled(client, mixed))
+    streams = await begun(client, mixed, ENDLESS)
+    await client.run("pause", {"mode": "abort"})
+    for engine, stream in streams.items():
+        await stream.end()
+        assert stream.finish_reason == "abort", engine
+        assert 0 < len(stream.tokens) < ENDLESS, engine
+        assert stream.tokens == witnessed(base, len(stream.tokens)), engine
         (span,) = stream.spans
         assert span["end"] == len(stream.tokens), engine
-    if mode == "keep":
-        for engine, one in late.items():
-            assert (await one.end()).tokens == wanted[:4], engine
+    await client.run("resume", {})
 
 
 async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_which_tokens(
@@ -230,21 +255,17 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
 ) -> None:
     before = seed_of(await settled(client, mixed))
     after = before % 3 + 1
-    streams = {
-        engine: Stream(client, one, PROMPT, LONG, temperature=0.0, ignore_eos=True)
-        for engine, one in mixed.ids.items()
-    }
-    for stream in streams.values():
-        await stream.more()
+    streams = await begun(client, mixed, ENDLESS)
     await client.run("update_weights", update_of(mixed.base(after), f"base {after}"))
     for engine, stream in streams.items():
-        await stream.end()
+        while len(stream.spans) < 2:
+            await stream.more()
+        stream.stop()
         assert [seed_of(span["version"]) for span in stream.spans] == [before, after], engine
-        last = PROMPT[-1]
-        for span in stream.spans:
-            for token in stream.tokens[span["start"] : span["end"]]:
-                last = witness_next_token(seed_of(span["version"]), last)
-                assert token == last, (engine, span)
+        last, change = PROMPT[-1], stream.spans[1]["start"]
+        for place, token in enumerate(stream.tokens):
+            last = witness_next_token(before if place < change else after, last)
+            assert token == last, (engine, place, change)
 
 
 async def test_describe_says_the_same_of_all(mixed: Mixed, client: RlClient) -> None:
