@@ -47,6 +47,8 @@ _NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the ran
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_VITAL = "VLLM::"
+"""So begin the names of its processes."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -129,7 +131,7 @@ class VllmEngine:
             try:
                 self._build()
             finally:
-                self._watch = ProcessWatch(engine_processes(before), self._died)
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
             self._ranks = await self._start_agents(self._directory)
             await self.liveness()
             self._info = self._describe(self._ranks)
