@@ -701,8 +701,11 @@ async def killed(engine: SglangEngine, pid: int) -> None:
     assert directory is not None
     stream = Run(engine, ask([20], max_tokens=4000))
     await stream.reach(2)
+    draining = asyncio.create_task(engine.pause("wait", False))
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(DEATH_S):
+        with pytest.raises(EngineFailed):
+            await draining
         with pytest.raises(EngineFailed):
             await stream.end()
         with pytest.raises(EngineFailed):

@@ -178,6 +178,8 @@ class Feeder:
         """The engine is dead."""
         for stream in self.streams.values():
             stream.end(error)
+            if stream.feeding is not None:
+                stream.feeding.cancel()  # it would wait for ever
 
     async def _feed(self, stream: Stream) -> None:
         try:
