@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from worker.engines.process_watch import ProcessWatch, descendants
+from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 
 BOUND_S = 10.0
 
@@ -29,8 +29,9 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 async def test_the_first_vital_death_is_told_once(children: list[subprocess.Popen[bytes]]) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     pids = [child.pid for child in children]
-    assert set(pids) <= descendants().keys()
-    watch = ProcessWatch(pids, set(pids[1:]), told.put_nowait)
+    assert set(pids) <= engine_processes([]).keys()
+    assert not set(pids) & engine_processes(descendants()).keys()
+    watch = ProcessWatch({pids[0]: "a helper", pids[1]: "x::1", pids[2]: "x::2"}, "x::", told.put_nowait)
     children[0].kill()  # nobody's concern
     children[0].wait()
     children[1].kill()
@@ -49,7 +50,7 @@ async def test_one_that_is_gone_already(children: list[subprocess.Popen[bytes]])
     children[0].kill()
     children[0].wait()
     told: asyncio.Queue[int] = asyncio.Queue()
-    watch = ProcessWatch([children[0].pid], {children[0].pid}, told.put_nowait)
+    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", told.put_nowait)
     async with asyncio.timeout(BOUND_S):
         assert await told.get() == children[0].pid
     watch.close()
@@ -57,7 +58,7 @@ async def test_one_that_is_gone_already(children: list[subprocess.Popen[bytes]])
 
 async def test_after_stop_nothing_is_told(children: list[subprocess.Popen[bytes]]) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
-    watch = ProcessWatch([children[0].pid], {children[0].pid}, told.put_nowait)
+    watch = ProcessWatch({children[0].pid: "x::1"}, "x::", told.put_nowait)
     watch.stop()
     watch.kill()
     watch.wait(BOUND_S)
