@@ -352,3 +352,16 @@ async def test_paused_before_it_stays_paused_after_it(plane: Plane) -> None:
     await client.run("resume")
     assert {state["pause_state"] for state in (await states(client)).values()} == {"running"}
     await asyncio.gather(*(generate(client, key, PROMPT, 2) for key in await states(client)))
+
+
+async def test_a_transport_is_set_up_in_every_rank(plane: Plane) -> None:
+    client = await plane.client()
+    plane.spawn()
+    await client.wait_for(1)
+    for op in ("init_transport", "destroy_transport"):
+        reply = await client.run(op, {"backend": "filesystem"})
+        assert [row["rank_results"] for row in reply["workers"]] == [[{"rank": 0}]]
+    with pytest.raises(Unsupported):
+        await client.run("init_transport", {"backend": "nccl"})
+    with pytest.raises(InvalidRequest):
+        await client.run("init_transport", {"backend": "pigeon"})

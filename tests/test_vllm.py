@@ -590,7 +590,9 @@ async def test_a_start_that_fails_leaves_nothing(models: Models) -> None:
     assert [child for child in left if "VLLM" in child.name()] == []
 
 
-async def test_two_ranks_then_a_child_is_killed(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_ranks_then_a_child_is_killed(
+    models: Models, adapters: dict[int, Path], expected: Expected
+) -> None:
     """TP 2, every rank answers; SIGKILL of one ends all, soon, and leaves nothing."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two ranks need two cores")
@@ -609,9 +611,20 @@ async def test_two_ranks_then_a_child_is_killed(models: Models, monkeypatch: pyt
             {"rank": 0},
             {"rank": 1},
         ]
-        bad = reception(models.tiny, digest="blake3:" + "0" * 64)
         with pytest.raises(InvalidWeights):
-            await receive(engine, bad)
+            await receive(engine, reception(models.tiny, digest="blake3:" + "0" * 64))
+        await load_adapter(engine, "x", adapters[1])
+        adapted = await run(engine, ask([5, 17, 300], adapter="x", logprobs=True))
+        reference = expected(models.witness[2], adapters[1], [5, 17, 300], adapted.tokens)
+        assert adapted.logprobs == pytest.approx(reference, abs=0.05)
+        await engine.pause("keep", False)
+        await receive(engine, reception(models.witness[1], in_place=True))
+        engine.set_version(version(2, models.witness[1]))
+        await engine.resume()
+        assert (await run(engine, ask([9]))).tokens == witnessed(1, 9, 16)
+        adapted = await run(engine, ask([5, 17, 300], adapter="x", logprobs=True))
+        reference = expected(models.witness[1], adapters[1], [5, 17, 300], adapted.tokens)
+        assert adapted.logprobs == pytest.approx(reference, abs=0.05)
         await killed(engine)
     finally:
         await engine.close()

@@ -122,8 +122,9 @@ class EngineAdapter(Protocol):
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
-        is paused (`keep` or emptied); it stays so. Running requests' KV is not recomputed, but no new request
-        reuses KV made before; True if the prefix cache was flushed for that. The staging is used up, also when this
+        is paused (`keep` or emptied); it stays so. Running requests go on with the KV that they have, or
+        with one made anew, as the engine can; no new request reuses KV made before; True if the prefix cache was
+        flushed for that. The staging is used up, also when this
         raises."""
 
     def set_version(self, version: WeightVersion) -> None:

@@ -4,47 +4,49 @@ which no new process of the same number can be mistaken for."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import psutil
-
-
-def engine_processes(before: Iterable[int]) -> list[int]:
-    """The ids of all descendants of this process that were not there `before`, helpers of multiprocessing left out."""
-    known = set(before)
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.pid not in known and not any("resource_tracker" in part for part in process.cmdline()):
-                found.append(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def descendants() -> list[int]:
     return [process.pid for process in psutil.Process().children(recursive=True)]
 
 
-class ProcessWatch:
-    """`on_death(pid)` is called on the running loop when the first of them ends, once."""
+def engine_processes(before: Iterable[int]) -> dict[int, str]:
+    """The descendants of this process that were not there `before`, id → name, without the one that multiprocessing
+    keeps for all."""
+    known, found = set(before), {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid not in known and not any("resource_tracker" in part for part in process.cmdline()):
+                found[process.pid] = process.name()
+    return found
 
-    def __init__(self, pids: Iterable[int], on_death: Callable[[int], None]) -> None:
+
+class ProcessWatch:
+    """`on_death(pid)` is called on the running loop when the first of the `vital` ones ends, once: those whose names
+    begin so. The others, a compiler's helpers say, may end when they like."""
+
+    def __init__(self, processes: Mapping[int, str], vital: str, on_death: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_death = on_death
         self._watching = False
         self._descriptors: dict[int, int] = {}
-        for pid in pids:
+        for pid, name in processes.items():
             try:
                 self._descriptors[pid] = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._loop.call_soon(self._died, pid)
+                if name.startswith(vital):
+                    self._loop.call_soon(self._died, pid)
         self._watching = True
         for pid, descriptor in self._descriptors.items():
-            self._loop.add_reader(descriptor, self._died, pid)
+            if processes[pid].startswith(vital):
+                self._loop.add_reader(descriptor, self._died, pid)
 
     def _died(self, pid: int) -> None:
         if self._watching:

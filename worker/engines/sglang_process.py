@@ -189,7 +189,7 @@ class SglangProcess:
                 **arguments,
             )
         finally:
-            self._watch = ProcessWatch(engine_processes(before), self._process_ended)
+            self._watch = ProcessWatch(engine_processes(before), "sglang::", self._process_ended)
 
     # dying
 

@@ -47,6 +47,8 @@ _NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the ran
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_VITAL = "VLLM::"
+"""So begin the names of its processes."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -129,7 +131,7 @@ class VllmEngine:
             try:
                 self._build()
             finally:
-                self._watch = ProcessWatch(engine_processes(before), self._died)
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
             self._ranks = await self._start_agents(self._directory)
             await self.liveness()
             self._info = self._describe(self._ranks)
@@ -212,30 +214,35 @@ class VllmEngine:
         self._fail(f"vLLM's process {pid} ended")
 
     def _fail(self, why: str) -> None:
-        """The one way in which the engine ends: all that wait for it are told, and what is left of it is killed."""
-        assert self._dead is not None
-        if self._dead.done():
-            return
-        log.warning("%s", why)
+        """The one way in which an engine dies: all that wait for it are told, and what is left of it is killed."""
+        if self._tell_all(why):
+            log.warning("%s", why)
+            if self._watch is not None:
+                self._watch.kill()
+
+    def _tell_all(self, why: str) -> bool:
+        """False: they know already that it is over."""
+        if self._dead is None or self._dead.done():
+            return False
         self._dead.set_exception(EngineFailed(why))
         if self._watch is not None:
             self._watch.stop()
-            self._watch.kill()
         if self._llm is not None:
             from vllm.v1.engine.exceptions import EngineDeadError
 
             self._llm.output_processor.propagate_error(EngineDeadError())
+        return True
 
     async def close(self) -> None:
-        if self._dead is not None:
-            self._fail("the engine was closed")
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
-            watch.close()
+        self._tell_all("the engine was closed")
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.kill()
+            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
+            watch.close()
         directory, self._directory = self._directory, None
         if directory is not None:
             await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
@@ -386,14 +393,18 @@ class VllmEngine:
         was_paused = self._paused
         try:
             self._paused = True
-            await self._alive(self._running().pause_generation(mode=mode, clear_cache=False))
+            await self._freeze(mode)
         except asyncio.CancelledError:
             if was_paused:  # others than those that a `keep` froze were not running
-                await self._alive(self._running().pause_generation(mode="keep", clear_cache=False))
+                await self._freeze("keep")
             else:
                 await self.resume()
             raise
         return clear_cache and await self.flush_cache()
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        # Not by pause_generation, which sleeps for the looks of it: each token says itself what made it.
+        await self._alive(self._running().engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
         await self._alive(self._running().resume_generation())
@@ -581,7 +592,7 @@ class VllmEngine:
         llm = self._able_to_sleep()
         await self._alive(llm.wake_up(tags))
         if self._paused:  # waking up lets the scheduler go on
-            await self._alive(llm.pause_generation(mode="keep", clear_cache=False))
+            await self._freeze("keep")
 
     def _able_to_sleep(self) -> Any:
         llm = self._running()
