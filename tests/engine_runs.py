@@ -14,7 +14,6 @@ from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineAdapter, PauseMode
 from worker.reception import Reception
 from worker.staging import adapter_digest, model_digest
-from worker.tiny_adapter import witness_adapter_next_token
 from worker.tiny_model import witness_next_token
 
 BOUND_S = 60.0
@@ -128,13 +127,5 @@ def witnessed(seed: int, token: int, count: int) -> list[int]:
     tokens = []
     for _ in range(count):
         token = witness_next_token(seed, token)
-        tokens.append(token)
-    return tokens
-
-
-def adapter_witnessed(seed: int, token: int, count: int) -> list[int]:
-    tokens = []
-    for _ in range(count):
-        token = witness_adapter_next_token(seed, token)
         tokens.append(token)
     return tokens

@@ -111,6 +111,13 @@ class SglangHolder:
         if self._linear is None:
             self._linear = linear_modules(self._model_directory)
         modules = target_modules(lora, self._linear.shapes, self._linear.others)
+        if "lm_head" in modules and manager.lora_backend.name == "torch_native":
+            raise InvalidWeights(
+                "adapter_config.json: target_modules names 'lm_head', where SGLang's LoRA for CPUs gives a request the "
+                "adapter of another one in its batch",
+                field="adapter_config.target_modules",
+                fix="target other modules, or run on a GPU",
+            )
         return lora, lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
 
     def _copies(

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -52,6 +53,8 @@ class SglangProcess:
         self._dead: asyncio.Future[NoReturn] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._calling = asyncio.Lock()
+        self._rpc = threading.Lock()
+        """Held by the thread that uses the socket of remote calls."""
         self._asked: set[asyncio.Task[Any]] = set()
         self._on_death: Callable[[EngineFailed], None] = lambda error: None
 
@@ -129,11 +132,14 @@ class SglangProcess:
 
         socket, dead = self._engine.send_to_rpc, self._dead
         assert dead is not None, "start sets it"
-        sock_send(socket, RpcReqInput(method=METHOD, parameters={"op": op, **arguments}))
-        while not socket.poll(POLL_MS):
-            if dead.done():
+        with self._rpc:
+            if socket.closed:
                 return None
-        reply = sock_recv(socket)
+            sock_send(socket, RpcReqInput(method=METHOD, parameters={"op": op, **arguments}))
+            while not socket.poll(POLL_MS):
+                if dead.done():
+                    return None
+            reply = sock_recv(socket)
         return None if reply.success else str(reply.message)
 
     async def end(self) -> None:
@@ -148,8 +154,19 @@ class SglangProcess:
             self._watch.close()
             self._watch = None
             multiprocessing.active_children()  # takes their exit codes
+        if self._engine is not None:
+            # What is unsent is dropped: else this process would wait, at its end, for somebody to take it.
+            manager = self._engine.tokenizer_manager
+            manager.send_to_scheduler.close(linger=0)
+            manager.recv_from_detokenizer.close(linger=0)
+            await asyncio.to_thread(self._close_rpc)
+            self._engine = None
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _close_rpc(self) -> None:
+        with self._rpc:  # a thread that waits for an answer gives up soon
+            self._engine.send_to_rpc.close(linger=0)
 
     # building
 
