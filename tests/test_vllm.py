@@ -507,6 +507,33 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: VllmEngine, adapte
     assert (await other.end()).tokens == witnessed(1, 20, 400)
 
 
+async def test_a_request_on_its_way_when_its_adapter_goes(
+    engine: VllmEngine, adapters: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not reach the engine, which would look for the adapter's files, and die of it."""
+    await load_adapter(engine, "x", adapters[1])
+    await engine.pause("keep", False)
+    waits, go = asyncio.Event(), asyncio.Event()
+    real = engine._llm.add_request
+
+    async def slow(*arguments: Any, **more: Any) -> Any:
+        waits.set()
+        await go.wait()
+        return await real(*arguments, **more)
+
+    monkeypatch.setattr(engine._llm, "add_request", slow)
+    late = Run(engine, ask([20], adapter="x"))
+    await waits.wait()
+    unloading = asyncio.create_task(engine.swap_adapter("x", None, None))
+    await engine.liveness()
+    assert not unloading.done()
+    go.set()
+    await unloading
+    await engine.resume()
+    assert (await late.end()).finish == "abort"
+    await engine.liveness()
+
+
 async def test_a_swap_of_an_adapter_that_fails_changes_nothing(
     engine: VllmEngine, models: Models, adapters: dict[int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

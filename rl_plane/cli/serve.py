@@ -35,7 +35,7 @@ def add_to(commands: Subparsers) -> None:
 
 def add_demo_to(commands: Subparsers) -> None:
     doc = "Train a tiny policy with a fleet, a death and a join in the middle."
-    add_command(commands, "demo", doc, run_demo, ("out", "steps", "seed", "model"))
+    add_command(commands, "demo", doc, run_demo, ("out", "steps", "seed", "model", "engine"))
 
 
 class _Ended(BaseException):
@@ -124,6 +124,7 @@ def run_frontend(command: Command) -> int:
 def run_demo(command: Command) -> int:
     from rl_plane.demo.run import main
 
+    command.values["engine"] = check_engine(command.values["engine"] or "hf")
     code: int = main(argparse.Namespace(**command.values))
     return code
 

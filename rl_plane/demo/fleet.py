@@ -31,7 +31,9 @@ _MAKE_MODEL = (
 class DemoFleet:
     """`stop` leaves no process and no temporary folder behind, whatever `start` came to."""
 
-    def __init__(self, logs: Path, model: Path | None, seed: int, check: Callable[[], None]) -> None:
+    def __init__(
+        self, logs: Path, model: Path | None, seed: int, check: Callable[[], None], engine: str = "hf"
+    ) -> None:
         """`check` is called in each wait, and may raise to end it."""
         self._scratch = Path(tempfile.mkdtemp(prefix="rl-plane-demo-"))
         self._nats = NatsServer()
@@ -39,6 +41,7 @@ class DemoFleet:
         self._given_model = model
         self._seed = seed
         self._check = check
+        self._engine = engine
         self._frontend: Child | None = None
         self._trainer: Child | None = None
         self.workers: dict[str, Child] = {}
@@ -76,7 +79,7 @@ class DemoFleet:
     def add_worker(self) -> str:
         instance_id = secrets.token_hex(8)
         self.workers[instance_id] = self._processes.rl_plane(
-            f"worker-{instance_id}", "worker", *self._bus_arguments(), "--engine", "hf",
+            f"worker-{instance_id}", "worker", *self._bus_arguments(), "--engine", self._engine,
             "--model", str(self.model), "--weight-root", str(self.weights), "--dtype", "float32",
             "--instance-id", instance_id,
         )  # fmt: skip

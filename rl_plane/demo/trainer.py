@@ -31,8 +31,8 @@ GROUP = 8
 MAX_TOKENS = 32
 PROMPT_TOKENS = (4, 12)
 """Shortest and longest prompt."""
-READY_TIMEOUT_S = 90.0
-"""Loading torch and a model on two busy cores takes about 15 s per worker."""
+READY_TIMEOUT_S = 240.0
+"""Loading torch and a model on two busy cores takes about 15 s per worker; vLLM and SGLang do so three times."""
 
 
 def emit(event: str, **facts: Any) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
-from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
+from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
@@ -30,6 +30,7 @@ from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.engines.vllm_args import completed, parse_arguments, thread_binding
 from worker.engines.vllm_plugin import MARK
+from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
 
 T = TypeVar("T")
@@ -49,7 +50,6 @@ _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_m
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 _VITAL = "VLLM::"
 """So begin the names of its processes."""
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(slots=True)
@@ -73,14 +73,6 @@ class _Lora:
         return LoRARequest(f"adapter-{self.number}", self.number, self.path, load_inplace=anew)
 
 
-@dataclass(slots=True)
-class _Stream:
-    key: str
-    """The request's id in the engine."""
-    adapter: str | None
-    begun: bool = False
-
-
 def build(options: EngineOptions) -> EngineAdapter:
     return VllmEngine(options)
 
@@ -102,13 +94,12 @@ class VllmEngine:
         self._directory: Path | None = None
         self._llm: Any = None
         self._tokenizer: Any = None
-        self._eos: frozenset[int] = frozenset()
         self._info: EngineInfo | None = None
         self._ranks: Ranks | None = None
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
         self._paused = False
-        self._streams: dict[str, _Stream] = {}
+        self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
         self._in_place: set[str] = set()
@@ -124,7 +115,7 @@ class VllmEngine:
         self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
-            self._eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
+            eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
             self._directory = _private_directory()
             before = descendants()
             # On this thread, which it holds up: the children end with the thread that starts them.
@@ -132,6 +123,7 @@ class VllmEngine:
                 self._build()
             finally:
                 self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
+            self._streams = Streams(self._llm, eos)
             self._ranks = await self._start_agents(self._directory)
             await self.liveness()
             self._info = self._describe(self._ranks)
@@ -235,7 +227,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._tell_all("the engine was closed")
-        llm, self._llm = self._llm, None
+        llm, self._llm, self._streams = self._llm, None, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0)
         watch, self._watch = self._watch, None
@@ -295,44 +287,34 @@ class VllmEngine:
     # generation
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        llm, info = self._running(), self._info
+        streams, info = self._running_streams(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, info.vocab_size, info.max_model_len)
-        if request.id in self._streams:
-            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        lora = self._lora_of(request)
-        stream = self._streams[request.id] = _Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
-        text, spans, made = IncrementalText(self._tokenizer), SpanLog(), 0
+        text, spans = IncrementalText(self._tokenizer), SpanLog()
         told: list[int] | None = prompt
-        rendered = {"type": "token", "prompt_token_ids": prompt}
-        outputs = llm.generate(rendered, self._sampling(request), stream.key, lora_request=lora)
         try:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    (choice,) = output.outputs
-                    fresh = list(choice.token_ids)
-                    for name in self._names_of(stream.key, choice, made, len(fresh)):
+            async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
+                async for piece in pieces:
+                    for name in piece.names:
                         spans.add(self._label(name, request.adapter))
-                    made, stream.begun = made + len(fresh), True
-                    finished = choice.finish_reason is not None
-                    if finished and choice.finish_reason not in _FINISH:
-                        raise EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
-                    if not fresh and not finished:
-                        continue
+                    finished = piece.finish_reason is not None
                     yield GenerateDelta(
-                        token_ids=fresh,
-                        logprobs=_logprobs(choice, fresh) if request.logprobs else None,
-                        text=text.add(fresh, last=finished),
-                        finish_reason=_FINISH[choice.finish_reason] if finished else None,
+                        token_ids=piece.token_ids,
+                        logprobs=piece.logprobs,
+                        text=text.add(piece.token_ids, last=finished),
+                        finish_reason=piece.finish_reason,
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                     )
                     told = None
         except Exception as error:
             raise self._translated(error) from error
-        finally:
-            del self._streams[request.id]
+
+    def _running_streams(self) -> Streams:
+        self._running()
+        assert self._streams is not None, "built with the engine"
+        return self._streams
 
     def _lora_of(self, request: GenerateRequest) -> Any:
         if request.adapter is None:
@@ -345,48 +327,15 @@ class VllmEngine:
             )
         return self._loras[request.adapter].request(anew=False)
 
-    def _sampling(self, request: GenerateRequest) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self._eos)
-        return SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            stop_token_ids=sorted(stop),
-            ignore_eos=True,  # what ends a text is said above, as for every engine
-            logprobs=0 if request.logprobs else None,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
-    def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
-        """vLLM's name for the weights of each new token. Its reply has them at the end only; until then they are in
-        the front end's state of the request."""
-        if choice.weight_versions is not None:
-            starts = [(span.version, span.start) for span in choice.weight_versions]
-        else:
-            processor = self._llm.output_processor
-            internal = processor.external_req_ids.get(key)
-            state = processor.request_states.get(internal[0]) if internal else None
-            starts = list(state.weight_version_starts) if state is not None else []
-        for index in range(made, made + count):
-            yield next((name for name, start in reversed(starts) if start <= index), None)
-
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
         return Label(state.base, adapter, None if adapter is None else state.adapters.get(adapter))
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        llm = self._running()
-        names = self._streams if request_ids is None else dict.fromkeys(request_ids)
-        keys = [self._streams[name].key for name in names if name in self._streams]
-        if keys:
-            await self._alive(llm.abort(keys))
-        return len(keys)
+        streams = self._running_streams()
+        ended = streams.of(request_ids)
+        await self._alive(streams.abort(ended))
+        return len(ended)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """After `clear_cache` running requests have their KV computed again."""
@@ -415,8 +364,7 @@ class VllmEngine:
         return await self._alive(self._running().reset_prefix_cache(reset_running_requests=self._paused))
 
     def load(self) -> tuple[int, int]:
-        running = sum(stream.begun for stream in self._streams.values())
-        return running, len(self._streams) - running
+        return self._streams.load() if self._streams is not None else (0, 0)
 
     # weights
 
@@ -552,7 +500,8 @@ class VllmEngine:
             await self._add_lora(lora)
             raise EngineFailed(f"vLLM did not remove the adapter {name}: it is loaded still")
         del self._loras[name]
-        await self.abort([key for key, stream in self._streams.items() if stream.adapter == name])
+        streams = self._running_streams()
+        await self._alive(streams.abort(streams.of_adapter(name)))
         flushed = await self.flush_cache()
         await self._name_state(
             self._state.base, {key: one for key, one in self._state.adapters.items() if key != name}
@@ -579,7 +528,7 @@ class VllmEngine:
 
     async def release_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
-        if self._streams:
+        if any(self.load()):
             raise InvalidRequest(
                 "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
             )
@@ -604,10 +553,6 @@ class VllmEngine:
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineFailed:
     """A fresh one for each who is told."""
     return EngineFailed(str(dead.exception()))
-
-
-def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
-    return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
 
 
 def _model_dtype(model: Path) -> str:

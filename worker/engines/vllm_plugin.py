@@ -15,5 +15,6 @@ def register() -> None:
     from worker.agent.server import die_with_parent
 
     die_with_parent()
+    os.kill(int(worker), 0)  # raises where the worker was gone before
     os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
     os.dup2(2, 1)  # what the worker says on its standard output is for who started it

@@ -1,0 +1,45 @@
+"""What vLLM is started with, as far as it can be told without vLLM."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, completed, thread_binding
+
+
+def test_a_cpu_gets_a_bound_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert completed({}, True) == {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+    assert completed({"kv_cache_memory_bytes": 5, "enforce_eager": False}, True) == {
+        "kv_cache_memory_bytes": 5,
+        "enforce_eager": False,
+    }
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert "kv_cache_memory_bytes" not in completed({}, True)
+    assert completed({}, False) == {}
+
+
+def test_a_rank_asks_for_lora() -> None:
+    assert completed({"max_lora_rank": 8}, False) == {
+        "max_lora_rank": 8,
+        "enable_lora": True,
+        "max_loras": LORA_SLOTS,
+    }
+    assert completed({"max_lora_rank": 8, "enable_lora": False}, False) == {
+        "max_lora_rank": 8,
+        "enable_lora": False,
+    }
+    assert completed({"enable_lora": True, "max_loras": 1}, False)["max_loras"] == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "binding"),
+    [(2, 1, None), (2, 2, "0|1"), (4, 2, "0,1|2,3"), (5, 2, "0,1|2,3"), (1, 2, None)],
+)
+def test_ranks_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, binding: str | None
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert thread_binding(ranks) == binding

@@ -1,0 +1,134 @@
+"""Requests on their way through vLLM's front end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.generation import FinishReason, GenerateRequest
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens."""
+
+    token_ids: list[int]
+    logprobs: list[float] | None
+    names: list[str | None]
+    """vLLM's name for the weights of each; None: unknown."""
+    finish_reason: FinishReason | None
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    key: str
+    """The request's id in the engine."""
+    adapter: str | None
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is with the engine, or never will be: only then an abort finds it."""
+    begun: bool = False
+
+
+class Streams:
+    """`llm`: an AsyncLLM. `eos`: what ends a text, where a request does not say otherwise."""
+
+    def __init__(self, llm: Any, eos: frozenset[int]) -> None:
+        self._llm = llm
+        self._eos = eos
+        self._streams: dict[str, Stream] = {}
+        self._numbers = itertools.count(1)
+
+    def load(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        running = sum(stream.begun for stream in self._streams.values())
+        return running, len(self._streams) - running
+
+    def of(self, request_ids: Iterable[str] | None) -> list[Stream]:
+        """None: all."""
+        names = self._streams if request_ids is None else dict.fromkeys(request_ids)
+        return [self._streams[name] for name in names if name in self._streams]
+
+    def of_adapter(self, name: str) -> list[Stream]:
+        return [stream for stream in self._streams.values() if stream.adapter == name]
+
+    async def abort(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            await stream.submitted.wait()
+        if streams:
+            await self._llm.abort([stream.key for stream in streams])
+
+    async def run(self, request: GenerateRequest, prompt: list[int], lora: Any) -> AsyncGenerator[Piece, None]:
+        """Closing it aborts the request."""
+        if request.id in self._streams:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        stream = self._streams[request.id] = Stream(f"rl-plane-{next(self._numbers)}", request.adapter)
+        made, finished = 0, False
+        try:
+            queue = await self._submit(stream, request, prompt, lora)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                (choice,) = output.outputs
+                fresh = list(choice.token_ids)
+                names = list(self._names_of(stream.key, choice, made, len(fresh)))
+                made, stream.begun = made + len(fresh), True
+                if finished and choice.finish_reason not in _FINISH:
+                    raise EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
+                if fresh or finished:
+                    logprobs = _logprobs(choice, fresh) if request.logprobs else None
+                    yield Piece(fresh, logprobs, names, _FINISH[choice.finish_reason] if finished else None)
+        finally:
+            stream.submitted.set()
+            del self._streams[request.id]
+            if not finished and not self._llm.errored:
+                await self._llm.abort(stream.key)
+
+    async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
+        rendered = {"type": "token", "prompt_token_ids": prompt}
+        try:
+            queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
+        except ValueError as error:  # vLLM's own checks
+            raise InvalidRequest(f"vLLM refuses it: {error}", field="request", fix="change it") from error
+        stream.submitted.set()
+        return queue
+
+    def _sampling(self, request: GenerateRequest) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self._eos)
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,  # what ends a text is said above, as for every engine
+            logprobs=0 if request.logprobs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
+        """Of `count` tokens after the first `made`. vLLM's reply has the names at the end only; until then they are in
+        the front end's state of the request."""
+        if choice.weight_versions is not None:
+            starts = [(span.version, span.start) for span in choice.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            internal = processor.external_req_ids.get(key)
+            state = processor.request_states.get(internal[0]) if internal else None
+            starts = list(state.weight_version_starts) if state is not None else []
+        for index in range(made, made + count):
+            yield next((name for name, start in reversed(starts) if start <= index), None)
+
+
+def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
+    return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
