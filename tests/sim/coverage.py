@@ -230,5 +230,5 @@ TRANSITIONS: dict[str, bool] = {
     "worker: the leader has nothing → Restore the first": False,
     "worker: the leader said → lease": False,
 }
-"""All that 20,000 seeds take, and whether one is rare: fewer than one seed in 14 takes it. What else a coordinator may be
-led to do, `tests/test_update_machine.py` feeds it by hand."""
+"""All that 20,000 seeds take, and whether one is rare: fewer than one seed in 14 takes it. What else a coordinator may
+be led to do, `tests/test_update_machine.py` feeds it by hand."""
