@@ -92,6 +92,15 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     assert [staged(engine) for engine in engines] == [[], []]
 
 
+def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="nothing is open"):
+        ranks.receive("s", never)
+    ranks.open(reception(make_fake_model(tmp_path / "new", 1)))
+    ranks.discard("s")
+    with pytest.raises(EngineFailed, match="nothing is open"):
+        ranks.receive("s", never)
+
+
 def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ranks.open(reception(tmp_path / "absent"))

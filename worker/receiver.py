@@ -50,7 +50,10 @@ class Receiver:
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """What was opened, into staging or over the served weights. When it raises, nothing is staged."""
-        reception, delivery = self._opened.pop(staging)
+        opened = self._opened.pop(staging, None)
+        if opened is None:
+            raise EngineFailed(f"nothing is open as {staging!r}")
+        reception, delivery = opened
         tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
         refetchable = delivery.refetchable
         how: dict[str, Any] = {

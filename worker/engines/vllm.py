@@ -386,7 +386,11 @@ class VllmEngine:
         if staging not in self._in_place:
             return receivers.receive(staging, cancelled)
         self._in_place.discard(staging)
-        self._on_loop(self._begin_overwrite())
+        try:
+            self._on_loop(self._begin_overwrite())
+        except BaseException:
+            receivers.discard(staging)
+            raise
         reply = receivers.receive(staging, cancelled)
         self._on_loop(self._add_loras())
         return reply
