@@ -106,6 +106,10 @@ class DescribeReply(TypedDict):
     transports: list[str]
     capabilities: dict[str, str]
     """Op → why this engine can't do it."""
+    deterministic: bool
+    """The same tokens whatever else is in the batch."""
+    memory_saver: bool
+    """Memory can be released and resumed."""
     tensors: int
     weight_bytes: int
     version: VersionReply | None

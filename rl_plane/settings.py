@@ -108,6 +108,8 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"
         ),
+        Setting("deterministic", "the same tokens whatever else is in the batch (vllm, sglang; GPU)", None, False),
+        Setting("enable_memory_saver", "memory can be released and resumed (vllm, sglang; GPU)", None, False),
         Setting(
             "engine_hang_s",
             "a worker ends when its engine answers nothing for so long",

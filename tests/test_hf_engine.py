@@ -390,6 +390,8 @@ async def test_an_id_is_used_by_one_request_at_a_time(start: Start, models: Mode
         ({"extra": {"page_size": "2"}}, "engine_arg.page_size"),
         ({"dtype": "int8"}, "dtype"),
         ({"model": Path("/nowhere")}, "model"),
+        ({"deterministic": True}, "deterministic"),
+        ({"memory_saver": True}, "enable_memory_saver"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(

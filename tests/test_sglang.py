@@ -772,3 +772,10 @@ async def test_the_shared_engine_is_killed(shared: tuple[SglangEngine, EngineInf
     """The last one: its other process, the detokenizer."""
     engine, _ = shared
     await killed(engine, pids_of(engine)[-1])
+
+
+async def test_modes_for_gpus_are_refused_on_a_cpu(models: Models) -> None:
+    given = options(models)
+    for mode in (dataclasses.replace(given, deterministic=True), dataclasses.replace(given, memory_saver=True)):
+        with pytest.raises(InvalidRequest, match="GPU"):
+            SglangEngine(mode)

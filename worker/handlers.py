@@ -134,6 +134,8 @@ class OpHandlers:
             max_model_len=self._info.max_model_len,
             transports=self._member_info["transports"],
             capabilities=dict(self._info.capabilities),
+            deterministic=self._info.deterministic,
+            memory_saver=self._info.memory_saver,
             tensors=len(spec),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),

@@ -24,6 +24,10 @@ class WorkerOptions:
     dtype: str | None = None
     device: str = "auto"
     engine_args: Mapping[str, str] = field(default_factory=dict)
+    deterministic: bool = False
+    """The same tokens whatever else is in the batch, where the engine can."""
+    enable_memory_saver: bool = False
+    """Memory can be released and resumed, where the engine can."""
     weight_roots: tuple[Path, ...] = ()
     """The only directories that weights are read from. The model's own directory is always one."""
     instance_id: str | None = None

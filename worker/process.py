@@ -72,7 +72,13 @@ def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = N
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
     build = _load(ENGINES, options.engine, "engine")
     engine_options = EngineOptions(
-        options.model, options.dtype, options.device, options.engine_args, options.weight_roots
+        options.model,
+        options.dtype,
+        options.device,
+        options.engine_args,
+        options.weight_roots,
+        options.deterministic,
+        options.enable_memory_saver,
     )
     adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
     process = WorkerProcess(options, EngineLoop(), on_ready)

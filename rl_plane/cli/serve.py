@@ -18,7 +18,18 @@ from rl_plane.errors import BusUnreachable
 from rl_plane.nats_server import NatsServer
 
 BUS = ("nats_url", "namespace", "component")
-ENGINE = ("model", "model_name", "weight_roots", "dtype", "device", "engine_args", "engine_hang_s", "drain_s")
+ENGINE = (
+    "model",
+    "model_name",
+    "weight_roots",
+    "dtype",
+    "device",
+    "engine_args",
+    "deterministic",
+    "enable_memory_saver",
+    "engine_hang_s",
+    "drain_s",
+)
 WORKER = (*BUS, "engine", *ENGINE, "instance_id", "copies", "log_level", "json")
 LISTENERS = ("host", "rl_port", "http_port", "admin_key", "api_key", "insecure", "liveness_timeout_s")
 FRONTEND = (*BUS, *LISTENERS, "log_level", "json")
@@ -80,7 +91,8 @@ def run_worker(command: Command) -> int:
         engine_args=dict(values["engine_args"]),
         **_picked(
             values,
-            "namespace component model_name dtype device weight_roots instance_id copies engine_hang_s drain_s",
+            "namespace component model_name dtype device weight_roots instance_id copies deterministic "
+            "enable_memory_saver engine_hang_s drain_s",
         ),
     )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
@@ -41,6 +42,16 @@ class EngineOptions:
     """`--engine-arg key=value`, as given. An unknown key is an InvalidRequest."""
     weight_roots: tuple[Path, ...] = ()
     """The only directories, besides the model's, that weights are read from."""
+    deterministic: bool = False
+    """The same tokens whatever else is in the batch."""
+    memory_saver: bool = False
+    """Memory can be released and resumed."""
+
+    def refuse_modes(self, why: str, fix: str) -> None:
+        """For an engine, or a build of it, that has neither of the two."""
+        for name, given in (("deterministic", self.deterministic), ("enable_memory_saver", self.memory_saver)):
+            if given:
+                raise InvalidRequest(why, field=name, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,8 @@ class EngineInfo:
     """Op → why not: the ops (or `op:variant`) that this engine can't do, each with the reason."""
     transports: tuple[str, ...]
     """What its receivers can receive by."""
+    deterministic: bool = False
+    memory_saver: bool = False
 
 
 class EngineAdapter(Protocol):

@@ -217,6 +217,8 @@ class FakeEngine:
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
             capabilities={},
+            deterministic=True,
+            memory_saver=True,
             transports=self.receiver.backends,
         )
 

@@ -86,6 +86,7 @@ class HfEngine:
             raise InvalidRequest(
                 f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
             )
+        options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None

@@ -69,7 +69,14 @@ class SglangEngine:
         self._options = options
         device, _, gpu = _device(options.device).partition(":")
         self._on_cpu = device == "cpu"
-        self._process = SglangProcess(options, parse_arguments(options.extra), device, int(gpu or 0))
+        if self._on_cpu:
+            options.refuse_modes("SGLang has this on GPUs only", "leave it out on a CPU")
+        named = {
+            "enable_deterministic_inference": options.deterministic,
+            "enable_memory_saver": options.memory_saver,
+        }
+        extra = {name: "true" for name, given in named.items() if given} | dict(options.extra)
+        self._process = SglangProcess(options, parse_arguments(extra), device, int(gpu or 0))
         self._feeder: Feeder | None = None
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
@@ -130,6 +137,8 @@ class SglangEngine:
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,
             transports=self._process.ranks.transports,
+            deterministic=arguments.enable_deterministic_inference,
+            memory_saver=arguments.enable_memory_saver,
         )
 
     async def close(self) -> None:

@@ -90,7 +90,8 @@ class VllmEngine:
         for name, value in _LOGGING.items():  # before vLLM is imported
             os.environ.setdefault(name, value)
         self._options = options
-        self._arguments = parse_arguments(options.extra)
+        sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
+        self._arguments = parse_arguments(sleeping | dict(options.extra))
         self._directory: Path | None = None
         self._llm: Any = None
         self._tokenizer: Any = None
@@ -148,9 +149,11 @@ class VllmEngine:
                 field="device",
                 fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
             )
+        if on_cpu:
+            self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         arguments = completed(self._arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-        with _environment(thread_binding(ranks) if on_cpu else None):
+        with _environment(thread_binding(ranks) if on_cpu else None, self._options.deterministic):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
@@ -185,6 +188,8 @@ class VllmEngine:
             max_model_len=model.max_model_len,
             capabilities=self._lacking(),
             transports=ranks.transports,
+            deterministic=self._options.deterministic,
+            memory_saver=bool(model.enable_sleep_mode),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -576,7 +581,7 @@ def _private_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _environment(binding: str | None) -> Iterator[None]:
+def _environment(binding: str | None, deterministic: bool) -> Iterator[None]:
     """For vLLM's processes."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
@@ -586,6 +591,7 @@ def _environment(binding: str | None) -> Iterator[None]:
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
+        ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
     ):
         if value is not None:
             os.environ.setdefault(name, value)
