@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from tests.kill.cases import DECIDE, Case, Engine, Fault, Matrix, Victim
+from tests.kill.cases import DECIDE, Case, Engine, Fault, Matrix, Victim, matrix_of
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
@@ -42,13 +42,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 async def matrix(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Matrix]:
-    """Begins at once with all cases that were selected; each test waits for its own."""
-    names = {item.name for item in request.session.items if item.path == request.path}
-    chosen = [case for case in CASES if any(name.endswith(f"[{case}]") for name in names)]
-    matrix = Matrix(chosen, tmp_path_factory.mktemp("kill"), FLEETS)
-    yield matrix
-    await matrix.close()
-    print(matrix.report())
+    async with matrix_of(CASES, FLEETS, request, tmp_path_factory.mktemp("kill")) as matrix:
+        yield matrix
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -6,10 +6,13 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import pytest
 
 from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
 from tests.kill.checkpoints import Wrong, check
@@ -198,6 +201,21 @@ async def _check_served(fleet: RealFleet) -> None:
     await fleet.learn_committed()
     check(not rollouts.wrong, "\n".join(rollouts.wrong[:10]))
     rollouts.check_committed(fleet.committed)
+
+
+@asynccontextmanager
+async def matrix_of(
+    cases: Sequence[Case], lanes: dict[Engine, int], request: pytest.FixtureRequest, tmp: Path
+) -> AsyncIterator[Matrix]:
+    """Begins at once with all cases that were selected; each test waits for its own."""
+    names = {item.name for item in request.session.items if item.path == request.path}
+    chosen = [case for case in cases if any(name.endswith(f"[{case}]") for name in names)]
+    matrix = Matrix(chosen, tmp, lanes)
+    try:
+        yield matrix
+    finally:
+        await matrix.close()
+        print(matrix.report())
 
 
 class Matrix:
