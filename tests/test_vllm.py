@@ -190,6 +190,37 @@ async def test_bad_requests_do_not_reach_the_engine(engine: VllmEngine) -> None:
     assert engine.load() == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": (1 << 63) - 1, "temperature": 1.0},
+        {"seed": 0, "temperature": 1.0},
+        {"temperature": 1e-9},
+        {"temperature": 1e30},
+        {"temperature": 5e-324},
+        {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "top_k": 1 << 40},
+        {"temperature": 1.0, "top_k": VOCAB_SIZE + 1, "top_p": 0.5},
+        {"stop_token_ids": list(range(VOCAB_SIZE)) * 2},
+        {"max_tokens": 511},
+        {"max_tokens": 1, "logprobs": True},
+    ],
+)
+async def test_extremes_do_not_hurt_the_engine(engine: VllmEngine, extreme: dict[str, Any]) -> None:
+    try:
+        result = await run(engine, ask([7], **extreme))
+        assert result.tokens
+    except InvalidRequest as refused:
+        assert refused.facts["field"]  # noqa: PT017
+    assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
+
+
+async def test_more_requests_than_the_engine_takes_at_once(engine: VllmEngine) -> None:
+    runs = [Run(engine, ask([token], max_tokens=4)) for token in range(400)]
+    for token, one in enumerate(runs):
+        assert (await one.end()).tokens == witnessed(1, token, 4)
+
+
 async def test_aborting_and_leaving(engine: VllmEngine) -> None:
     runs = [Run(engine, ask([20], max_tokens=400)) for _ in range(3)]
     for one in runs:

@@ -7,7 +7,6 @@ has: they are replaced.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import logging
@@ -47,6 +46,7 @@ class SglangProcess:
         self._device = device
         self._gpu = gpu
         self._engine: Any = None
+        self._manager: Any = None
         self._watch: ProcessWatch | None = None
         self._directory: Path | None = None
         self._ranks: Ranks | None = None
@@ -93,7 +93,7 @@ class SglangProcess:
             raise EngineFailed("the engine is not running")
         if self._dead.done():
             raise _reason(self._dead)
-        return self._engine.tokenizer_manager
+        return self._manager
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer. A caller that gives up
@@ -146,19 +146,18 @@ class SglangProcess:
         self._die(EngineFailed("the engine was closed"))
         for task in [*self._asked, *([self._reading] if self._reading is not None else [])]:
             task.cancel()
-        if self._engine is not None:
-            atexit.unregister(self._engine.shutdown)
         if self._watch is not None:
             self._watch.kill()
             await asyncio.to_thread(self._watch.wait, END_TIMEOUT_S)
             self._watch.close()
             self._watch = None
             multiprocessing.active_children()  # takes their exit codes
+        # A socket that is left, or holds what nobody takes any more, would hold up the end of this process for ever.
+        if self._manager is not None:
+            self._manager.send_to_scheduler.close(linger=0)
+            self._manager.recv_from_detokenizer.close(linger=0)
+            self._manager = None
         if self._engine is not None:
-            # What is unsent is dropped: else this process would wait, at its end, for somebody to take it.
-            manager = self._engine.tokenizer_manager
-            manager.send_to_scheduler.close(linger=0)
-            manager.recv_from_detokenizer.close(linger=0)
             await asyncio.to_thread(self._close_rpc)
             self._engine = None
         if self._directory is not None:
@@ -188,13 +187,23 @@ class SglangProcess:
             del os.environ[MARK]
 
     def _build(self, first_key: str) -> None:
-        from sglang import Engine
+        from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+
+        class OwnEngine(Engine):  # type: ignore[misc,unused-ignore]
+            @staticmethod
+            def init_tokenizer_manager_func(*arguments: Any, **more: Any) -> Any:
+                made = init_tokenizer_manager(*arguments, **more)
+                self._manager = made[0]  # also when the rest fails
+                return made
+
+            def shutdown(self) -> None:
+                """Called at the process's end: it would end every child. Ours has ended its own."""
 
         arguments: dict[str, Any] = dict(ON_CPU) if self._device == "cpu" else {}
         arguments |= self._arguments
         before = descendants()
         try:
-            self._engine = Engine(
+            self._engine = OwnEngine(
                 model_path=str(self._options.model),
                 device=self._device,
                 base_gpu_id=self._gpu,
@@ -211,7 +220,7 @@ class SglangProcess:
     # dying
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        manager = self._engine.tokenizer_manager
+        manager = self._manager
         manager._subprocess_watchdog.stop()
         manager.event_loop = loop  # else its first request would install signal handlers
         self._reading = loop.create_task(manager.handle_loop())

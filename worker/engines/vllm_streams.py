@@ -90,10 +90,12 @@ class Streams:
                 await self._llm.abort(stream.key)
 
     async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
+        from vllm.exceptions import VLLMClientError
+
         rendered = {"type": "token", "prompt_token_ids": prompt}
         try:
             queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
-        except ValueError as error:  # vLLM's own checks
+        except (ValueError, VLLMClientError) as error:  # vLLM's own checks
             raise InvalidRequest(f"vLLM refuses it: {error}", field="request", fix="change it") from error
         stream.submitted.set()
         return queue
