@@ -240,6 +240,32 @@ async def test_bad_requests_do_not_reach_the_engine(
     assert engine.load() == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": (1 << 63) - 1, "temperature": 1.0},
+        {"seed": 0, "temperature": 1.0},
+        {"temperature": 1e-9},
+        {"temperature": 1e300},
+        {"temperature": 5e-324},
+        {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "top_k": 1 << 40},
+        {"temperature": 1.0, "top_k": VOCAB_SIZE + 1, "top_p": 0.5},
+        {"stop_token_ids": list(range(VOCAB_SIZE)) * 2},
+        {"max_tokens": 1, "logprobs": True},
+    ],
+)
+async def test_extremes_do_not_hurt_the_engine(engine: SglangEngine, extreme: dict[str, Any]) -> None:
+    assert (await run(engine, ask([7], **extreme))).tokens
+    assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
+
+
+async def test_more_requests_than_the_engine_takes_at_once(engine: SglangEngine) -> None:
+    runs = [Run(engine, ask([token], max_tokens=40)) for token in range(1, 401)]
+    for token, one in enumerate(runs, 1):
+        assert (await one.end()).tokens == witnessed(1, token, 40)
+
+
 async def test_aborting_and_leaving(engine: SglangEngine) -> None:
     runs = [Run(engine, ask([20], max_tokens=2000)) for _ in range(3)]
     for one in runs:

@@ -148,9 +148,8 @@ class SglangEngine:
         await self._process.ask(self._process.manager.get_internal_state())
 
     def _running(self) -> Feeder:
-        if self._feeder is None:
-            raise EngineFailed("the engine is not running")
-        assert self._process.manager is not None, "or it raises"
+        self._process.check_alive()
+        assert self._feeder is not None, "start sets it"
         return self._feeder
 
     # generation
@@ -287,7 +286,11 @@ class SglangEngine:
         if staging in self._in_place:
             self._in_place.discard(staging)
             assert self._loop is not None, "start sets it"
-            asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
+            try:
+                asyncio.run_coroutine_threadsafe(self._forget_weights(), self._loop).result()
+            except PlaneError:
+                self._process.ranks.discard(staging)
+                raise
         return self._process.ranks.receive(staging, cancelled)
 
     def _check_paused(self) -> None:

@@ -75,6 +75,12 @@ class SglangProcess:
     def on_death(self, tell: Callable[[EngineFailed], None]) -> None:
         self._on_death = tell
 
+    def check_alive(self) -> None:
+        if self._engine is None or self._dead is None:
+            raise EngineFailed("the engine is not running")
+        if self._dead.done():
+            raise _reason(self._dead)
+
     @property
     def ranks(self) -> Ranks:
         if self._ranks is None:
@@ -89,10 +95,7 @@ class SglangProcess:
     @property
     def manager(self) -> Any:
         """Its tokenizer manager. EngineFailed once it is dead."""
-        if self._engine is None or self._dead is None:
-            raise EngineFailed("the engine is not running")
-        if self._dead.done():
-            raise _reason(self._dead)
+        self.check_alive()
         return self._manager
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:

@@ -16,6 +16,10 @@ from worker.engines.spans import Label
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MAX_SEED = 1 << 63
+MAX_TOP_K = 1 << 30
+"""More than any vocabulary. SGLang ends itself where it does not fit 32 bits."""
+MAX_TEMPERATURE = 1e6
+"""All tokens are equally likely then, and it is still a finite number in 32 bits."""
 FIRST_KEY = "rl-plane-0"
 """Of the weights that the engine starts with."""
 
@@ -210,9 +214,9 @@ class Feeder:
             return_logprob=request.logprobs,
             sampling_params={
                 "max_new_tokens": request.max_tokens,
-                "temperature": request.temperature,
+                "temperature": min(request.temperature, MAX_TEMPERATURE),
                 "top_p": request.top_p,
-                "top_k": request.top_k or -1,
+                "top_k": min(request.top_k, MAX_TOP_K) or -1,
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
                 "stop_token_ids": sorted({*request.stop_token_ids, *self._eos}) or None,
                 "ignore_eos": request.ignore_eos,
