@@ -99,14 +99,14 @@ class VllmModels(WitnessModels):
     """Beside the worker that is killed, one of another engine goes on."""
 
     dtype = "bfloat16"
+    pause_s = 0.5  # most of two cores is for engines that start again
     workers = (
         ("--engine", "vllm", "--device", "cpu", "--engine-arg", "max_model_len=2048"),
         ("--engine", "hf", "--device", "cpu"),
     )
 
 
-class SglangModels(WitnessModels):
-    dtype = "bfloat16"
+class SglangModels(VllmModels):
     workers = (("--engine", "sglang", "--device", "cpu"), ("--engine", "hf", "--device", "cpu"))
 
 
