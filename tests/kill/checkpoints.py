@@ -100,7 +100,7 @@ class VllmModels(WitnessModels):
 
     dtype = "bfloat16"
     pause_s = 0.5  # most of two cores is for engines that start again
-    workers = (
+    workers: Sequence[Sequence[str]] = (
         ("--engine", "vllm", "--device", "cpu", "--engine-arg", "max_model_len=2048"),
         ("--engine", "hf", "--device", "cpu"),
     )
