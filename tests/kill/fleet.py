@@ -33,7 +33,7 @@ SEED = int(os.environ.get("KILL_SEED", "0"))
 FRONTENDS = 2
 START_S = 240.0
 """Torch processes, and engines with processes of their own, on two busy cores."""
-WHOLE_S = 120.0
+WHOLE_S = 240.0
 """A worker that starts again imports torch, builds an engine and fetches; a stopped one has lost its lease and its
 connection."""
 REACH_S = 20.0
