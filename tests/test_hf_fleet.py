@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PROMPT = [5, 6, 7]
 TOKENS = 12
+ENDLESS = 3000
+"""More than a worker makes while an update comes."""
 START_S = 120.0
 """Processes that import torch side by side on two cores, among other tests."""
 HEAL_S = 30.0
@@ -96,19 +98,21 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
         # The base beneath them, staged and in place, while requests run.
         await client.run("update_weights", update_of(witnesses.base(2), "two", barrier="rolling"))
         await proven(http, ids, 2, a=2, b=3)
-        plain = Stream(client, ids[0], PROMPT, 400, temperature=0.0)
-        adapted = Stream(client, ids[1], PROMPT, 400, temperature=0.0, adapter="b")
+        plain = Stream(client, ids[0], PROMPT, ENDLESS, temperature=0.0)
+        adapted = Stream(client, ids[1], PROMPT, ENDLESS, temperature=0.0, adapter="b")
         await plain.more()
         await adapted.more()
         await client.run("update_weights", update_of(witnesses.base(3), "three", staging="none"))
         await proven(http, ids, 3, a=2, b=3)
-        await plain.end()
-        last, place = PROMPT[-1], 0
-        for span, seed in zip(plain.spans, (2, 3), strict=True):
-            assert plain.tokens[place : span["end"]] == chain(last, span["end"] - place, seed)
-            last, place = plain.tokens[span["end"] - 1], span["end"]
-        await adapted.end()
-        assert adapted.tokens == chain(PROMPT[-1], 400, 0, 3)
+        for stream in (plain, adapted):
+            while len(stream.spans) < 2:
+                await stream.more()
+            stream.stop()
+        change = plain.spans[1]["start"]
+        before, after = plain.tokens[:change], plain.tokens[change:]
+        assert before == chain(PROMPT[-1], change, 2)
+        assert after == chain(before[-1], len(after), 3)
+        assert adapted.tokens == chain(PROMPT[-1], len(adapted.tokens), 0, 3)
         assert len({(span["sequence"], span["adapter"]["sequence"]) for span in adapted.spans}) == 2
         # Failed half-way, all of it comes back.
         body = {**update_of(witnesses.base(4), "four", staging="none"), "digest": "blake3:" + "0" * 64}
