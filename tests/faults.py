@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,12 @@ class Stream:
             return
         async with asyncio.timeout(STREAM_S):
             await self._progress.wait()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Raises the error that it has ended with; that it has ended well before is a failure too."""
+        while not holds():
+            assert not self._task.done() or self._task.exception() is not None, "it ended too early"
+            await self.more()
 
     async def end(self) -> Stream:
         """Raises the worker's error."""

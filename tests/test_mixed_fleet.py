@@ -43,8 +43,8 @@ PROMPT = [5, 6, 7]
 TOKENS = 10
 LONG = 200
 """Tokens of a stream that lives through something."""
-ENDLESS = 1900
-"""More than any engine makes meanwhile."""
+ENDLESS = {"hf": 8000, "vllm": 1900, "sglang": 6000}
+"""More tokens than each makes meanwhile, and fewer than its cache holds."""
 START_S = 240.0
 """Three engines that start side by side on two cores."""
 HEAL_S = 90.0
@@ -196,20 +196,19 @@ def witnessed(seed: int, count: int) -> list[int]:
     return tokens
 
 
-async def begun(client: RlClient, mixed: Mixed, tokens: int) -> dict[str, Stream]:
-    """A stream on each engine, that has its first tokens."""
-    streams = {
-        engine: Stream(client, one, PROMPT, tokens, temperature=0.0, ignore_eos=True)
-        for engine, one in mixed.ids.items()
-    }
-    for stream in streams.values():
-        await stream.more()
+async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None) -> dict[str, Stream]:
+    """A stream on each engine, that has its first tokens; without `tokens` it outlasts what comes. The fastest last."""
+    streams = {}
+    for engine in ("sglang", "vllm", "hf"):
+        many = tokens or ENDLESS[engine]
+        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, temperature=0.0, ignore_eos=True)
+        await streams[engine].more()
     return streams
 
 
 async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
     base = seed_of(await settled(client, mixed))
-    streams = await begun(client, mixed, ENDLESS)
+    streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
     late = {
         engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
@@ -218,8 +217,7 @@ async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client:
     await client.run("resume", {})
     for engine, stream in streams.items():
         had = len(stream.tokens)
-        while len(stream.tokens) < had + 20:
-            await stream.more()
+        await stream.until(lambda stream=stream, had=had: len(stream.tokens) >= had + 20)  # type: ignore[misc]
         stream.stop()
         assert stream.tokens == witnessed(base, len(stream.tokens)), engine
     for engine, one in late.items():
@@ -238,12 +236,12 @@ async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClien
 
 async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client: RlClient) -> None:
     base = seed_of(await settled(client, mixed))
-    streams = await begun(client, mixed, ENDLESS)
+    streams = await begun(client, mixed)
     await client.run("pause", {"mode": "abort"})
     for engine, stream in streams.items():
         await stream.end()
         assert stream.finish_reason == "abort", engine
-        assert 0 < len(stream.tokens) < ENDLESS, engine
+        assert 0 < len(stream.tokens) < ENDLESS[engine], engine
         assert stream.tokens == witnessed(base, len(stream.tokens)), engine
         (span,) = stream.spans
         assert span["end"] == len(stream.tokens), engine
@@ -255,11 +253,10 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
 ) -> None:
     before = seed_of(await settled(client, mixed))
     after = before % 3 + 1
-    streams = await begun(client, mixed, ENDLESS)
+    streams = await begun(client, mixed)
     await client.run("update_weights", update_of(mixed.base(after), f"base {after}"))
     for engine, stream in streams.items():
-        while len(stream.spans) < 2:
-            await stream.more()
+        await stream.until(lambda stream=stream: len(stream.spans) == 2)
         stream.stop()
         assert [seed_of(span["version"]) for span in stream.spans] == [before, after], engine
         last, change = PROMPT[-1], stream.spans[1]["start"]
