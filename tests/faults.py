@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,9 +133,9 @@ class Stream:
         async with asyncio.timeout(STREAM_S):
             await self._progress.wait()
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Raises the error that it has ended with; that it has ended well before is a failure too."""
-        while not holds():
+    async def until(self, tokens: int = 0, spans: int = 0) -> None:
+        """Until so many have come. Raises the error that it has ended with; a good end before is a failure too."""
+        while len(self.tokens) < tokens or len(self.spans) < spans:
             assert not self._task.done() or self._task.exception() is not None, "it ended too early"
             await self.more()
 

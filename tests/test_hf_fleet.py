@@ -105,7 +105,7 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
         await client.run("update_weights", update_of(witnesses.base(3), "three", staging="none"))
         await proven(http, ids, 3, a=2, b=3)
         for stream in (plain, adapted):
-            await stream.until(lambda stream=stream: len(stream.spans) == 2)
+            await stream.until(spans=2)
             stream.stop()
         change = plain.spans[1]["start"]
         before, after = plain.tokens[:change], plain.tokens[change:]

@@ -210,14 +210,14 @@ async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client:
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
+    had = {engine: len(stream.tokens) for engine, stream in streams.items()}
     late = {
         engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
         for engine, one in mixed.ids.items()
     }
     await client.run("resume", {})
     for engine, stream in streams.items():
-        had = len(stream.tokens)
-        await stream.until(lambda stream=stream, had=had: len(stream.tokens) >= had + 20)  # type: ignore[misc]
+        await stream.until(tokens=had[engine] + 20)
         stream.stop()
         assert stream.tokens == witnessed(base, len(stream.tokens)), engine
     for engine, one in late.items():
@@ -256,7 +256,7 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
     streams = await begun(client, mixed)
     await client.run("update_weights", update_of(mixed.base(after), f"base {after}"))
     for engine, stream in streams.items():
-        await stream.until(lambda stream=stream: len(stream.spans) == 2)
+        await stream.until(spans=2)
         stream.stop()
         assert [seed_of(span["version"]) for span in stream.spans] == [before, after], engine
         last, change = PROMPT[-1], stream.spans[1]["start"]
