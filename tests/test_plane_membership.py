@@ -22,6 +22,7 @@ from rl_plane.streams import StreamReceiver
 from rl_plane.subjects import MEMBER_PREFIX, Bucket, Subjects
 from rl_plane.view import MembershipView
 from tests.faults import Stream
+from worker import exit_codes
 from worker.registration import Registration
 
 if TYPE_CHECKING:
@@ -325,7 +326,7 @@ async def test_a_second_process_with_the_same_id_takes_the_place_of_the_first(pl
     client = await plane.client()
     first = plane.spawn()
     second = plane.spawn(instance_id=first.instance_id)
-    assert await asyncio.to_thread(first.process.wait, 10) == 70
+    assert await asyncio.to_thread(first.process.wait, 10) == exit_codes.SUPERSEDED
     snapshot = await client.list_workers()
     assert [member.info["pid"] for member in snapshot] == [second.process.pid]
     assert (await client.call(second.instance_id, "state")).status == "ok"
@@ -341,7 +342,7 @@ async def test_a_worker_that_was_cut_off_does_not_take_its_id_back(plane: Plane)
         await gone(queue, first.instance_id, HUNG_S)
     second = plane.spawn(instance_id=first.instance_id)
     first.go_on()
-    assert await asyncio.to_thread(first.process.wait, 15) == 70
+    assert await asyncio.to_thread(first.process.wait, 15) == exit_codes.SUPERSEDED
     assert second.process.poll() is None
     member = view.member(first.instance_id)
     assert member is not None

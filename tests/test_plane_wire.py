@@ -17,6 +17,7 @@ import rl_plane
 from rl_plane import errors, ops
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, MembershipChanged, PlaneError, error_from_wire
 from rl_plane.fleet_ops import FLEET_OPS
+from rl_plane.record import first_record
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.versions import TensorSpec, WeightVersion, tensors_digest
 from rl_plane.wire import (
@@ -227,6 +228,7 @@ def test_a_deadline_in_the_past_is_refused() -> None:
 
 # ---- ops ----
 
+RECORD = first_record("blake3:" + "0" * 64).to_wire()
 BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("state", {"x": 1}, "x"),
     ("pause", {"mode": "soft"}, "mode"),
@@ -250,8 +252,8 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
     ("prepare_update", {"update_id": "u", "label": "", "transport": {"backend": "b"}}, "label"),
     ("prepare_update", {"update_id": "u", "label": "x", "transport": {}}, "transport.backend"),
     ("commit_update", {"update_id": "u", "sequence": 3}, "record"),
-    ("commit_update", {"update_id": "u", "record": {}, "sequence": -1}, "sequence"),
-    ("follow_record", {"record": {}, "sequence": "x"}, "sequence"),
+    ("commit_update", {"update_id": "u", "record": RECORD, "sequence": -1}, "sequence"),
+    ("follow_record", {"record": RECORD, "sequence": "x"}, "sequence"),
     ("update_weights", {"transport": {"backend": "b"}, "policy": {"min_ready": 0}}, "policy.min_ready"),
     ("update_weights", {"transport": {"backend": "b"}, "policy": {"prepare_timeout_s": math.nan}},
      "policy.prepare_timeout_s"),
