@@ -275,6 +275,7 @@ class UpdateMachine:
             # Written anew, also where it is the same: what the lock's holder before may still write is refused then.
             restored: Written = yield Write("restore", base, seen.record)
             written = restored.sequence
+        decided = seen.written if base is seen.record else written
         session = seen.session
         if session is not None and base is not None and session.update_id == base.update_id:
             yield Note("clear")  # it was decided, and its coordinator died before it could note that
@@ -295,7 +296,7 @@ class UpdateMachine:
             raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
         outcome = None
         if not base.final:
-            yield from self._keep_paused(base, written)
+            yield from self._keep_paused(base, decided)
             whoever = Prepared(base.made.digest, seen.members, [], refetchable=True)
             outcome = yield from self._swap_all(base, written, whoever, UpdatePolicy())
             base = base.opened()

@@ -858,10 +858,12 @@ def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
     driver.outcome()
     assert driver.phases == ["survey", "pause", *FINISH]
     assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
-    resumed = Driver(Call("finish", ""), replace(R1, keep_pause=True))
-    resumed.pause = DesiredPause(False), resumed.surveyed().written + 1
-    resumed.outcome()
-    assert resumed.phases == ["survey", *FINISH], "somebody has resumed it since"
+    for took_over in (False, True):
+        resumed = Driver(Call("finish", ""), replace(R1, keep_pause=True))
+        resumed.pause = DesiredPause(False), resumed.surveyed().written + 1
+        resumed.took_over = took_over
+        resumed.outcome()
+        assert not resumed.all(Note, "pause"), "somebody has resumed it since"
 
 
 def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
