@@ -14,6 +14,7 @@
     │   └── UpdateAborted            the update was undone everywhere
     ├── PayloadTooLarge         413  a body over its limit
     ├── EngineFailed            500  the engine could not do what it should
+    │   └── EngineDied          503  its process is gone
     ├── Unsupported             501  known, but this engine or build lacks it
     ├── Unavailable             503  not now: try again
     │   ├── NoWorkers                nobody to ask
@@ -127,6 +128,13 @@ class PayloadTooLarge(PlaneError):
 class EngineFailed(PlaneError):
     code = "engine_failed"
     http_status = 500
+
+
+class EngineDied(EngineFailed):
+    """Its process is gone, and its worker ends: another one may take the request."""
+
+    code = "engine_died"
+    http_status = 503
 
 
 class Unsupported(PlaneError):

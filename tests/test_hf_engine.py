@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
@@ -594,7 +594,7 @@ async def test_a_dead_generation_thread_fails_everything_at_once(start: Start, m
 
     engine._model.forward = broken
     for failing in (one.end(), held.end(), waiting, engine.liveness(), engine.abort(None), engine.resume()):
-        with pytest.raises(EngineFailed, match="device is gone"):
+        with pytest.raises(EngineDied, match="device is gone"):
             async with asyncio.timeout(BOUND_S):
                 await failing
     with pytest.raises(EngineFailed):

@@ -36,14 +36,14 @@ ROOT = Path(__file__).parent.parent
 ENGINES = ("hf", "vllm", "sglang")
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "hf": {},
-    "vllm": {"max_lora_rank": "8", "max_model_len": "2048"},
+    "vllm": {"max_lora_rank": "8", "max_model_len": "16384"},
     "sglang": {"max_lora_rank": "8"},
 }
 PROMPT = [5, 6, 7]
 TOKENS = 10
 LONG = 200
 """Tokens of a stream that lives through something."""
-ENDLESS = {"hf": 8000, "vllm": 1900, "sglang": 6000}
+ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
 """More tokens than each makes meanwhile, and fewer than its cache holds."""
 START_S = 240.0
 """Three engines that start side by side on two cores."""

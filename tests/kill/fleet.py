@@ -43,7 +43,7 @@ ANSWER_S = 40.0
 CLEAR_S = 60.0
 """For an answer to the repeated call that is neither "try again" nor a lost connection."""
 POLL_S = 0.02
-TAIL_LINES = 40
+TAIL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)

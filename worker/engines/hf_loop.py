@@ -23,7 +23,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestState
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 
-from rl_plane.errors import EngineFailed, InvalidRequest
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from rl_plane.generation import FinishReason, GenerateRequest
 from rl_plane.versions import WeightVersion
 from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
@@ -199,7 +199,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def call(self, command: Callable[[], Any]) -> Future[Any]:
         """Runs `command` on the generation thread between two steps, in the order of the calls; thread-safe.
-        The future fails with EngineFailed when that thread has ended, or ends first."""
+        The future fails with EngineDied when that thread has ended, or ends first."""
         future: Future[Any] = Future()
         with self._lock:
             if not self._ended:
@@ -479,11 +479,11 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
                 self._deliver()
 
-    def _failure(self) -> EngineFailed:
+    def _failure(self) -> EngineDied:
         cause = self.background_thread_status.fatal_error
         if cause is None:
-            return EngineFailed("the engine is closed")
-        failure = EngineFailed(f"the generation thread died: {type(cause).__name__}: {cause}")
+            return EngineDied("the engine is closed")
+        failure = EngineDied(f"the generation thread died: {type(cause).__name__}: {cause}")
         failure.__cause__ = cause
         return failure
 

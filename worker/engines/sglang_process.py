@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
 from worker.engines.base import EngineOptions
@@ -56,7 +56,7 @@ class SglangProcess:
         self._rpc = threading.Lock()
         """Held by the thread that uses the socket of remote calls."""
         self._asked: set[asyncio.Task[Any]] = set()
-        self._on_death: Callable[[EngineFailed], None] = lambda error: None
+        self._on_death: Callable[[EngineDied], None] = lambda error: None
 
     async def start(self, first_key: str) -> None:
         """`first_key`: what the engine calls the weights that it starts with."""
@@ -72,7 +72,7 @@ class SglangProcess:
         self._ranks = Ranks(AgentClient(self._directory, parameters.tp_size * parameters.pp_size))
         await asyncio.to_thread(self._ranks.start)
 
-    def on_death(self, tell: Callable[[EngineFailed], None]) -> None:
+    def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell
 
     def check_alive(self) -> None:
@@ -94,12 +94,12 @@ class SglangProcess:
 
     @property
     def manager(self) -> Any:
-        """Its tokenizer manager. EngineFailed once it is dead."""
+        """Its tokenizer manager. EngineDied once it is dead."""
         self.check_alive()
         return self._manager
 
     async def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer. A caller that gives up
+        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer. A caller that gives up
         leaves the work to its end: else its answer would be taken for the next one's."""
         dead = self._dead
         if dead is None or dead.done():
@@ -146,7 +146,7 @@ class SglangProcess:
         return None if reply.success else str(reply.message)
 
     async def end(self) -> None:
-        self._die(EngineFailed("the engine was closed"))
+        self._die(EngineDied("the engine was closed"))
         for task in [*self._asked, *([self._reading] if self._reading is not None else [])]:
             task.cancel()
         if self._watch is not None:
@@ -239,9 +239,9 @@ class SglangProcess:
     def _fail(self, why: str) -> None:
         if self._dead is not None and not self._dead.done():
             log.error("%s", why)
-            self._die(EngineFailed(why))
+            self._die(EngineDied(why))
 
-    def _die(self, error: EngineFailed) -> None:
+    def _die(self, error: EngineDied) -> None:
         if self._dead is None or self._dead.done():
             return
         if self._watch is not None:
@@ -250,9 +250,9 @@ class SglangProcess:
         self._on_death(error)
 
 
-def _reason(dead: asyncio.Future[NoReturn]) -> PlaneError:
+def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
     """A fresh one for each who is told."""
-    return EngineFailed(str(dead.exception()))
+    return EngineDied(str(dead.exception()))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
@@ -221,7 +221,7 @@ class VllmEngine:
         """False: they know already that it is over."""
         if self._dead is None or self._dead.done():
             return False
-        self._dead.set_exception(EngineFailed(why))
+        self._dead.set_exception(EngineDied(why))
         if self._watch is not None:
             self._watch.stop()
         if self._llm is not None:
@@ -255,7 +255,7 @@ class VllmEngine:
         return self._llm
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineFailed if it dies meanwhile: it would never answer."""
+        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer."""
         dead = self._dead
         assert dead is not None, "it is running"
         task = asyncio.ensure_future(work)
@@ -559,9 +559,9 @@ class VllmEngine:
         return llm
 
 
-def _reason(dead: asyncio.Future[NoReturn]) -> EngineFailed:
+def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
     """A fresh one for each who is told."""
-    return EngineFailed(str(dead.exception()))
+    return EngineDied(str(dead.exception()))
 
 
 def _model_dtype(model: Path) -> str:
