@@ -14,6 +14,19 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
 
+MAX_NAME_CHARS = 512
+"""Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
+
+MAX_RANK = 16
+"""No weight has more than 6 axes; a bound keeps a shape's product cheap to check."""
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+
+
+def checked_name(name: str) -> bool:
+    """May a tensor have this name? White space would make the lines of a version's digest ambiguous."""
+    return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and " " not in name
+
 
 class VersionReply(TypedDict):
     """A version on the wire."""
@@ -75,3 +88,10 @@ def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:
         f"{name} {spec.dtype} {'x'.join(map(str, spec.shape))} {digest}" for name, spec, digest in tensors
     )
     return DIGEST_PREFIX + blake3("\n".join(lines).encode()).hexdigest()
+
+
+def config_line(raw: bytes) -> tuple[str, TensorSpec, str]:
+    """What an adapter's config adds to its version's digest (see `tensors_digest`): it says what the tensors mean."""
+    from blake3 import blake3
+
+    return ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), str(blake3(raw).hexdigest())

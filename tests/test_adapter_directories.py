@@ -14,10 +14,11 @@ from blake3 import blake3
 import worker.transports.checkpoint as checkpoints
 import worker.transports.directory as directories
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.versions import TensorSpec, tensors_digest
+from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
 from tests.test_filesystem_transport import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 from worker.safetensors_file import SafetensorsFile, write_safetensors
-from worker.transports.checkpoint import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME, write_manifest
+from worker.transports.base import Places
+from worker.transports.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
 
@@ -38,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def transport(root: Path) -> FilesystemTransport:
-    return FilesystemTransport([root])
+    return FilesystemTransport(Places((root,)))
 
 
 LORA = {"peft_type": "LORA", "r": 1}

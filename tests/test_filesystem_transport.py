@@ -21,7 +21,7 @@ import worker.transports.directory as directories
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.versions import TensorSpec, tensors_digest
 from worker.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
-from worker.transports.base import Delivery, WeightTransport
+from worker.transports.base import Delivery, Places, WeightTransport
 from worker.transports.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -56,7 +56,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def transport(root: Path) -> FilesystemTransport:
-    return FilesystemTransport([root])
+    return FilesystemTransport(Places((root,)))
 
 
 def request(path: Any, **extra: Any) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def test_the_answer_does_not_tell_what_exists_outside(transport: FilesystemTrans
 
 
 def test_without_roots_nothing_is_read(root: Path) -> None:
-    error = refusal(FilesystemTransport([]), single(root / "c"))
+    error = refusal(FilesystemTransport(Places()), single(root / "c"))
     assert "RL_PLANE_WEIGHT_ROOTS" in error.facts["fix"]
 
 
@@ -240,7 +240,7 @@ def test_symlinks_inside_the_roots_are_fine(root: Path, tmp_path: Path) -> None:
     snapshot.mkdir()
     (snapshot / SINGLE_NAME).symlink_to("../blobs/0123")
     (tmp_path / "rootlink").symlink_to(root)
-    transport = FilesystemTransport([tmp_path / "other", tmp_path / "rootlink"])
+    transport = FilesystemTransport(Places((tmp_path / "other", tmp_path / "rootlink")))
     for path in (snapshot, snapshot / SINGLE_NAME, tmp_path / "rootlink" / "snapshot"):
         assert read(transport.open(request(path), "base")) == {"a": A, "b": B}
 
@@ -335,7 +335,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once(transport: FilesystemTran
         assert "socket" in refusal(transport, root / "s").message
     finally:
         listener.close()
-    assert "a device" in refusal(FilesystemTransport([Path("/dev")]), "/dev/null").message
+    assert "a device" in refusal(FilesystemTransport(Places((Path("/dev"),))), "/dev/null").message
 
 
 def test_a_fifo_that_took_the_files_place(

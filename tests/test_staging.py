@@ -29,7 +29,7 @@ from worker.staging import (
     receive,
     receive_adapter,
 )
-from worker.transports.base import Delivery
+from worker.transports.base import Delivery, Places
 from worker.transports.checkpoint import write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
@@ -335,7 +335,9 @@ async def test_from_files_into_an_engine(tmp_path: Path) -> None:
     manifest = write_manifest(new)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery: Delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
+    delivery: Delivery = FilesystemTransport(Places((tmp_path,))).open(
+        {"backend": "filesystem", "path": str(new)}, "base"
+    )
     staged, digest = receive(
         FakeHolder(engine), delivery, cast=False, expected_digest=manifest["digest"], cancelled=lambda: False
     )
@@ -352,7 +354,7 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
     make_fake_model(new, 3)
     engine = FakeEngine(EngineOptions(base))
     await engine.start()
-    delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(new)}, "base")
+    delivery = FilesystemTransport(Places((tmp_path,))).open({"backend": "filesystem", "path": str(new)}, "base")
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
@@ -460,7 +462,9 @@ async def test_an_adapter_from_files(tmp_path: Path) -> None:
     for stated in (None, digest):
         if stated is not None:
             assert write_manifest(path)["digest"] == digest
-        delivery = FilesystemTransport([tmp_path]).open({"backend": "filesystem", "path": str(path)}, "lora")
+        delivery = FilesystemTransport(Places((tmp_path,))).open(
+            {"backend": "filesystem", "path": str(path)}, "lora"
+        )
         assert delivery.digest == stated
         staged, found = receive_adapter(
             FakeHolder(engine), delivery, cast=False, expected_digest=digest, cancelled=lambda: False

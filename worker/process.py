@@ -77,6 +77,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.device,
         options.engine_args,
         options.weight_roots,
+        options.nats_url,
         options.deterministic,
         options.enable_memory_saver,
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import EngineFailed
 from rl_plane.ops import PreparedReply
 from worker.reception import Cancelled, Reception, Staged, WeightHolder
 from worker.staging import check_overwrite, overwrite, receive, receive_adapter
-from worker.transports.base import Delivery, WeightTransport
+from worker.transports.base import Delivery, Places, WeightTransport
 
 TRANSPORTS = "rl_plane.transports"
 
@@ -22,10 +21,9 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return {point.name: point.load() for point in entry_points(group=TRANSPORTS)}
 
 
-def load_transports(weight_roots: Iterable[Path]) -> dict[str, WeightTransport]:
+def load_transports(places: Places) -> dict[str, WeightTransport]:
     """One of each that is installed."""
-    roots = list(weight_roots)
-    return {name: kind(roots) for name, kind in _installed().items()}
+    return {name: kind(places) for name, kind in _installed().items()}
 
 
 class Receiver:

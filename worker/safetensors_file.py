@@ -19,16 +19,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rl_plane.errors import EngineFailed, InvalidWeights, PlaneError, Unavailable
-from rl_plane.versions import DTYPE_BYTES, TensorSpec
+from rl_plane.versions import DTYPE_BYTES, MAX_NAME_CHARS, MAX_RANK, TensorSpec, checked_name
 
 MAX_HEADER_BYTES = 32 << 20
 """Some 250,000 tensors; the headers of the largest public checkpoints are under 1 MiB a file."""
-
-MAX_NAME_CHARS = 512
-"""Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
-
-MAX_RANK = 16
-"""No weight has more than 6 axes; a bound keeps a shape's product cheap to check."""
 
 READ_BYTES = 16 << 20
 """Bytes asked for at once: large enough to stream, small enough that `close` never waits long for a read."""
@@ -38,11 +32,6 @@ REWRITE = "write the file again (to another name, then rename it), and publish t
 
 _LENGTH = struct.Struct("<Q")
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
-
-
-def checked_name(name: str) -> bool:
-    """May a tensor have this name? White space would make the lines of a version's digest ambiguous."""
-    return 0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and " " not in name
 
 
 def load_json_object(raw: bytes) -> dict[str, Any]:

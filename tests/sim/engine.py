@@ -14,6 +14,7 @@ from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineOptions, PauseMode
 from worker.engines.fake import FakeEngine
 from worker.engines.fake_model import FakeTensor
+from worker.transports.base import Places
 from worker.transports.filesystem import FilesystemTransport
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class SimTransport(FilesystemTransport):
     """Its checkpoints can go and come back."""
 
     def __init__(self, world: World) -> None:
-        super().__init__([world.models[0].parent])
+        super().__init__(Places((world.models[0].parent,)))
         self._world = world
 
     def open(self, request: Mapping[str, Any], *kind: Any) -> Any:

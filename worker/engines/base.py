@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
+from worker.transports.base import Places
 
 PauseMode = Literal["keep", "wait", "abort"]
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
@@ -42,10 +44,16 @@ class EngineOptions:
     """`--engine-arg key=value`, as given. An unknown key is an InvalidRequest."""
     weight_roots: tuple[Path, ...] = ()
     """The only directories, besides the model's, that weights are read from."""
+    nats_url: str = DEFAULT_NATS_URL
+    """By which weights may come too."""
     deterministic: bool = False
     """The same tokens whatever else is in the batch."""
     memory_saver: bool = False
     """Memory can be released and resumed."""
+
+    @property
+    def places(self) -> Places:
+        return Places((*self.weight_roots, self.model), self.nats_url)
 
     def refuse_modes(self, why: str, fix: str) -> None:
         """For an engine, or a build of it, that has neither of the two."""

@@ -174,7 +174,7 @@ class FakeEngine:
         self.fail_overwrite = self.config.fail_overwrite
         self.hang_liveness = self.config.hang_liveness
         if transports is None:
-            transports = load_transports([*options.weight_roots, options.model])
+            transports = load_transports(options.places)
         self.receiver = Receiver(FakeHolder(self), transports)
         self._options = options
         self._specs: dict[str, TensorSpec] = {}

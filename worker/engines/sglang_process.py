@@ -181,7 +181,7 @@ class SglangProcess:
                 "device": self._device,
                 "directory": str(self._directory),
                 "model": str(self._options.model.absolute()),
-                "weight_roots": [str(root.absolute()) for root in self._options.weight_roots],
+                "places": self._options.places.to_wire(),
             }
         )
         try:

@@ -16,6 +16,7 @@ from worker.engines.hf_weights import StagedTensors
 from worker.engines.sglang_holder import SglangHolder, StagedAdapter
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Staged
+from worker.transports.base import Places
 
 
 class Rank:
@@ -25,7 +26,7 @@ class Rank:
         model = Path(told["model"])
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
-        self._receiver = Receiver(self._holder, load_transports([*map(Path, told["weight_roots"]), model]))
+        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"])))
         self._taken: Staged | None = None
         self._outcome: PlaneError | None = None
         """Of the last call: SGLang passes on the first rank's alone, and of that the words."""

@@ -166,8 +166,8 @@ class VllmEngine:
             )
 
     async def _start_agents(self, directory: Path) -> Ranks:
-        roots = [str(root) for root in self._options.weight_roots]
-        await self._on_ranks("rl_plane_start", str(self._options.model.absolute()), str(directory), roots)
+        model, places = str(self._options.model.absolute()), self._options.places.to_wire()
+        await self._on_ranks("rl_plane_start", model, str(directory), places)
         ranks = Ranks(AgentClient(directory, self._llm.vllm_config.parallel_config.world_size))
         await asyncio.to_thread(ranks.start)
         return ranks

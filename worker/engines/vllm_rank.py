@@ -15,6 +15,7 @@ from worker.engines.hf_weights import StagedTensors
 from worker.engines.vllm_holder import StagedAdapter, VllmHolder
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled
+from worker.transports.base import Places
 
 
 class RankExtension:
@@ -23,13 +24,12 @@ class RankExtension:
     model_runner: Any
     rank: int
 
-    def rl_plane_start(self, model: str, directory: str, weight_roots: list[str]) -> dict[str, Any]:
+    def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
         def start() -> None:
             # It warns of tables that are in no checkpoint, at each reload.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            roots = [*map(Path, weight_roots), Path(model)]
-            self.rl_plane_receiver = Receiver(holder, load_transports(roots))
+            self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver) | _own_methods(self.rl_plane_receiver, holder)
             AgentServer(Path(directory), self.rank, methods).start()

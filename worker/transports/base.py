@@ -9,10 +9,28 @@ can be checked without receiving and gives a Delivery; `delivery.specs` says wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.versions import HostTensor, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where weights may come from, as the operator has said."""
+
+    weight_roots: tuple[Path, ...] = ()
+    """The only directories that may be read, symlinks resolved."""
+    nats_url: str = DEFAULT_NATS_URL
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"weight_roots": [str(root.absolute()) for root in self.weight_roots], "nats_url": self.nats_url}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Places:
+        return cls(tuple(map(Path, wire["weight_roots"])), wire["nats_url"])
 
 
 class Delivery(Protocol):
@@ -20,10 +38,11 @@ class Delivery(Protocol):
     """Every tensor that will arrive. Known before a byte is read."""
 
     digest: str | None
-    """The version's digest, when the publisher stated one (a manifest); the worker checks it either way."""
+    """The version's digest, when the publisher stated one (a manifest); the worker checks it either way. A publisher
+    that sends while it computes states it at the end: None until all tensors were taken."""
 
     tensor_digests: Mapping[str, str] | None
-    """Per tensor, blake3 hex, when the publisher stated them."""
+    """Per tensor, blake3 hex, when the publisher stated them: each by the time at which its tensor is yielded."""
 
     adapter_config: Mapping[str, Any] | None
     """Of an adapter: its PEFT config, as published; None: base weights."""
@@ -44,8 +63,7 @@ class Delivery(Protocol):
 class WeightTransport(Protocol):
     backend: str
 
-    def __init__(self, weight_roots: list[Path]) -> None:
-        """`weight_roots`: the only directories that may be read, symlinks resolved."""
+    def __init__(self, places: Places) -> None: ...
 
     def init(self, config: Mapping[str, Any]) -> None:
         """Sets up what outlives one update (a group, a registration). Idempotent."""

@@ -23,7 +23,15 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from rl_plane.errors import InvalidRequest, InvalidWeights
-from rl_plane.versions import DIGEST_PREFIX, HostTensor, TensorSpec, tensors_digest
+from rl_plane.manifest import MAX_CONFIG_BYTES
+from rl_plane.versions import (
+    ADAPTER_CONFIG_NAME,
+    DIGEST_PREFIX,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensors_digest,
+)
 from worker.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 from worker.transports.directory import Directory, check_beneath, kind_of, listed, unopened
 
@@ -32,14 +40,10 @@ Kind = Literal["base", "lora"]
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_model.safetensors"
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 MANIFEST_NAME = "rl_plane_manifest.json"
 
 MAX_FILES = 512
 """Each is an open descriptor; the largest public checkpoints have under 200 shards."""
-
-MAX_CONFIG_BYTES = 1 << 20
-"""Of an adapter's config; those that PEFT writes have some 1,000."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -57,11 +61,6 @@ class AdapterConfig:
 
     values: Mapping[str, Any]
     raw: bytes
-
-
-def config_line(raw: bytes) -> tuple[str, TensorSpec, str]:
-    """What an adapter's config adds to its version's digest (see `tensors_digest`): it says what the tensors mean."""
-    return ADAPTER_CONFIG_NAME, TensorSpec("U8", (len(raw),)), str(blake3(raw).hexdigest())
 
 
 class Checkpoint:

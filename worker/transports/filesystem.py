@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.versions import HostTensor, TensorSpec
+from worker.transports.base import Places
 from worker.transports.checkpoint import Checkpoint, Kind, open_published
 from worker.transports.directory import listed, shown_roots
 
@@ -51,8 +52,8 @@ class FilesystemTransport:
 
     backend = "filesystem"
 
-    def __init__(self, weight_roots: list[Path]) -> None:
-        self._roots = [Path(os.path.abspath(root)) for root in weight_roots]
+    def __init__(self, places: Places) -> None:
+        self._roots = [Path(os.path.abspath(root)) for root in places.weight_roots]
 
     def init(self, config: Mapping[str, Any]) -> None:
         _check_fields(config, frozenset({"backend"}))

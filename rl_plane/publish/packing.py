@@ -1,0 +1,80 @@
+"""Tensors into buckets: the trainer's half of `rl_plane.manifest`. One bucket is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Union
+
+from blake3 import blake3
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.manifest import Manifest
+from rl_plane.versions import HostTensor, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+Tensor = Union["torch.Tensor", HostTensor]
+Named = Iterable[tuple[str, Tensor]]
+
+PARALLEL_HASH_BYTES = 16 << 20
+"""From this size on a tensor is hashed on all cores; below, threads cost more than they save."""
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Of a DTensor: the whole tensor's."""
+    if isinstance(tensor, HostTensor):
+        return tensor.spec
+    dtype = _dtypes().get(tensor.dtype)
+    if dtype is None:
+        raise InvalidRequest(f"weights of {tensor.dtype} can't be sent", field="tensors", fix="convert them first")
+    return TensorSpec(dtype, tuple(tensor.shape))
+
+
+def copy_into(place: memoryview, tensor: Tensor) -> None:
+    """The tensor's raw bytes, row-major. `place` is as long."""
+    if isinstance(tensor, HostTensor):
+        place[:] = tensor.data
+    elif place.nbytes:
+        import torch
+
+        to = torch.frombuffer(place, dtype=tensor.dtype)
+        to.copy_(tensor.detach().reshape(-1))
+
+
+def fill(
+    manifest: Manifest,
+    tensors: Named,
+    buffer: Callable[[int], memoryview],
+    digests: dict[str, str] | None = None,
+) -> Iterator[int]:
+    """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
+    number once it is full. `digests` takes the digest of each tensor; None: none are made."""
+    source = iter(tensors)
+    for number, bucket in enumerate(manifest.buckets):
+        data = buffer(number)
+        for placed in bucket.tensors:
+            name, tensor = next(source, (None, None))
+            if tensor is None or name != placed.name or spec_of(tensor) != placed.spec:
+                raise InvalidRequest(
+                    f"{placed.name!r} was announced next, and {name!r} came",
+                    field="tensors",
+                    fix="give the same tensors in the same order each time",
+                )
+            place = data[placed.offset : placed.offset + placed.spec.nbytes]
+            copy_into(place, tensor)
+            if digests is not None:
+                threads = blake3.AUTO if place.nbytes >= PARALLEL_HASH_BYTES else 1
+                digests[placed.name] = blake3(place, max_threads=threads).hexdigest()
+        yield number
+
+
+def _dtypes() -> dict[Any, str]:
+    import torch
+
+    return {
+        torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+        torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+        torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    }  # fmt: skip
