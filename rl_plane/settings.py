@@ -104,6 +104,12 @@ SETTINGS: dict[str, Setting] = {
             separator=";",
             metavar="K=V",
         ),
+        Setting(
+            "engine_args_file",
+            "more of them, from a YAML file; --engine-arg wins",
+            parse.file,
+            metavar="FILE",
+        ),
         Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", parse.instance_id),
         Setting(
             "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"

@@ -107,6 +107,13 @@ def directory(text: str) -> Path:
     return found
 
 
+def file(text: str) -> Path:
+    found = path(text)
+    if not found.is_file():
+        raise Refused("name an existing file")
+    return found
+
+
 def url(schemes: tuple[str, ...], such_as: str) -> Parse:
     def parse(text: str) -> str:
         try:
