@@ -106,7 +106,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "engine_args_file",
-            "more of them, from a YAML file; --engine-arg wins",
+            "an engine's own arguments, from a YAML file; --engine-arg wins",
             parse.file,
             metavar="FILE",
         ),
