@@ -261,15 +261,14 @@ async def test_prompt_logprobs_are_the_adapters(
         await load(engine, name, path)
     prompt = prompt_of(1, 50)
     for _ in range(2):  # at first nothing is in the prefix cache, then all
-        requests = [ask(prompt, adapter=name, prompt_logprobs=True, logprobs=True) for name in plain]
-        for name, result in zip(plain, await asyncio.gather(*(run(engine, one) for one in requests)), strict=True):
-            assert given_prompt_logprobs(result) == pytest.approx(
-                plain_prompt_logprobs(plain[name], prompt), abs=1e-4
-            )
+        requests = [ask(prompt, adapter=adapter, prompt_logprobs=True) for adapter in plain]
+        results = await asyncio.gather(*(run(engine, one) for one in requests))
+        for model, result in zip(plain.values(), results, strict=True):
+            assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4)
     # Whoever shares those blocks shares them with its own adapter.
-    for name in plain:
-        result = await run(engine, ask(prompt, adapter=name, logprobs=True))
-        assert result.logprobs == pytest.approx(plain_logprobs(plain[name], prompt, result.tokens), abs=1e-4)
+    for adapter, model in plain.items():
+        result = await run(engine, ask(prompt, adapter=adapter, logprobs=True))
+        assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
 
 
 async def test_a_prompt_is_scored_by_the_adapter_of_the_first_token(

@@ -284,9 +284,9 @@ def freeze_after(engine: HfEngine, steps: int) -> asyncio.Event:
     loop, frozen, events = engine._running(), asyncio.Event(), asyncio.get_running_loop()
     step, left = loop._step, steps
 
-    def counted(*arguments: Any) -> bool:
+    def counted(batch_processor: Any, adapter: str | None) -> bool:
         nonlocal left
-        ran = step(*arguments)
+        ran = step(batch_processor, adapter)
         left -= ran
         if ran and left == 0:
             loop.freeze()

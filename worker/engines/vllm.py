@@ -46,6 +46,9 @@ KEPT_STATES = 256
 
 _NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
+_SECOND_RUNNER = (
+    "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+)
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -199,8 +202,11 @@ class VllmEngine:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._llm.vllm_config.lora_config is None:
             lacking |= {"prepare_update:lora": _NO_LORA, "update_weights:lora": _NO_LORA}
-        if self._llm.vllm_config.cache_config.kv_sharing_fast_prefill:
+        config = self._llm.vllm_config
+        if config.cache_config.kv_sharing_fast_prefill:
             lacking["generate:prompt_logprobs"] = _FAST_PREFILL
+        elif config.lora_config is not None and config.use_v2_model_runner:
+            lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
         return lacking
 
     def _no_sleep(self) -> str | None:
