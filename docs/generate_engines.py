@@ -24,6 +24,7 @@ FEATURES = {
     "check_weights": "`check_weights`: checksum, snapshot, compare, reset_tensors",
     "release_memory": "`release_memory`, `resume_memory`",
     "generate:seed": "`seed` in a request",
+    "generate:prompt_logprobs": "`prompt_logprobs` in a request",
 }
 """A capability's name, as `describe` has it, and what it is called here."""
 SAME = {"resume_memory": "release_memory", "update_weights:lora": "prepare_update:lora"}

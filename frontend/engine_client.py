@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -252,11 +253,16 @@ class EngineClient:
             if not await self._committed.is_known(accepted.version):
                 raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
             yield accepted
+            begun = False
             while True:
                 message = await _next(messages, IDLE_TIMEOUT_S)
                 if message is None:
                     raise DeadlineExceeded(f"no token for {IDLE_TIMEOUT_S:g} s: is the fleet paused for ever?")
                 delta = _delta(message, request)
+                if delta.token_ids and not begun:
+                    begun = True
+                    if request.prompt_logprobs:
+                        _check_prompt_logprobs(delta)
                 await self._committed.learn(delta.spans)
                 labels.take(delta, loop.time())
                 yield delta
@@ -290,6 +296,14 @@ def _delta(message: dict[str, Any], request: GenerateRequest) -> GenerateDelta:
             f"the worker sent {len(delta.logprobs or ())} logprobs with {len(delta.token_ids)} tokens"
         )
     return delta
+
+
+def _check_prompt_logprobs(first: GenerateDelta) -> None:
+    prompt, logprobs = first.prompt_token_ids or [], first.prompt_logprobs or []
+    if not prompt or len(logprobs) != len(prompt) or logprobs[0] is not None:
+        raise EngineFailed(f"the worker sent {len(logprobs)} prompt logprobs of {len(prompt)} tokens")
+    if not all(value is not None and math.isfinite(value) for value in logprobs[1:]):
+        raise EngineFailed("the worker sent prompt logprobs that are not finite numbers")
 
 
 def _check_size(message: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl_plane.errors import Unsupported
 from rl_plane.generation import MAX_PROMPT_TOKENS
@@ -37,6 +37,7 @@ class NvExt(BaseModel):
     instance_id: str | None = None
     """Strictly this worker."""
     return_token_ids: bool | None = None
+    return_prompt_logprobs: bool | None = None
 
 
 class GenerationBody(BaseModel):
@@ -60,10 +61,20 @@ class GenerationBody(BaseModel):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
+    return_prompt_logprobs: bool | None = None
+    """The same, as Dynamo's clients say it; also in `nvext`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     nvext: NvExt | None = None
+
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _from_bool(cls, value: Any) -> Any:
+        """vLLM's clients send true for 1."""
+        return (1 if value else None) if isinstance(value, bool) else value
 
 
 class CompletionBody(GenerationBody):
@@ -112,7 +123,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
-    "prompt_logprobs": _NONE,
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (True,),

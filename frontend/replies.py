@@ -42,12 +42,14 @@ class Choice:
     spans: list[VersionSpan] = field(default_factory=list)
     """As they last came; later tokens lengthen the last one."""
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[float | None] | None = None
+    """None until the first token."""
 
     def take(self, event: Accepted | GenerateDelta) -> None:
         if isinstance(event, Accepted):
             # Before the first token another worker may take over: what the last one said is void.
             self.instance_id, self.incarnation = event.instance_id, event.incarnation
-            self.prompt_token_ids, self.spans = None, []
+            self.prompt_token_ids, self.prompt_logprobs, self.spans = None, None, []
             return
         self.offsets += [len(self.text)] * len(event.token_ids)
         self.token_ids += event.token_ids
@@ -56,6 +58,8 @@ class Choice:
             self.logprobs = (self.logprobs or []) + event.logprobs
         if event.prompt_token_ids is not None:
             self.prompt_token_ids = event.prompt_token_ids
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self.finish_reason, self.spans = event.finish_reason, event.spans or self.spans
 
     def labelled(self) -> list[VersionSpan]:
@@ -102,6 +106,14 @@ def _logprobs(chat: bool, token_ids: list[int], logprobs: list[float], offsets: 
     }
 
 
+def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+    """In vLLM's form: of each token of the prompt a map from its id; null for the first."""
+    if choice.prompt_logprobs is None or choice.prompt_token_ids is None:
+        return None
+    rows = zip(choice.prompt_token_ids, choice.prompt_logprobs, strict=True)
+    return [None if value is None else {str(token): {"logprob": value}} for token, value in rows]
+
+
 def usage(choices: list[Choice]) -> dict[str, int]:
     prompt = max((len(choice.prompt_token_ids or ()) for choice in choices), default=0)
     made = sum(len(choice.token_ids) for choice in choices)
@@ -138,6 +150,8 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
     }
     if plan.return_token_ids:
         reply["prompt_token_ids"] = choices[0].prompt_token_ids
+    if plan.prompt_logprobs and plan.chat:
+        reply["prompt_logprobs"] = _prompt_logprobs(choices[0])
     return reply
 
 
@@ -158,6 +172,8 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     }
     if plan.return_token_ids:
         reply["token_ids"] = choice.token_ids
+    if plan.prompt_logprobs and not plan.chat:
+        reply["prompt_logprobs"] = _prompt_logprobs(choice)
     return reply
 
 
@@ -198,6 +214,9 @@ class Chunks:
             told["token_ids"] = delta.token_ids
             if first:
                 chunk["prompt_token_ids"] = choice.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            holder = chunk if plan.chat else told
+            holder["prompt_logprobs"] = _prompt_logprobs(choice)
         if delta.finish_reason is not None:
             told["weight_versions"] = _spans(delta.spans)
             chunk["nvext"] = _nvext([choice])

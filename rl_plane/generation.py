@@ -9,8 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl_plane.errors import InvalidRequest
+
 MAX_PROMPT_TOKENS = 1 << 20
 """More prompt tokens than any engine takes: a bound on the list before an engine checks its own."""
+MAX_PROMPT_LOGPROBS = 1 << 16
+"""Of one request: they go in one message, 14 bytes for each with its token."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -40,6 +44,16 @@ class GenerateRequest(BaseModel):
     ignore_eos: bool = False
     logprobs: bool = False
     """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back."""
+    prompt_logprobs: bool = False
+    """The same of the prompt's tokens, each given those before it."""
+
+    def check_prompt_logprobs(self, prompt: list[int]) -> None:
+        if self.prompt_logprobs and len(prompt) > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; prompt logprobs come of at most {MAX_PROMPT_LOGPROBS}",
+                field="prompt_logprobs",
+                fix="leave it out, or send a shorter prompt",
+            )
 
 
 class AdapterSpan(BaseModel):
@@ -86,3 +100,6 @@ class GenerateDelta(BaseModel):
     On the others it is empty: their tokens lengthen the last span."""
     prompt_token_ids: list[int] | None = None
     """On the first delta: the prompt as the engine saw it."""
+    prompt_logprobs: list[float | None] | None = None
+    """On the first delta, if that has tokens and they were asked for: one for each token of the prompt, None for the
+    first. By the weights of the first span."""

@@ -20,6 +20,14 @@ def _model(base: Path, adapter: Path | None) -> Any:
     return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
+def prompt_logprobs(base: Path, prompt: list[int], adapter: Path | None = None) -> list[float]:
+    """The log-softmax of each token but the first, given those before it."""
+    with torch.no_grad():
+        rows = _model(base, adapter)(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    found: list[float] = rows.gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+    return found
+
+
 def greedy(
     base: Path, prompt: list[int], count: int, adapter: Path | None = None
 ) -> tuple[list[int], list[float]]:

@@ -13,11 +13,18 @@ from typing import Any, cast
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
-from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.generation import MAX_PROMPT_LOGPROBS, GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
-from worker.engines.fake import FakeEngine, build, fake_logprob, fake_token, make_fake_model
+from worker.engines.fake import (
+    FakeEngine,
+    build,
+    fake_logprob,
+    fake_prompt_logprobs,
+    fake_token,
+    make_fake_model,
+)
 from worker.reception import Reception
 from worker.staging import model_digest
 
@@ -225,6 +232,33 @@ async def test_tokens_tell_the_weights(base: Path) -> None:
     assert [len(delta.spans) for delta in deltas] == [1, *[0] * 6, 1]
     assert "".join(delta.text for delta in deltas) == "".join(f" t{token}" for token in tokens(deltas))
     assert engine.load() == (0, 0)
+
+
+async def test_prompt_logprobs_tell_the_weights_of_the_first_token(base: Path, new: Path) -> None:
+    engine = await started(base)
+    await engine.pause("keep", False)
+    task = asyncio.create_task(drain(engine.generate(ask(max_tokens=3, prompt_logprobs=True))))
+    await until(lambda: engine.load() == (0, 1))
+    await engine.swap(stage(engine, new), version(1, new))
+    await engine.resume()
+    first, *rest = await task
+    assert first.prompt_logprobs == fake_prompt_logprobs(model_digest(new), PROMPT)
+    assert all(delta.prompt_logprobs is None for delta in rest)
+    told = fake_prompt_logprobs(model_digest(base), PROMPT)
+    assert (len(told), told[0]) == (len(PROMPT), None)
+    assert told != first.prompt_logprobs
+    assert told[:2] == fake_prompt_logprobs(model_digest(base), PROMPT[:2])
+
+
+async def test_more_prompt_logprobs_than_a_message_takes(base: Path) -> None:
+    engine = await started(base, max_model_len="70000")
+    most = [5] * MAX_PROMPT_LOGPROBS
+    (delta,) = await drain(engine.generate(ask(prompt_token_ids=most, max_tokens=1, prompt_logprobs=True)))
+    assert len(delta.prompt_logprobs or []) == len(most)
+    with pytest.raises(InvalidRequest) as caught:
+        await drain(engine.generate(ask(prompt_token_ids=[*most, 5], max_tokens=1, prompt_logprobs=True)))
+    assert caught.value.facts["field"] == "prompt_logprobs"
+    await drain(engine.generate(ask(prompt_token_ids=[*most, 5], max_tokens=1)))
 
 
 def test_the_token_depends_on_all_that_it_should(base: Path, new: Path) -> None:

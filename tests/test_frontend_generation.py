@@ -22,9 +22,10 @@ from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.client import RlClient
+from rl_plane.generation import MAX_PROMPT_LOGPROBS
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S
-from worker.engines.fake import fake_logprob, fake_token, make_fake_adapter
+from worker.engines.fake import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -189,6 +190,78 @@ async def test_a_chat(plane: Plane, http: httpx.AsyncClient) -> None:
     ids = {"messages": [], "prompt_token_ids": PROMPT, "max_tokens": 2, "return_token_ids": True}
     reply = (await http.post("/v1/chat/completions", json=ids)).json()
     assert reply["prompt_token_ids"] == PROMPT
+
+
+def prompt_logprobs_under(digest: str, prompt: list[int]) -> list[dict[str, Any] | None]:
+    rows = zip(prompt, fake_prompt_logprobs(digest, prompt), strict=True)
+    return [None if value is None else {str(token): {"logprob": value}} for token, value in rows]
+
+
+async def test_prompt_logprobs_are_where_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    version = await update(plane, 1)
+    expected = prompt_logprobs_under(version["digest"], PROMPT)
+    asked: list[dict[str, Any]] = [
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": True},
+        {"return_prompt_logprobs": True},
+        {"nvext": {"return_prompt_logprobs": True}},
+    ]
+    for fields in asked:
+        reply = await ask(http, n=2, max_tokens=2, **fields)
+        assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [expected, expected]
+        assert "prompt_logprobs" not in reply
+        body = {"prompt_token_ids": PROMPT, "n": 2, "max_tokens": 2, "stream": True, **fields}
+        *chunks, done = events_of((await http.post("/v1/completions", json=body)).text)
+        assert done == "[DONE]"
+        for index in (0, 1):
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert mine[0]["prompt_logprobs"] == expected
+            assert all("prompt_logprobs" not in chunk for chunk in mine[1:])
+        reply = (await http.post("/v1/chat/completions", json={**body, "stream": False})).json()
+        assert reply["prompt_logprobs"] == expected
+        assert all("prompt_logprobs" not in choice for choice in reply["choices"])
+        *chunks, _ = events_of((await http.post("/v1/chat/completions", json=body)).text)
+        assert [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk] == [expected]
+    assert "prompt_logprobs" not in (await ask(http, prompt_logprobs=False))["choices"][0]
+
+
+async def test_the_longest_prompt_with_logprobs(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(max_model_len=70000, vocab_size=(1 << 31) - 1)
+    version = await update(plane, 1)
+    prompt = [(1 << 31) - 2] * MAX_PROMPT_LOGPROBS  # as many bytes as a token can take
+    reply = await ask(http, prompt_token_ids=prompt, prompt_logprobs=0, max_tokens=3, return_token_ids=True)
+    (choice,) = reply["choices"]
+    assert choice["prompt_logprobs"] == prompt_logprobs_under(version["digest"], prompt)
+    assert len(choice["token_ids"]) == 3
+    longer = {"prompt_token_ids": [5, *prompt], "prompt_logprobs": 0}
+    error = error_of(await http.post("/v1/completions", json=longer), 400)
+    assert error["param"] == "prompt_logprobs"
+
+
+HIDES = """
+import worker.engines.fake as fake
+honest = fake.FakeEngine.generate
+async def hiding(self, request):
+    async for delta in honest(self, request):
+        told = delta.prompt_logprobs and CHANGED
+        yield delta.model_copy(update={"prompt_logprobs": told})
+fake.FakeEngine.generate = hiding
+"""
+
+
+@pytest.mark.parametrize(
+    "changed", ["None", "delta.prompt_logprobs[:-1]", "[None, -1.0, float('nan')]", "[-1.0] * 3"]
+)
+async def test_a_worker_that_sends_no_right_prompt_logprobs_is_an_error(
+    plane: Plane, http: httpx.AsyncClient, changed: str
+) -> None:
+    worker = plane.spawn(patch=HIDES.replace("CHANGED", changed))
+    pinned = {"nvext": {"instance_id": worker.instance_id}}
+    body = {"prompt_token_ids": PROMPT, "prompt_logprobs": 0, **pinned}
+    error = error_of(await http.post("/v1/completions", json=body), 500)
+    assert "prompt logprobs" in error["message"]
+    assert len((await ask(http, **pinned))["choices"]) == 1
 
 
 async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None:

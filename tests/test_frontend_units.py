@@ -348,6 +348,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "stop_token_ids": [],
         "ignore_eos": False,
         "logprobs": False,
+        "prompt_logprobs": False,
     }
 
 
@@ -365,6 +366,7 @@ def test_every_field_reaches_the_engine() -> None:
         stop_token_ids=[9],
         ignore_eos=True,
         logprobs=1,
+        prompt_logprobs=1,
         return_token_ids=True,
         stream=True,
         stream_options={"include_usage": True},
@@ -379,6 +381,27 @@ def test_every_field_reaches_the_engine() -> None:
         assert (request.prompt_token_ids, request.prompt, request.max_tokens) == ([1, 2], None, 5)
         assert (request.temperature, request.top_p, request.top_k) == (0.0, 0.5, 0)
         assert (request.stop_token_ids, request.ignore_eos, request.logprobs) == ([9], True, True)
+        assert request.prompt_logprobs
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ({}, False),
+        ({"prompt_logprobs": 0}, True),
+        ({"prompt_logprobs": 1}, True),
+        ({"prompt_logprobs": True}, True),
+        ({"prompt_logprobs": False}, False),
+        ({"return_prompt_logprobs": True}, True),
+        ({"return_prompt_logprobs": False}, False),
+        ({"nvext": {"return_prompt_logprobs": True}}, True),
+        ({"nvext": {"return_prompt_logprobs": False}}, False),
+    ],
+)
+def test_ways_to_ask_for_prompt_logprobs(body: dict[str, Any], asked: bool) -> None:
+    assert [request.prompt_logprobs for request in completion(n=2, **body).requests] == [asked, asked]
+    # Of a chat those of the first choice are told.
+    assert [request.prompt_logprobs for request in chat(n=2, **body).requests] == [asked, False]
 
 
 def test_tokens_come_in_either_field() -> None:
@@ -434,6 +457,11 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
+        ({"prompt_logprobs": "1"}, "prompt_logprobs"),
+        ({"return_prompt_logprobs": 1}, "return_prompt_logprobs"),
+        ({"nvext": {"return_prompt_logprobs": "yes"}}, "nvext.return_prompt_logprobs"),
         ({"return_token_ids": 1}, "return_token_ids"),
         ({"stream": "true"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -486,6 +514,8 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
     ("plan", "body", "field"),
     [
         (completion, {"logprobs": 2}, "logprobs above 1"),
+        (completion, {"prompt_logprobs": 2}, "prompt_logprobs: 2"),
+        (chat, {"prompt_logprobs": -1}, "prompt_logprobs: -1"),
         (completion, {"prompt": ["a", "b"]}, "prompt as a batch"),
         (completion, {"prompt": [[1], [2]]}, "prompt as a batch"),
         (completion, {"echo": 0}, "echo"),

@@ -16,12 +16,16 @@ peft = pytest.importorskip("peft")
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import HostTensor, WeightVersion  # noqa: E402
 from tests.test_hf_engine import (  # noqa: E402
+    BOUND_S,
     NAMES_OF_STAGINGS,
     Run,
     ask,
     assert_greedy,
     checkpoint,
+    freeze_after,
+    given_prompt_logprobs,
     plain_logprobs,
+    plain_prompt_logprobs,
     prompt_of,
     run,
     stage,
@@ -247,6 +251,42 @@ async def test_prefixes_are_shared_within_one_load_of_an_adapter_only(
     for who in names:
         await run(engine, ask(prompt, adapter=who))
         assert shared.pop() == 0
+
+
+async def test_prompt_logprobs_are_the_adapters(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
+) -> None:
+    engine = await start(tiny, page_size=8, max_batch_tokens=32)
+    for name, path in made_by_peft.items():
+        await load(engine, name, path)
+    prompt = prompt_of(1, 50)
+    for _ in range(2):  # at first nothing is in the prefix cache, then all
+        requests = [ask(prompt, adapter=adapter, prompt_logprobs=True) for adapter in plain]
+        results = await asyncio.gather(*(run(engine, one) for one in requests))
+        for model, result in zip(plain.values(), results, strict=True):
+            assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4)
+    # Whoever shares those blocks shares them with its own adapter.
+    for adapter, model in plain.items():
+        result = await run(engine, ask(prompt, adapter=adapter, logprobs=True))
+        assert result.logprobs == pytest.approx(plain_logprobs(model, prompt, result.tokens), abs=1e-4)
+
+
+async def test_a_prompt_is_scored_by_the_adapter_of_the_first_token(
+    start: Start, tiny: Path, made_by_peft: dict[str, Path], plain: dict[str | None, Any]
+) -> None:
+    engine = await start(tiny, page_size=8, max_batch_tokens=24)
+    await load(engine, "x", made_by_peft["one"], 1)
+    prompt = prompt_of(1, 100)
+    frozen = freeze_after(engine, 2)
+    running = Run(engine, ask(prompt, adapter="x", prompt_logprobs=True))
+    async with asyncio.timeout(BOUND_S):
+        await frozen.wait()
+    await load(engine, "x", made_by_peft["two"], 2)
+    result = await running.end()
+    (span,) = result.spans
+    assert span.adapter is not None
+    assert span.adapter.sequence == 2
+    assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(plain["two"], prompt), abs=1e-4)
 
 
 async def test_a_request_under_way_shares_nothing_that_two_adapters_made(

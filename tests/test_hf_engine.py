@@ -237,6 +237,105 @@ async def test_logprobs_of_sampled_tokens_are_raw(
     assert len(set(result.tokens)) > 5
 
 
+def plain_prompt_logprobs(plain: Any, prompt: list[int]) -> list[float]:
+    """Of all tokens but the first."""
+    return plain_logprobs(plain, prompt[:1], prompt[1:])
+
+
+def given_prompt_logprobs(result: Result) -> list[float]:
+    """On the first delta only."""
+    assert all(delta.prompt_logprobs is None for delta in result.deltas[1:])
+    first, *rest = result.deltas[0].prompt_logprobs or []
+    assert first is None
+    return [value for value in rest if value is not None]
+
+
+async def test_prompt_logprobs_are_those_of_a_plain_forward(start: Start, models: Models, plain: Any) -> None:
+    # Split prefills, beside others that decode, or that share the same prefix without asking.
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
+    prompts = [prompt_of(seed, 1 + 25 * seed) for seed in range(5)]
+    company = [Run(engine, ask(prompts[4], max_tokens=60)), Run(engine, ask(prompts[3], max_tokens=60))]
+    await company[0].reach(1)
+    for _ in range(2):  # the second time all is in the prefix cache
+        sampled: dict[str, Any] = {"temperature": 0.5, "seed": 3, "prompt_logprobs": True}
+        results = await asyncio.gather(*(run(engine, ask(prompt, **sampled)) for prompt in prompts))
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.prompt == prompt
+            assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(plain, prompt), abs=1e-4)
+            assert all(delta.logprobs is None for delta in result.deltas)
+    for prompt, one in zip((prompts[4], prompts[3]), company, strict=True):
+        result = await one.end()
+        assert_greedy(plain, prompt, result.tokens)
+        assert result.deltas[0].prompt_logprobs is None
+
+
+async def test_scoring_a_prompt_changes_nothing_for_later_requests(
+    start: Start, models: Models, plain: Any
+) -> None:
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8)
+    prompt = prompt_of(1, 70)
+    await run(engine, ask(prompt, prompt_logprobs=True))
+    later = await run(engine, ask(prompt, logprobs=True))  # finds what the first one computed
+    assert later.logprobs == pytest.approx(plain_logprobs(plain, prompt, later.tokens), abs=1e-4)
+
+
+def freeze_after(engine: HfEngine, steps: int) -> asyncio.Event:
+    """As a pause that comes between these steps and the next; set once it has."""
+    loop, frozen, events = engine._running(), asyncio.Event(), asyncio.get_running_loop()
+    step, left = loop._step, steps
+
+    def counted(batch_processor: Any, adapter: str | None) -> bool:
+        nonlocal left
+        ran = step(batch_processor, adapter)
+        left -= ran
+        if ran and left == 0:
+            loop.freeze()
+            events.call_soon_threadsafe(frozen.set)
+        return ran
+
+    loop._step = counted  # type: ignore[method-assign]
+    return frozen
+
+
+async def test_a_prompt_is_scored_by_the_weights_of_the_first_token(
+    start: Start, models: Models, plain: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    new = make_tiny_model(tmp_path / "new", seed=2)
+    plain_new = AutoModelForCausalLM.from_pretrained(new, dtype="auto", local_files_only=True).eval()
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
+    engine.set_version(version(0))
+    prompts = [prompt_of(1, 15), prompt_of(2, 100)]
+    frozen = freeze_after(engine, 3)
+    running = [Run(engine, ask(prompt, prompt_logprobs=True, max_tokens=40)) for prompt in prompts]
+    async with asyncio.timeout(BOUND_S):
+        await frozen.wait()
+    await running[0].reach(1)
+    assert running[1].result.tokens == []  # its prefill is under way
+    await engine.swap(await stage(engine, new), version(1))
+    await engine.resume()
+    for one, prompt, model, first in zip(running, prompts, (plain, plain_new), (0, 1), strict=True):
+        result = await one.end()
+        assert result.spans[0].sequence == first
+        assert given_prompt_logprobs(result) == pytest.approx(plain_prompt_logprobs(model, prompt), abs=1e-4)
+    assert_greedy(plain_new, prompts[1], running[1].result.tokens)
+
+
+async def test_prompt_logprobs_of_a_request_that_ends_before_its_first_token(start: Start, models: Models) -> None:
+    engine = await start(models.tiny, max_batch_tokens=24)
+    frozen = freeze_after(engine, 2)
+    cut = Run(engine, ask(prompt_of(2, 100), prompt_logprobs=True))
+    async with asyncio.timeout(BOUND_S):
+        await frozen.wait()
+    assert await engine.abort(None) == 1
+    (last,) = (await cut.end()).deltas
+    assert (last.finish_reason, last.token_ids, last.prompt_logprobs) == ("abort", [], None)
+    await engine.resume()
+    after = await run(engine, ask(prompt_of(2, 100), prompt_logprobs=True, max_tokens=1))
+    assert len(given_prompt_logprobs(after)) == 99
+
+
 async def test_a_seed_gives_the_same_tokens_whatever_else_runs(start: Start, models: Models) -> None:
     engine = await start(models.tiny)
 

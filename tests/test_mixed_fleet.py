@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import random
 import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -21,11 +22,11 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from tests.faults import Stream
-from tests.reference import greedy
+from tests.reference import greedy, prompt_logprobs
 from tests.test_frontend_generation import ask, frontend
 from tests.test_plane_update import states, update_of
 from worker.tiny_adapter import make_tiny_adapter
-from worker.tiny_model import make_witness_model, witness_next_token
+from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -41,6 +42,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 PROMPT = [5, 6, 7]
 TOKENS = 10
+LONG_PROMPT = 700
+"""More than one step of `hf` prefills."""
 LONG = 200
 """Tokens of a stream that lives through something."""
 ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
@@ -263,6 +266,40 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
         for place, token in enumerate(stream.tokens):
             last = witness_next_token(before if place < change else after, last)
             assert token == last, (engine, place, change)
+
+
+async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    # Not a witness: its logits are so large that one step of bfloat16 is more than the bound.
+    weights = mixed.plane.tmp / "weights"
+    base = make_tiny_model(weights / "tiny1", 1, "bfloat16")
+    adapter = make_tiny_adapter(base, weights / "tiny-adapter", seed=3)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "scored", "lora_path": str(adapter)})
+    pick = random.Random(7)
+    prompt = [pick.randrange(3, VOCAB_SIZE) for _ in range(LONG_PROMPT)]
+    truth = {
+        name: await asyncio.to_thread(prompt_logprobs, base, prompt, path)
+        for name, path in ((None, None), ("scored", adapter))
+    }
+    # What is compared must tell the two apart.
+    assert max(abs(one - other) for one, other in zip(*truth.values(), strict=True)) > 4 * LOGPROB
+    for engine, instance_id in mixed.ids.items():
+        for name in truth:
+            body: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": 2, "temperature": 0.5, "seed": 1}
+            body |= {"nvext": {"instance_id": instance_id}, **({"model": name} if name else {})}
+            await ask(http, **body)  # from here on the prompt is in the prefix cache
+            reply = await ask(http, **body, n=2, prompt_logprobs=0)
+            for choice in reply["choices"]:
+                first, *rows = choice["prompt_logprobs"]
+                assert first is None, engine
+                assert [list(row) for row in rows] == [[str(token)] for token in prompt[1:]], engine
+                told = [row[str(token)]["logprob"] for row, token in zip(rows, prompt[1:], strict=True)]
+                off = [abs(one - other) for one, other in zip(told, truth[name], strict=True)]
+                assert max(off) < LOGPROB, (engine, name, off)
+            alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
+            assert alone["choices"][0]["prompt_logprobs"] == [None], engine
+    await client.run("unload_lora_adapter", {"lora_name": "scored"})
+    await client.run("update_weights", update_of(mixed.base(1), "base 1"))
 
 
 async def test_describe_says_the_same_of_all(mixed: Mixed, client: RlClient) -> None:

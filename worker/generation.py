@@ -122,13 +122,13 @@ class GenerationService:
 
     async def _generate(self, request: GenerateRequest, sender: StreamSender) -> None:
         async for batch in self._engine.stream(self._adapter.generate(request)):
-            delta = _joined(batch)
-            message = {"delta": delta.model_dump()}
-            if delta.finish_reason is not None:
-                await sender.finish(message)
-            else:
-                await sender.send(message)
-                sender.check_receiver()
+            for delta in _to_send(batch):
+                message = {"delta": delta.model_dump()}
+                if delta.finish_reason is not None:
+                    await sender.finish(message)
+                else:
+                    await sender.send(message)
+                    sender.check_receiver()
 
     async def _reap(self) -> None:
         """Ends the requests of receivers that are gone, also while nothing is generated."""
@@ -139,6 +139,12 @@ class GenerationService:
                     sender.check_receiver()
                 except Unavailable:
                     self._tasks[stream_id].cancel()
+
+
+def _to_send(batch: list[GenerateDelta]) -> list[GenerateDelta]:
+    """As few as possible. One with prompt logprobs goes alone: they alone may fill a message."""
+    alone = 0 if batch[0].prompt_logprobs is None else 1
+    return [_joined(part) for part in (batch[:alone], batch[alone:]) if part]
 
 
 def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
@@ -159,4 +165,5 @@ def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
         finish_reason=batch[-1].finish_reason,
         spans=spans,
         prompt_token_ids=batch[0].prompt_token_ids,
+        prompt_logprobs=batch[0].prompt_logprobs,
     )

@@ -100,6 +100,8 @@ class EngineAdapter(Protocol):
         """Validates first (InvalidRequest before any token), then yields until a delta has a finish_reason.
 
         Closing the iterator aborts the request in the engine. While paused, requests wait.
+        Prompt logprobs and first token are of the same weights: a prefill that asked for them and is cut by a change
+        of weights begins anew.
         Spans are made of the versions given to `swap`, `set_version` and their like for adapters. An adapter that is
         not loaded is an InvalidRequest (`field="model"`).
         """

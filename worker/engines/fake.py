@@ -34,6 +34,7 @@ from worker.engines.fake_model import (
     FakeWeights,
     both_digests,
     fake_logprob,
+    fake_prompt_logprobs,
     fake_token,
     hash_of,
     hash_of_prompt,
@@ -55,6 +56,7 @@ __all__ = [
     "FakeWeights",
     "build",
     "fake_logprob",
+    "fake_prompt_logprobs",
     "fake_token",
     "make_fake_adapter",
     "make_fake_model",
@@ -285,7 +287,11 @@ class FakeEngine:
                     break
                 # From here to the yield nothing waits, so that weights and label belong together.
                 adapter = self._adapters[running.adapter] if running.adapter is not None else None
-                weights = both_digests(self._held().digest, None if adapter is None else adapter.digest)
+                digests = self._held().digest, None if adapter is None else adapter.digest
+                weights = both_digests(*digests)
+                scored = None
+                if request.prompt_logprobs and not running.made:
+                    scored = fake_prompt_logprobs(digests[0], prompt, digests[1])
                 made = hash_of(weights, running.prompt_hash, running.made)
                 token = token_of(made, self.config.vocab_size)
                 running.made += 1
@@ -303,6 +309,7 @@ class FakeEngine:
                     finish_reason=running.ended,
                     spans=running.spans.tell(running.ended is not None),
                     prompt_token_ids=first,
+                    prompt_logprobs=scored,
                 )
                 if running.ended in ("stop", "length"):
                     return
@@ -339,6 +346,7 @@ class FakeEngine:
             prompt = [FIRST_TOKEN + byte % (size - FIRST_TOKEN) for byte in text.encode("utf-8", "surrogatepass")]
         if not prompt:
             raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
+        request.check_prompt_logprobs(prompt)
         if len(prompt) + request.max_tokens > self.config.max_model_len:
             raise InvalidRequest(
                 f"{len(prompt)} prompt tokens and max_tokens {request.max_tokens} are more than "

@@ -66,6 +66,18 @@ def fake_logprob(
     return logprob_of(hash_of(both_digests(digest, adapter_digest), hash_of_prompt(prompt_token_ids), position))
 
 
+def fake_prompt_logprobs(
+    digest: str, prompt_token_ids: list[int], adapter_digest: str | None = None
+) -> list[float | None]:
+    """Of each token of the prompt, by the weights and the tokens up to it."""
+    made = blake2b(key=blake2b(both_digests(digest, adapter_digest).encode()).digest(), digest_size=16)
+    logprobs: list[float | None] = []
+    for token in prompt_token_ids:
+        made.update(token.to_bytes(8, "little"))
+        logprobs.append(logprob_of(made.digest()) if logprobs else None)
+    return logprobs
+
+
 def make_fake_model(path: Path, seed: int, tensors: int = 4, nbytes: int = 1024) -> Path:
     """Writes a model directory of `tensors` float32 tensors of `nbytes` each; other seeds, other bytes. Again with
     the same seed it writes the same bytes."""

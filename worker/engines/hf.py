@@ -206,6 +206,7 @@ class HfEngine:
                         finish_reason=piece.finish_reason,
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
+                        prompt_logprobs=piece.prompt_logprobs,
                     )
                     told = None
                 if failure is not None:
@@ -281,6 +282,7 @@ class HfEngine:
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
+            loop.restart_scoring()
             loop.version = None  # half-way there are no known weights
             weights.load(staged)
             loop.version = version
@@ -335,6 +337,7 @@ class HfEngine:
         else:
 
             def between_two_steps(loop: GenerationLoop) -> None:
+                loop.restart_scoring()
                 loop.version = None  # what running requests go on with is no version
                 weights.reset()
 
@@ -386,6 +389,7 @@ async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
         merged.token_ids += item.token_ids
         merged.logprobs += item.logprobs
         merged.labels += item.labels
+        merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
         merged.finish_reason = item.finish_reason
         if stream.pieces.empty():
             return merged, None

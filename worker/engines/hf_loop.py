@@ -33,6 +33,9 @@ from worker.engines.spans import Label
 IDLE_WAIT_S = 0.1
 """How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
 
+SCORED_ROWS = 64
+"""Of a prompt's logits that are widened to float32 at once: of a large vocabulary, all would take much memory."""
+
 MIN_TEMPERATURE = 1e-5
 """Lower ones overflow float32; at this one anything but an exact tie is greedy already."""
 
@@ -45,6 +48,8 @@ class Piece:
     logprobs: list[float] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)  # one per token
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[float | None] | None = None
+    """With the first token, when asked for."""
 
 
 class Stream:
@@ -58,6 +63,7 @@ class Stream:
         self.stop = stop
         self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
         self.done = False
+        self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
         self._count = 0
         self._fresh = Piece()
         # One draw per token, from a generator of its own: what else is in the batch can't matter.
@@ -71,7 +77,27 @@ class Stream:
         """Uniform in (0, 1]."""
         return 1.0 - self._random.random()
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt logprobs are asked for, and not given yet."""
+        return self.request.prompt_logprobs and self._count == 0
+
+    def score(self, start: int, logits: torch.Tensor) -> None:
+        """`logits`: [tokens, vocabulary], of the prompt from its token `start` on. Each row tells of the next token."""
+        following = self.prompt[start + 1 : start + 1 + len(logits)]
+        wanted = torch.tensor(following, dtype=torch.int64, device=logits.device)
+        parts = zip(wanted.split(SCORED_ROWS), logits[: len(wanted)].split(SCORED_ROWS), strict=True)
+        found = [logprob for tokens, rows in parts for logprob in _logprobs(rows.float(), tokens).tolist()]
+        self._prompt_logprobs[start + 1 : start + 1 + len(found)] = found
+
+    def is_finite(self, logprob: float) -> bool:
+        """Of the next token, and with the first one of the prompt."""
+        prompt = self._prompt_logprobs[1:] if self.scores_prompt else []
+        return all(value is not None and math.isfinite(value) for value in (logprob, *prompt))
+
     def push(self, token: int, logprob: float, label: Label) -> None:
+        if self.scores_prompt:
+            self._fresh.prompt_logprobs = self._prompt_logprobs
         self._fresh.token_ids.append(token)
         self._fresh.logprobs.append(logprob)
         self._fresh.labels.append(label)
@@ -102,8 +128,11 @@ def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list
         ]
         if rows:
             chosen[rows] = _sample(logits[rows], [streams[row] for row in rows], truncated)
-    logprobs = logits.gather(1, chosen[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
-    return chosen.tolist(), logprobs.tolist()
+    return chosen.tolist(), _logprobs(logits, chosen).tolist()
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(dim=-1)
 
 
 def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> torch.Tensor:
@@ -280,9 +309,17 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         if not self._frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
         self.version = None
+        self.restart_scoring()
         self.flush()
 
+    def restart_scoring(self) -> None:
+        """Before weights change: a prompt is scored by those alone that make the first token."""
+        for stream in [stream for stream in self._live.values() if stream.scores_prompt]:
+            self._drop([stream.key])
+            self._admit(stream)
+
     def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
+        self.restart_scoring()
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
         self._prefix_keys[name], self._next_prefix_key = self._next_prefix_key, self._next_prefix_key + 1
@@ -335,7 +372,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample_step
-        self._prefixes = PrefixKeys(processor.cache, self._prefix_key)
+        self._score_in_forward(processor.model_runner)
+        self._prefixes = PrefixKeys(processor.cache, self._prefix_key, lambda key: self._live[key].scores_prompt)
         self._schedule_by_adapter(processor)
         share_blocks = processor.cache.mark_complete_blocks
 
@@ -373,6 +411,33 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         scheduler._process_candidates = process_candidates
         scheduler.schedule_batch = schedule_batch
 
+    def _score_in_forward(self, runner: Any) -> None:
+        """The library computes the logits of last tokens only. Where a batch has a prompt to score, all of them."""
+        forward = runner._forward_process_and_sample
+
+        def forward_and_score(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
+            prompts, row = [], 0
+            for future in self.batch_processor.inputs_and_outputs.requests_in_batch:
+                stream, end = self._live[future.state.request_id], row + future.query_length
+                if stream.scores_prompt:
+                    # The library has moved the position to behind this batch already.
+                    prompts.append((stream, future.state.position_offset - future.query_length, slice(row, end)))
+                row = end
+            if not prompts:
+                forward(model, batch_data, *rest)
+                return
+            batch_data.pop("logits_to_keep", None)
+
+            def all_logits(**inputs: Any) -> Any:
+                output = model(**inputs)
+                for stream, start, rows in prompts:
+                    stream.score(start, output.logits[0, rows])
+                return output
+
+            forward(all_logits, batch_data, *rest)
+
+        runner._forward_process_and_sample = forward_and_score
+
     def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows
         are those of the requests that get a token, in order, and the rest (split prefills) mean nothing."""
@@ -385,7 +450,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         tokens, logprobs = choose(scores[0, : len(streams)], streams)
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
         for stream, token, logprob in zip(streams, tokens, logprobs, strict=True):
-            if math.isfinite(logprob):
+            if stream.is_finite(logprob):
                 stream.push(token, logprob, label)
                 self._outbox.append((stream, stream.take()))
             else:

@@ -14,8 +14,8 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 
 class PrefixKeys:
-    def __init__(self, cache: Any, key_now: Callable[[str], int | None]) -> None:
-        """`key_now`: of a request's adapter; None: of the base model."""
+    def __init__(self, cache: Any, key_now: Callable[[str], int | None], is_whole: Callable[[str], bool]) -> None:
+        """`key_now`: of a request's adapter; None: of the base model. `is_whole`: it must compute its whole prompt."""
         self._keys: dict[str, int] = {}  # by request: the key at the time when its KV was begun
         self._first: int | None = None  # of the call under way
         search, mark = cache.search_prefix_match, cache.mark_complete_blocks
@@ -24,7 +24,7 @@ class PrefixKeys:
             self._first = key_now(request_id)
             if self._first is not None:
                 self._keys[request_id] = self._first
-            found: int = search(request_id, prompt_ids)
+            found: int = 0 if is_whole(request_id) else search(request_id, prompt_ids)
             return found
 
         def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:

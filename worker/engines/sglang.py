@@ -177,6 +177,7 @@ class SglangEngine:
                     finish_reason=piece.finish_reason,
                     spans=spans.tell(finished) if piece.sure else [],
                     prompt_token_ids=told,
+                    prompt_logprobs=piece.prompt_logprobs,
                 )
                 told = None
 

@@ -33,6 +33,8 @@ class Piece:
     labels: list[Label] = field(default_factory=list)
     """Of each token: by whose weights it was made."""
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[float | None] | None = None
+    """With the first token, when asked for."""
     sure: bool = True
     """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
 
@@ -61,6 +63,8 @@ class Stream:
         piece = Piece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
+        if self.request.prompt_logprobs and fresh and not self._count:
+            piece.prompt_logprobs = [value for value, *_ in meta["input_token_logprobs"]]
         piece.labels = [label] * fresh
         self._count += fresh
         if fresh and self._runs and self._runs[-1][0] == key:
@@ -79,7 +83,8 @@ class Stream:
         if stopped is not None:
             # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
             end = stopped + 1
-            piece = Piece(piece.token_ids[:end], piece.logprobs[:end], piece.labels[:end], "stop", piece.sure)
+            made = (piece.token_ids[:end], piece.logprobs[:end], piece.labels[:end])
+            piece = Piece(*made, "stop", piece.prompt_logprobs, piece.sure)
         if piece.finish_reason is not None:
             self.end(piece)
             return True
@@ -103,6 +108,7 @@ class Stream:
             merged.token_ids += item.token_ids
             merged.logprobs += item.logprobs
             merged.labels += item.labels
+            merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
             merged.finish_reason = item.finish_reason
             merged.sure = item.sure
             if self._items.empty():
@@ -211,7 +217,8 @@ class Feeder:
             input_ids=stream.prompt,
             lora_path=stream.adapter,
             stream=True,
-            return_logprob=request.logprobs,
+            return_logprob=request.logprobs or request.prompt_logprobs,
+            logprob_start_len=0 if request.prompt_logprobs else -1,
             sampling_params={
                 "max_new_tokens": request.max_tokens,
                 "temperature": min(request.temperature, MAX_TEMPERATURE),

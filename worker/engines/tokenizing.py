@@ -69,6 +69,7 @@ def check_tokens(request: GenerateRequest, prompt: list[int], vocab_size: int, m
             )
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
+    request.check_prompt_logprobs(prompt)
     if len(prompt) + request.max_tokens > max_model_len:
         raise InvalidRequest(
             f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",

@@ -45,6 +45,10 @@ KEPT_STATES = 256
 """A request that is older than so many updates has tokens of unknown versions."""
 
 _NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+_FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
+_SECOND_RUNNER = (
+    "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+)
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -198,6 +202,11 @@ class VllmEngine:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._llm.vllm_config.lora_config is None:
             lacking |= {"prepare_update:lora": _NO_LORA, "update_weights:lora": _NO_LORA}
+        config = self._llm.vllm_config
+        if config.cache_config.kv_sharing_fast_prefill:
+            lacking["generate:prompt_logprobs"] = _FAST_PREFILL
+        elif config.lora_config is not None and config.use_v2_model_runner:
+            lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
         return lacking
 
     def _no_sleep(self) -> str | None:
@@ -296,6 +305,8 @@ class VllmEngine:
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, info.vocab_size, info.max_model_len)
+        if request.prompt_logprobs and (reason := info.capabilities.get("generate:prompt_logprobs")) is not None:
+            raise Unsupported(reason, field="prompt_logprobs")
         text, spans = IncrementalText(self._tokenizer), SpanLog()
         told: list[int] | None = prompt
         try:
@@ -311,6 +322,7 @@ class VllmEngine:
                         finish_reason=piece.finish_reason,
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
+                        prompt_logprobs=piece.prompt_logprobs,
                     )
                     told = None
         except Exception as error:

@@ -13,6 +13,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.vllm_holder import StagedAdapter, VllmHolder
+from worker.engines.vllm_prompts import score_prompts_by_token
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled
 from worker.transports.base import Places
@@ -32,6 +33,9 @@ class RankExtension:
             self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver) | _own_methods(self.rl_plane_receiver, holder)
+            # With the second model runner the adapter refuses such requests.
+            if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
+                score_prompts_by_token(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()
 
         return _outcome(start)

@@ -23,6 +23,8 @@ class Piece:
     names: list[str | None]
     """vLLM's name for the weights of each; None: unknown."""
     finish_reason: FinishReason | None
+    prompt_logprobs: list[float | None] | None
+    """With the first token, when asked for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +79,16 @@ class Streams:
                 (choice,) = output.outputs
                 fresh = list(choice.token_ids)
                 names = list(self._names_of(stream.key, choice, made, len(fresh)))
+                scored = None
+                if request.prompt_logprobs and fresh and not made:
+                    scored = _prompt_logprobs(output.prompt_logprobs or [], prompt)
                 made, stream.begun = made + len(fresh), True
                 if finished and choice.finish_reason not in _FINISH:
                     raise EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
                 if fresh or finished:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
-                    yield Piece(fresh, logprobs, names, _FINISH[choice.finish_reason] if finished else None)
+                    reason = _FINISH[choice.finish_reason] if finished else None
+                    yield Piece(fresh, logprobs, names, reason, scored)
         finally:
             stream.submitted.set()
             del self._streams[request.id]
@@ -114,6 +120,7 @@ class Streams:
             stop_token_ids=sorted(stop),
             ignore_eos=True,  # what ends a text is said above, as for every engine
             logprobs=0 if request.logprobs else None,
+            prompt_logprobs=0 if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -130,6 +137,12 @@ class Streams:
             starts = list(state.weight_version_starts) if state is not None else []
         for index in range(made, made + count):
             yield next((name for name, start in reversed(starts) if start <= index), None)
+
+
+def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
+    if len(steps) != len(prompt):
+        raise EngineFailed(f"vLLM gave {len(steps)} prompt logprobs of {len(prompt)} tokens")
+    return [None if step is None else step[token].logprob for token, step in zip(prompt, steps, strict=True)]
 
 
 def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
