@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,7 @@ from worker.safetensors_file import SafetensorsFile, write_safetensors
 from worker.transports.checkpoint import ADAPTER_CONFIG_NAME, ADAPTER_NAME, SINGLE_NAME, write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
-
-@pytest.fixture(autouse=True)
-def no_descriptor_leaks() -> Iterator[None]:
-    """Whatever a test refuses or closes, no descriptor stays."""
-    before = sorted(os.listdir("/proc/self/fd"))
-    yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
-@pytest.fixture
-def transport(root: Path) -> FilesystemTransport:
-    return FilesystemTransport([root])
-
+pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 
 LORA = {"peft_type": "LORA", "r": 1}
 
