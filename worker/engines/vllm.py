@@ -456,8 +456,7 @@ class VllmEngine:
         before = self._loras.get(name)
         if staging is None:
             return await self._unload(name, before)
-        limits = self._llm.vllm_config.lora_config
-        if before is None and len(self._loras) >= (limits.max_cpu_loras or limits.max_loras):
+        if before is None and len(self._loras) >= self._lora_places():
             await self._forget(staging)
             raise InvalidRequest(
                 f"{len(self._loras)} adapters are loaded, more have no place here",
@@ -478,6 +477,13 @@ class VllmEngine:
         assert version is not None, "of an adapter that is loaded"
         await self._name_state(self._state.base, self._state.adapters | {name: version})
         return flushed
+
+    def _lora_places(self) -> int:
+        from vllm.platforms import current_platform
+
+        limits = self._llm.vllm_config.lora_config
+        # On a CPU the last slot is kept empty: see `completed`.
+        return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """In the place of the one with its number, if there is one; that stays if this one does not load."""
