@@ -317,7 +317,7 @@ async def test_aborting_and_leaving(engine: EngineAdapter) -> None:
 
 
 async def test_keep_freezes_and_goes_on(engine: EngineAdapter) -> None:
-    one = Run(engine, ask([20], max_tokens=400))
+    one = Run(engine, ask([20], max_tokens=300))
     await one.reach(10)
     await engine.pause("keep", False)
     await engine.pause("keep", False)
@@ -331,7 +331,7 @@ async def test_keep_freezes_and_goes_on(engine: EngineAdapter) -> None:
     assert await engine.flush_cache() is True  # it is computed anew
     await engine.resume()
     await engine.resume()
-    assert (await one.end()).tokens == witnessed(1, 20, 400)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
     assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
@@ -358,7 +358,7 @@ async def test_wait_drains_what_was_frozen(engine: EngineAdapter) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapter, frozen: bool) -> None:
-    one = Run(engine, ask([20], max_tokens=500))
+    one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
     if frozen:
         await engine.pause("keep", False)
@@ -371,10 +371,10 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapte
         await engine.liveness()
         held = len(one.result.tokens)
         await engine.liveness()
-        assert len(one.result.tokens) == held < 500
+        assert len(one.result.tokens) == held < 300
         await engine.resume()
     assert len((await run(engine, ask([21]))).tokens) == 16
-    assert (await one.end()).tokens == witnessed(1, 20, 500)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
 async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
@@ -388,14 +388,14 @@ async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
 
 
 async def test_a_frozen_request_can_be_aborted(engine: EngineAdapter) -> None:
-    one, other = (Run(engine, ask([20], max_tokens=500)) for _ in range(2))
+    one, other = (Run(engine, ask([20], max_tokens=300)) for _ in range(2))
     await one.reach(5)
     await other.reach(5)
     await engine.pause("keep", False)
     assert await engine.abort([one.request.id]) == 1
     assert (await one.end()).finish == "abort"
     await engine.resume()
-    assert (await other.end()).tokens == witnessed(1, 20, 500)
+    assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
 async def test_flushing(engine: EngineAdapter) -> None:
@@ -439,7 +439,7 @@ async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -
     await update(engine, models.tiny[1], 1)
     prompt = prompt_of(5, 60)
     await run(engine, ask(prompt))
-    running = Run(engine, ask([*prompt, 7], max_tokens=600, logprobs=True))
+    running = Run(engine, ask([*prompt, 7], max_tokens=300, logprobs=True))
     await running.reach(5)
     await update(engine, models.tiny[2], 2)
     assert is_of(await run(engine, ask(prompt, logprobs=True)), models.tiny[2])
@@ -452,13 +452,13 @@ async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -
 
 
 async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapter, models: Models) -> None:
-    one = Run(engine, ask([20], max_tokens=450))
+    one = Run(engine, ask([20], max_tokens=300))
     await one.reach(5)
     for _ in range(3):
         staging, _ = await receive(engine, reception(models.witness[2]))
         await engine.discard(staging)
     await engine.discard("never")
-    assert (await one.end()).tokens == witnessed(1, 20, 450)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
     with pytest.raises(EngineFailed, match="paused"):
         await engine.swap(staging, version(1, models.witness[2]))
     await engine.pause("keep", False)
@@ -636,12 +636,12 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: EngineAdapter, 
 async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, models: Models) -> None:
     await load_adapter(engine, "x", models.adapters[1])
     mine = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
-    other = Run(engine, ask([20], max_tokens=400))
+    other = Run(engine, ask([20], max_tokens=300))
     await mine.reach(3)
     await other.reach(3)
     await unload_adapter(engine, "x")
     assert (await mine.end()).finish == "abort"
-    assert (await other.end()).tokens == witnessed(1, 20, 400)
+    assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
 async def test_a_request_on_its_way_when_its_adapter_goes(
@@ -712,7 +712,7 @@ async def test_adapters_that_do_not_fit(kind: Kind, engine: EngineAdapter, model
 
 
 async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> None:
-    one = Run(engine, ask([20], max_tokens=400))
+    one = Run(engine, ask([20], max_tokens=300))
     await one.reach(3)
     ranks = kind.rank_pids(engine)
     assert ranks
@@ -727,7 +727,7 @@ async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> N
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
     await engine.liveness()
-    assert (await one.end()).tokens == witnessed(1, 20, 400)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
     assert await engine.pause("abort", True) is True
     await engine.resume()
 
