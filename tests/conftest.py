@@ -27,6 +27,8 @@ from rl_plane.fleet import Fleet
 from rl_plane.nats_server import NatsServer
 from rl_plane.process import die_with_parent
 from worker.engines.fake import make_fake_model
+from worker.transports.base import Places
+from worker.transports.filesystem import FilesystemTransport
 
 START_S = 30.0
 """A worker process is up within a second on an idle machine."""
@@ -254,3 +256,27 @@ def make_plane(nats: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> It
 def spawn_worker(plane: Plane) -> Callable[..., Spawned]:
     """`spawn_worker(**engine_args)` → a ready worker with `instance_id` and `process`; killed with the test."""
     return plane.spawn
+
+
+# of the filesystem transport
+
+
+@pytest.fixture
+def no_descriptor_leaks() -> Iterator[None]:
+    """Whatever a test refuses or closes, no descriptor stays."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    yield
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where weights are read from."""
+    root = tmp_path / "root"
+    root.mkdir()
+    return root
+
+
+@pytest.fixture
+def transport(root: Path) -> FilesystemTransport:
+    return FilesystemTransport(Places((root,)))

@@ -16,7 +16,7 @@ from worker.reception import Reception
 from worker.staging import adapter_digest, model_digest
 from worker.tiny_model import witness_next_token
 
-BOUND_S = 60.0
+BOUND_S = 180.0
 """More than any step takes on a busy machine."""
 
 _names = (f"staging-{number}" for number in itertools.count())

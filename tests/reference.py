@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _model(base: Path, adapter: Path | None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True).eval()
     if adapter is None:
         return model
     from peft import PeftModel
@@ -39,3 +39,14 @@ def greedy(
         tokens.append(int(logits.argmax()))
         logprobs.append(float(torch.log_softmax(logits, -1)[tokens[-1]]))
     return tokens[len(prompt) :], logprobs
+
+
+def logprobs_of(
+    base: Path, prompt: list[int], tokens: list[int], adapter: Path | None = None
+) -> tuple[list[float], float]:
+    """The log-softmax of tokens after `prompt`, and by how much the worst of them is less likely than the likeliest."""
+    with torch.no_grad():
+        logits = _model(base, adapter)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    every = torch.log_softmax(logits, -1)
+    made = every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return made.tolist(), float((every.max(1).values - made).max())

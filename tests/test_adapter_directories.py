@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,10 @@ from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
 from tests.test_filesystem_transport import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
 from worker.safetensors_file import SafetensorsFile, write_safetensors
-from worker.transports.base import Places
 from worker.transports.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
-
-@pytest.fixture(autouse=True)
-def no_descriptor_leaks() -> Iterator[None]:
-    """Whatever a test refuses or closes, no descriptor stays."""
-    before = sorted(os.listdir("/proc/self/fd"))
-    yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
-@pytest.fixture
-def transport(root: Path) -> FilesystemTransport:
-    return FilesystemTransport(Places((root,)))
-
+pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
 
 LORA = {"peft_type": "LORA", "r": 1}
 

@@ -10,15 +10,16 @@ import httpx
 import psutil
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rl_plane.errors import PlaneError  # noqa: E402
-from tests.test_frontend_generation import ask, frontend  # noqa: E402
-from tests.test_plane_update import all_serve, states, update_of  # noqa: E402
-from worker.exit_codes import ENGINE_DEAD  # noqa: E402
-from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
-from worker.tiny_model import make_tiny_model, make_witness_model  # noqa: E402
+from rl_plane.errors import PlaneError
+from tests.reference import logprobs_of
+from tests.test_frontend_generation import ask, frontend
+from tests.test_plane_update import all_serve, states, update_of
+from worker.exit_codes import ENGINE_DEAD
+from worker.tiny_adapter import make_tiny_adapter
+from worker.tiny_model import make_tiny_model, make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -101,33 +102,16 @@ class Mixed:
     def check(self, choice: dict[str, Any], engine: str, base: Path, adapter: Path | None) -> None:
         """The tokens are the likeliest, up to ties; by the reference that no engine has touched."""
         tokens = choice["token_ids"]
-        expected, gap = self.reference(base, adapter, tokens)
+        expected, gap = logprobs_of(base, PROMPT, tokens, adapter)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=LOGPROBS), engine
         assert gap <= LOGPROBS, engine
         if adapter is not None:
-            assert self.reference(base, None, tokens)[1] > 10 * LOGPROBS, "the bound tells the adapter"
+            assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROBS, "the bound tells the adapter"
 
-    def reference(self, base: Path, adapter: Path | None, tokens: list[int]) -> tuple[list[float], float]:
-        """The tokens' logprobs, and by how much the worst of them is less likely than the likeliest."""
-        import peft
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
-        if adapter is not None:
-            model = peft.PeftModel.from_pretrained(model, adapter)
-        with torch.no_grad():
-            logits = model.eval()(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].float()
-        every = torch.log_softmax(logits, -1)
-        made = every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        return made.tolist(), float((every.max(1).values - made).max())
-
-    def kill_model_process(self, engine: str) -> None:
+    def family(self, engine: str) -> list[psutil.Process]:
+        """The engine's processes."""
         worker = psutil.Process(self.workers[engine].process.pid)
-        named = {"vllm": "EngineCore", "sglang": "scheduler"}[engine]
-        (victim,) = [
-            child for child in worker.children(recursive=True) if any(named in part for part in child.cmdline())
-        ]
-        victim.kill()
+        return list(worker.children(recursive=True))
 
 
 async def test_three_engines_say_the_same(plane: Plane) -> None:
@@ -153,21 +137,27 @@ async def test_three_engines_say_the_same(plane: Plane) -> None:
         await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(2))
         await client.run("update_weights", update_of(mixed.tiny(2), "other", staging="none"))
         await mixed.proven(http, 5, mixed.tiny(2), mixed.adapter(2))
+        # Nor do they keep one that turns out to be another than was said, when it is half-way in.
+        spoilt = {**update_of(mixed.tiny(1), "spoilt", staging="none"), "digest": "blake3:" + "0" * 64}
+        with pytest.raises(PlaneError, match="blake3"):
+            await client.run("update_weights", spoilt)
+        await plane.until(lambda: all_serve(client, "other"), HEAL_S)
+        await mixed.proven(http, 5, mixed.tiny(2), mixed.adapter(2))
         await client.run("update_weights", {"rollback": {"sequence": 1}})
         await mixed.proven(http, 6, mixed.witness(2))
         # An engine that loses a process ends its worker; a new one fetches what is committed.
-        for engine in ("vllm", "sglang"):
-            mixed.kill_model_process(engine)
+        families = []
+        for engine, name in (("vllm", "VLLM::EngineCore"), ("sglang", "sglang::detokenizer")):
+            families += mixed.family(engine)
+            next(one for one in mixed.family(engine) if one.name().startswith(name)).kill()
         for engine in ("vllm", "sglang"):
             assert await asyncio.to_thread(mixed.workers[engine].process.wait, 30) == ENGINE_DEAD
         await mixed.start("vllm", "sglang")
         await plane.until(lambda: all_serve(client, "two"), HEAL_S)
         await mixed.proven(http, 6, mixed.witness(2))
         # A worker that is killed takes its engine with it.
-        families = []
         for engine in ("vllm", "sglang"):
-            worker = mixed.workers[engine]
-            families += psutil.Process(worker.process.pid).children(recursive=True)
-            worker.kill()
+            families += mixed.family(engine)
+            mixed.workers[engine].kill()
         await plane.until(lambda: not any(one.is_running() for one in families))
     assert {state["engine"] for state in (await states(client)).values()} == {"hf"}

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +31,14 @@ from worker.transports.checkpoint import (
 )
 from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")
+
 Tensors = dict[str, tuple[TensorSpec, bytes]]
 
 A = (TensorSpec("F32", (2, 3)), bytes(range(24)))
 B = (TensorSpec("BF16", (4,)), b"abcdefgh")
 SCALAR = (TensorSpec("I64", ()), b"12345678")
 EMPTY = (TensorSpec("F16", (0, 7)), b"")
-
-
-@pytest.fixture(autouse=True)
-def no_descriptor_leaks() -> Iterator[None]:
-    """Whatever a test refuses or closes, no descriptor stays."""
-    before = sorted(os.listdir("/proc/self/fd"))
-    yield
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    root = tmp_path / "root"
-    root.mkdir()
-    return root
-
-
-@pytest.fixture
-def transport(root: Path) -> FilesystemTransport:
-    return FilesystemTransport(Places((root,)))
 
 
 def request(path: Any, **extra: Any) -> dict[str, Any]:

@@ -31,7 +31,10 @@ def test_a_rank_asks_for_lora() -> None:
         "max_lora_rank": 8,
         "enable_lora": False,
     }
-    assert completed({"enable_lora": True, "max_loras": 1}, False)["max_loras"] == 1
+    given = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
+    assert completed(given, False) == given
+    on_cpu = completed(given, True)
+    assert (on_cpu["max_loras"], "max_cpu_loras" in on_cpu) == (3, False)
 
 
 @pytest.mark.parametrize(

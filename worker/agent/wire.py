@@ -6,8 +6,10 @@ cancel; it does so by dying, too. An answer is `{value}` or `{error}`, the error
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,19 @@ import msgpack
 MAX_FRAME_BYTES = 64 << 20
 """The largest answer is a model's tensors without their bytes: some 100 each, for half a million of them."""
 
+MAX_SOCKET_DIRECTORY = 80
+"""Characters: a Unix socket's whole path has at most 107."""
+
 _LENGTH = struct.Struct(">I")
+
+
+def socket_directory() -> Path:
+    """A new one, which only the worker's user may enter."""
+    path = tempfile.mkdtemp(prefix="rl-plane-")
+    if len(path) > MAX_SOCKET_DIRECTORY:
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix="rl-plane-", dir="/tmp")
+    return Path(path)
 
 
 def socket_of(directory: Path, rank: int) -> Path:

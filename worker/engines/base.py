@@ -26,6 +26,7 @@ from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
 from worker.transports.base import Places
 
+DTYPES = ("float32", "bfloat16", "float16")
 PauseMode = Literal["keep", "wait", "abort"]
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
@@ -55,6 +56,15 @@ class EngineOptions:
     @property
     def places(self) -> Places:
         return Places((*self.weight_roots, self.model), self.nats_url)
+
+    def check_model(self) -> None:
+        """For an engine of models of transformers'."""
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InvalidRequest(f"unknown dtype {self.dtype}", field="dtype", fix=f"one of {', '.join(DTYPES)}")
+        if not (self.model / "config.json").is_file():
+            raise InvalidRequest(
+                f"{self.model} has no config.json", field="model", fix="give a Hugging Face model directory"
+            )
 
     def refuse_modes(self, why: str, fix: str) -> None:
         """For an engine, or a build of it, that has neither of the two."""

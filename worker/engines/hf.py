@@ -36,7 +36,6 @@ from worker.reception import Cancelled, Reception
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for the step that runs; the thread is a daemon, so a hung one can't hold the process."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_SLEEP = "the hf engine has no sleep mode: its weights and cache stay where they are"
 
 
@@ -78,14 +77,7 @@ class HfEngine:
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._arguments = HfArguments.parse(options.extra)
-        if options.dtype is not None and options.dtype not in _DTYPES:
-            raise InvalidRequest(
-                f"unknown dtype {options.dtype}", field="dtype", fix=f"one of {', '.join(_DTYPES)}"
-            )
-        if not (options.model / "config.json").is_file():
-            raise InvalidRequest(
-                f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
-            )
+        options.check_model()
         options.refuse_modes("the hf engine does not have this", "use vllm or sglang")
         self._model: Any = None
         self._tokenizer: Any = None
@@ -129,7 +121,7 @@ class HfEngine:
         path, device = self._options.model, self._options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype: Any = "auto" if self._options.dtype is None else _DTYPES[self._options.dtype]
+        dtype: Any = "auto" if self._options.dtype is None else getattr(torch, self._options.dtype)
         disable_progress_bar()  # a worker's standard error is a log
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)  # it describes its cache at start
         self._tokenizer = load_tokenizer(path)
@@ -327,21 +319,15 @@ class HfEngine:
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         weights = self._held().weights
-        if action == "checksum":
-            return [{"rank": 0, "checksum": await asyncio.to_thread(weights.checks.checksum)}]
-        if action == "compare":
-            mismatches = await asyncio.to_thread(weights.checks.compare)
-            return [{"rank": 0, "match": not mismatches, "mismatches": mismatches}]
-        if action == "snapshot":
-            await asyncio.to_thread(weights.checks.snapshot)
-        else:
+        if action != "reset_tensors":
+            return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
 
-            def between_two_steps(loop: GenerationLoop) -> None:
-                loop.restart_scoring()
-                loop.version = None  # what running requests go on with is no version
-                weights.reset()
+        def between_two_steps(loop: GenerationLoop) -> None:
+            loop.restart_scoring()
+            loop.version = None  # what running requests go on with is no version
+            weights.reset()
 
-            await self._call(between_two_steps)
+        await self._call(between_two_steps)
         return [{"rank": 0}]
 
     async def release_memory(self, tags: list[str]) -> None:

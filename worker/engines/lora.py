@@ -20,6 +20,9 @@ MAX_RANK = 1 << 16
 MAX_ALPHA = 1e6
 """More than any use, and far from overflow."""
 
+NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+"""Why an engine takes no adapter that could."""
+
 _PREFIX = "base_model.model."
 _READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "bias"})
 _IGNORED = frozenset(

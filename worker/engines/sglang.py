@@ -18,7 +18,8 @@ from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
-from worker.engines.sglang_args import NO_LORA, parse_arguments
+from worker.engines.lora import NO_LORA
+from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_streams import FIRST_KEY, Feeder
@@ -26,8 +27,6 @@ from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
 from worker.transports.checkpoint import open_checkpoint
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 FLUSH_WAIT_S = 2.0
 """How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""
@@ -58,14 +57,7 @@ def build(options: EngineOptions) -> EngineAdapter:
 
 class SglangEngine:
     def __init__(self, options: EngineOptions) -> None:
-        if options.dtype is not None and options.dtype not in DTYPES:
-            raise InvalidRequest(
-                f"unknown dtype {options.dtype}", field="dtype", fix=f"one of {', '.join(DTYPES)}"
-            )
-        if not (options.model / "config.json").is_file():
-            raise InvalidRequest(
-                f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
-            )
+        options.check_model()
         self._options = options
         device, _, gpu = _device(options.device).partition(":")
         self._on_cpu = device == "cpu"

@@ -43,8 +43,6 @@ ON_CPU: Mapping[str, Any] = {
 }
 """What the build for CPUs needs, unless said otherwise."""
 
-NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
-
 WITH_LORA: Mapping[str, Any] = {"enable_lora": True, "lora_target_modules": ["all"]}
 """What else SGLang needs to know where `max_lora_rank` is given."""
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.versions import TensorSpec
-from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
-from worker.engines.hf_weights import NAME_OF_DTYPE, StagedTensors, host_copies
-from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
-from worker.engines.sglang_args import NO_LORA
+from worker.engines.hf_weights import host_copies
+from worker.engines.lora import NO_LORA, LoraConfig
+from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
 from worker.reception import Cancelled, TensorStream
@@ -27,51 +24,24 @@ class StagedAdapter:
     tensors: dict[str, torch.Tensor]
 
 
-class SglangHolder:
-    """A WeightHolder. `stage` and its like run on the agent's thread; `swap` and what changes the engine on the
-    scheduler's, between two steps."""
-
+class SglangHolder(RankHolder):
     def __init__(self, model: Path, scheduler: Any) -> None:
-        self._scheduler = scheduler
         runner = scheduler.tp_worker.model_runner
-        self._dtype = NAME_OF_DTYPE[runner.model_config.dtype]
-        self._spec = checkpoint_spec(model, self._dtype)
-        self._linear: LinearModules | None = None
-        self._model_directory = model
+        super().__init__(model, runner.model_config.dtype)
+        self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
-        self._lock = threading.Lock()
         self.checks = WeightChecks(
             {name: tensor.detach() for name, tensor in runner.model.state_dict().items()}, self._lock
         )
-
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._spec.tensors
-
-    def optional_tensors(self) -> frozenset[str]:
-        return self._spec.optional
-
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """Beside the scheduler's thread, which makes no step while it is paused."""
-        self._load(self._copies(tensors, cast, cancelled))
-
-    def swap(self, staged: StagedTensors) -> None:
-        assert staged.tensors is not None, "taken once"
-        self._load(staged.tensors.items())
 
     def reset(self) -> None:
         with self._lock:
             write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        return self._adapter(config)[1]
-
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> StagedAdapter:
-        lora, spec = self._adapter(config)
+        lora, _, spec = self._adapter(config)
         return StagedAdapter(lora, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
 
     def put_adapter(self, staged: StagedAdapter, name: str, lora_id: str) -> None:
@@ -93,24 +63,17 @@ class SglangHolder:
             raise Unsupported(f"this SGLang has no LoRA: {NO_LORA}")
         return self._lora
 
-    def _adapter(self, config: Mapping[str, Any]) -> tuple[LoraConfig, dict[str, TensorSpec]]:
+    def _max_rank(self) -> int:
+        return int(self._manager().max_lora_rank)
+
+    def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
         manager = self._manager()
-        lora = parse_lora(config)
-        if lora.r > manager.max_lora_rank:
-            raise InvalidWeights(
-                f"the adapter's rank is {lora.r}, this engine takes {manager.max_lora_rank}",
-                field="adapter_config.r",
-                fix="start it with a larger --engine-arg max_lora_rank",
-            )
         if not manager.memory_pool.can_support(_sglang_config(lora)):
             raise InvalidWeights(
                 f"the adapter changes {sorted(lora.targets)}, of which this engine does not take all",
                 field="adapter_config.target_modules",
                 fix="start it with all of them in --engine-arg lora_target_modules",
             )
-        if self._linear is None:
-            self._linear = linear_modules(self._model_directory)
-        modules = target_modules(lora, self._linear.shapes, self._linear.others)
         if "lm_head" in modules and manager.lora_backend.name == "torch_native":
             raise InvalidWeights(
                 "adapter_config.json: target_modules names 'lm_head', where SGLang's LoRA for CPUs gives a request the "
@@ -118,15 +81,8 @@ class SglangHolder:
                 field="adapter_config.target_modules",
                 fix="target other modules, or run on a GPU",
             )
-        return lora, lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
-
-    def _copies(
-        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.optional, cast, cancelled)
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What raises in the middle leaves weights of no version."""
         runners = self._scheduler.weight_updater._select_runners()
         if len(runners) != 1:
             raise Unsupported("SGLang holds more than one model: a draft's weights can't be updated")

@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
+from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.sglang_args import ON_CPU
@@ -63,7 +63,7 @@ class SglangProcess:
         loop = asyncio.get_running_loop()
         self._dead = loop.create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
-        self._directory = Path(tempfile.mkdtemp(prefix="rl-plane-sglang-"))
+        self._directory = socket_directory()
         with self._environment(), _as_it_was():
             # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
             self._build(first_key)

@@ -53,14 +53,7 @@ class Rank:
             raise self._outcome
 
     def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        checks, action = self._holder.checks, body["action"]
-        if action == "checksum":
-            return {"checksum": checks.checksum()}
-        if action == "snapshot":
-            checks.snapshot()
-            return {}
-        mismatches = checks.compare()
-        return {"match": not mismatches, "mismatches": mismatches}
+        return self._holder.checks.row(body["action"])
 
     # between two steps
 

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,9 @@ from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
+from worker.agent.wire import socket_directory
 from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
@@ -36,15 +37,11 @@ from worker.reception import Cancelled, Reception
 T = TypeVar("T")
 log = logging.getLogger("worker.vllm")
 
-DTYPES = ("float32", "bfloat16", "float16")
 CLOSE_TIMEOUT_S = 5.0
 """How long killed processes may take to be gone."""
-MAX_SOCKET_DIRECTORY = 80
-"""Characters: a Unix socket's whole path has at most 107."""
 KEPT_STATES = 256
 """A request that is older than so many updates has tokens of unknown versions."""
 
-_NO_LORA = "LoRA is off: start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without kv_sharing_fast_prefill"
 _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
@@ -83,14 +80,7 @@ def build(options: EngineOptions) -> EngineAdapter:
 
 class VllmEngine:
     def __init__(self, options: EngineOptions) -> None:
-        if options.dtype is not None and options.dtype not in DTYPES:
-            raise InvalidRequest(
-                f"unknown dtype {options.dtype}", field="dtype", fix=f"one of {', '.join(DTYPES)}"
-            )
-        if not (options.model / "config.json").is_file():
-            raise InvalidRequest(
-                f"{options.model} has no config.json", field="model", fix="give a Hugging Face model directory"
-            )
+        options.check_model()
         for name, value in _LOGGING.items():  # before vLLM is imported
             os.environ.setdefault(name, value)
         self._options = options
@@ -121,7 +111,7 @@ class VllmEngine:
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
-            self._directory = _private_directory()
+            self._directory = socket_directory()
             before = descendants()
             # On this thread, which it holds up: the children end with the thread that starts them.
             try:
@@ -201,7 +191,7 @@ class VllmEngine:
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
         if self._llm.vllm_config.lora_config is None:
-            lacking |= {"prepare_update:lora": _NO_LORA, "update_weights:lora": _NO_LORA}
+            lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self._llm.vllm_config
         if config.cache_config.kv_sharing_fast_prefill:
             lacking["generate:prompt_logprobs"] = _FAST_PREFILL
@@ -478,8 +468,7 @@ class VllmEngine:
         before = self._loras.get(name)
         if staging is None:
             return await self._unload(name, before)
-        limits = self._llm.vllm_config.lora_config
-        if before is None and len(self._loras) >= (limits.max_cpu_loras or limits.max_loras):
+        if before is None and len(self._loras) >= self._lora_places():
             await self._forget(staging)
             raise InvalidRequest(
                 f"{len(self._loras)} adapters are loaded, more have no place here",
@@ -500,6 +489,13 @@ class VllmEngine:
         assert version is not None, "of an adapter that is loaded"
         await self._name_state(self._state.base, self._state.adapters | {name: version})
         return flushed
+
+    def _lora_places(self) -> int:
+        from vllm.platforms import current_platform
+
+        limits = self._llm.vllm_config.lora_config
+        # On a CPU the last slot is kept empty: see `completed`.
+        return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """In the place of the one with its number, if there is one; that stays if this one does not load."""
@@ -582,14 +578,6 @@ def _model_dtype(model: Path) -> str:
 
     dtype = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().dtype
     return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-
-
-def _private_directory() -> Path:
-    path = tempfile.mkdtemp(prefix="rl-plane-")
-    if len(path) > MAX_SOCKET_DIRECTORY:
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix="rl-plane-", dir="/tmp")
-    return Path(path)
 
 
 @contextlib.contextmanager

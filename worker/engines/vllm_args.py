@@ -97,6 +97,9 @@ def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
         found.setdefault("enable_lora", True)
     if found.get("enable_lora"):
         found.setdefault("max_loras", LORA_SLOTS)
+        if on_cpu:
+            # On a CPU vLLM gives a request without an adapter that of the last slot: one more, which stays empty.
+            found["max_loras"] = 1 + max(found["max_loras"], found.pop("max_cpu_loras", None) or 0)
     return found
 
 

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.versions import TensorSpec
-from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
-from worker.engines.hf_weights import DTYPE_OF_NAME, NAME_OF_DTYPE, StagedTensors, host_copies
-from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.lora import NO_LORA, LoraConfig
+from worker.engines.rank_holder import RankHolder
 from worker.engines.vllm_adapter_files import write_adapter
-from worker.engines.weight_checks import NOISE_STD, WeightChecks
+from worker.engines.weight_checks import WeightChecks, noise
 from worker.reception import Cancelled, TensorStream
-
-NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
 
 IDENTITY_ROWS = 256
 """Of a packed layer's weights that are read at once."""
@@ -40,53 +37,24 @@ class StagedAdapter:
         return str(self._path) if self._path is not None else None
 
 
-class VllmHolder:
-    """A WeightHolder. `stage` and its like run on the agent's threads; `swap` and `reset` on vLLM's own, between two
-    steps."""
-
+class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
-        self._model_directory = model
+        super().__init__(model, runner.model_config.dtype)
         self._directory = directory
         self._runner = runner
         self._rank = rank
-        self._dtype = NAME_OF_DTYPE[runner.model_config.dtype]
-        self._spec = checkpoint_spec(model, self._dtype)
-        self._linear: LinearModules | None = None
         self._staged_adapters = 0
-        self._lock = threading.Lock()
         self.checks = VllmChecks(runner.model, self._lock)
 
-    def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._spec.tensors
-
-    def optional_tensors(self) -> frozenset[str]:
-        return self._spec.optional
-
-    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
-        return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
-
-    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
-        """Beside vLLM's thread, which makes no step while the engine is paused."""
-        self._load(self._copies(tensors, cast, cancelled))
-
-    def swap(self, staged: StagedTensors) -> None:
-        assert staged.tensors is not None, "taken once"
-        self._load(staged.tensors.items())
-
     def reset(self) -> None:
-        """Noise over every floating point tensor."""
-        self._load(
-            (name, (torch.randn(spec.shape) * NOISE_STD).to(DTYPE_OF_NAME[spec.dtype]))
-            for name, spec in self._spec.tensors.items()
-        )
+        """Noise over every tensor."""
+        self._load(self._noise())
 
-    def _copies(
-        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.optional, cast, cancelled)
+    def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in self._spec.tensors.items():
+            yield name, noise(name, spec.shape).to(DTYPE_OF_NAME[spec.dtype])
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What raises in the middle leaves weights of no version, into which others can be loaded."""
         with self._lock, torch.no_grad():
             try:
                 self._runner.reload_weights(weights_iterator=tensors)
@@ -95,12 +63,12 @@ class VllmHolder:
                 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
                 finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
+                # A layer that was half-way has what the memory held. A NaN there would get into the KV cache, and from
+                # there into requests that come after good weights have.
+                self._runner.reload_weights(weights_iterator=self._noise())
                 raise
 
     # adapters
-
-    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
-        return self._adapter(config)[2]
 
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
@@ -115,20 +83,13 @@ class VllmHolder:
         write_adapter(path, lora, modules, spec, copies)
         return staged
 
-    def _adapter(self, config: Mapping[str, Any]) -> tuple[LoraConfig, list[str], dict[str, TensorSpec]]:
+    def _max_rank(self) -> int:
         limits = self._runner.lora_config
         if not limits:
             raise Unsupported(f"this vLLM has no LoRA: {NO_LORA}")
-        lora = parse_lora(config)
-        if lora.r > limits.max_lora_rank:
-            raise InvalidWeights(
-                f"the adapter's rank is {lora.r}, this engine takes {limits.max_lora_rank}",
-                field="adapter_config.r",
-                fix="start it with a larger --engine-arg max_lora_rank",
-            )
-        if self._linear is None:
-            self._linear = linear_modules(self._model_directory)
-        modules = target_modules(lora, self._linear.shapes, self._linear.others)
+        return int(limits.max_lora_rank)
+
+    def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
         taken = self._adaptable()
         refused = [name for name in modules if name.rpartition(".")[2] not in taken]
         if refused:
@@ -137,8 +98,6 @@ class VllmHolder:
                 field="adapter_config.target_modules",
                 fix=f"target {', '.join(sorted(taken))} only",
             )
-        spec = lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
-        return lora, modules, spec
 
     def _adaptable(self) -> set[str]:
         """The last parts of the names of modules that vLLM takes adapters to."""

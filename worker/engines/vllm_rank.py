@@ -70,16 +70,10 @@ def _own_methods(receiver: Receiver, holder: VllmHolder) -> dict[str, Method]:
 
 
 def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
-    if action == "checksum":
-        return {"checksum": holder.checks.checksum()}
-    if action == "compare":
-        mismatches = holder.checks.compare()
-        return {"match": not mismatches, "mismatches": mismatches}
-    if action == "snapshot":
-        holder.checks.snapshot()
-    else:
+    if action == "reset_tensors":
         holder.reset()
-    return {}
+        return {}
+    return holder.checks.row(action)
 
 
 def _outcome(work: Callable[[], Any]) -> dict[str, Any]:

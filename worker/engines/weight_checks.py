@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ class WeightChecks:
         self._tensors = dict(sorted(tensors.items()))
         self._lock = lock
         self._snapshot: dict[str, torch.Tensor] | None = None
+
+    def row(self, action: str) -> dict[str, Any]:
+        """Of a reply: what `check_weights` tells of a rank."""
+        if action == "checksum":
+            return {"checksum": self.checksum()}
+        if action == "snapshot":
+            self.snapshot()
+            return {}
+        mismatches = self.compare()
+        return {"match": not mismatches, "mismatches": mismatches}
 
     def checksum(self) -> str:
         """BLAKE3 over the names and bytes of all tensors."""
@@ -52,14 +62,19 @@ class WeightChecks:
             yield name, tensor.cpu()
 
 
+def noise(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """For the tensor of this name: the same in each rank that has it, as ranks that disagree would wait for each
+    other."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * NOISE_STD
+
+
 def write_noise(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Over every floating point tensor; the caller holds the lock, and no step may be running. The same in each rank
-    for a tensor that each has: ranks that disagree would wait for each other."""
+    """Over every floating point tensor; the caller holds the lock, and no step may be running."""
     with torch.no_grad():
         for name, tensor in tensors:
             if tensor.is_floating_point():
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * NOISE_STD)
+                tensor.copy_(noise(name, tensor.shape))
 
 
 def _bytes(tensor: Any) -> torch.Tensor:

@@ -1,0 +1,193 @@
+"""`vllm` and `sglang` as tests/test_engine_adapters.py sees them: how they differ, and how each is made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pytest
+
+from rl_plane.errors import EngineFailed
+from worker.engines import sglang, vllm
+from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a test puts in a place of the engine's, and the error that comes of it."""
+
+    owner: Any
+    name: str
+    broken: Callable[..., Any]
+    why: str
+
+
+Failures = dict[Literal["load", "swap", "unload"], list[Failure]]
+"""Of the changes of an adapter: `load` beside `x`, which is there already; `swap` and `unload` of `x`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    build: EngineFactory
+    arguments: dict[str, str]
+    two_ranks: dict[str, str]
+    bad_arguments: dict[str, str]
+    processes: str
+    """So begin the names of its processes."""
+    ranks: str
+    """So begin those of the ones that have the model."""
+    max_model_len: int
+    max_temperature: float
+    adapts_head: bool
+    """Takes an adapter of `lm_head`."""
+    places: int | None
+    """How many adapters it takes. None: more than a test loads."""
+    owner: Callable[[Any], Any]
+    """engine → what has its processes."""
+    slow_submission: Callable[[Any, pytest.MonkeyPatch, asyncio.Event, asyncio.Event], None]
+    """(engine, …, waits, go): from now on requests wait for `go` on their way into the engine."""
+    failures: Callable[[Any], Failures]
+
+    def options(self, model: Path, **extra: str) -> EngineOptions:
+        """Weights may be read from beside the model."""
+        return EngineOptions(model, device="cpu", extra=self.arguments | extra, weight_roots=(model.parent,))
+
+    def pids(self, engine: EngineAdapter) -> list[int]:
+        return sorted(self.owner(engine)._watch._descriptors)
+
+    def rank_pids(self, engine: EngineAdapter) -> list[int]:
+        return [pid for pid in self.pids(engine) if psutil.Process(pid).name().startswith(self.ranks)]
+
+    def directory(self, engine: EngineAdapter) -> Path:
+        found: Path = self.owner(engine)._directory
+        return found
+
+    def children(self) -> set[int]:
+        """Of this process."""
+        every = psutil.Process().children(recursive=True)
+        return {child.pid for child in every if child.name().startswith(self.processes)}
+
+
+def _slow_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
+    really = engine._llm.add_request
+
+    async def slow(*arguments: Any, **more: Any) -> Any:
+        waits.set()
+        await go.wait()
+        return await really(*arguments, **more)
+
+    monkeypatch.setattr(engine._llm, "add_request", slow)
+
+
+def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
+    manager = engine._process.manager
+    really = manager.generate_request
+
+    async def slow(*arguments: Any) -> AsyncIterator[Any]:
+        waits.set()
+        await go.wait()
+        async for out in really(*arguments):
+            yield out
+
+    monkeypatch.setattr(manager, "generate_request", slow)
+
+
+def _failures_of_vllm(engine: Any) -> Failures:
+    llm = engine._llm
+    really = llm.add_lora
+
+    async def no_flush(**_: Any) -> bool:
+        raise RuntimeError("no flush")
+
+    async def lost_file(lora: Any) -> bool:
+        if lora.lora_path != engine._loras["x"].path:
+            os.unlink(os.path.join(lora.lora_path, "adapter_model.safetensors"))
+        return bool(await really(lora))
+
+    async def stays(number: int) -> bool:
+        return False
+
+    put = [
+        Failure(llm, "reset_prefix_cache", no_flush, "no flush"),
+        Failure(llm, "add_lora", lost_file, "adapter"),
+    ]
+    return {"load": put, "swap": put, "unload": [Failure(llm, "remove_lora", stays, "loaded still")]}
+
+
+def _failures_of_sglang(engine: Any) -> Failures:
+    process = engine._process
+    really = process.call
+
+    def once(what: str) -> Failure:
+        left = [what]
+
+        async def call(op: str, **arguments: str) -> None:
+            if op in left:
+                left.remove(op)
+                raise EngineFailed(f"no {op}")
+            await really(op, **arguments)
+
+        return Failure(process, "call", call, f"no {what}")
+
+    return {
+        "load": [once("put_adapter")],
+        "swap": [once("put_adapter"), once("remove_adapter")],
+        "unload": [once("remove_adapter")],
+    }
+
+
+VLLM = Kind(
+    name="vllm",
+    build=vllm.build,
+    arguments={
+        "kv_cache_memory_bytes": str(32 << 20),
+        "max_model_len": "4096",
+        "max_lora_rank": "64",
+        "max_loras": "2",
+    },
+    two_ranks={"tensor_parallel_size": "2"},
+    bad_arguments={
+        "nonsense": "1",
+        "max_model_len": "many",
+        "enforce_eager": "perhaps",
+        "worker_extension_cls": "x",
+    },
+    processes="VLLM::",
+    ranks="VLLM::Worker",
+    max_model_len=4096,
+    max_temperature=2.0,
+    adapts_head=True,
+    places=2,
+    owner=lambda engine: engine,
+    slow_submission=_slow_vllm,
+    failures=_failures_of_vllm,
+)
+
+SGLANG = Kind(
+    name="sglang",
+    build=sglang.build,
+    arguments={"max_lora_rank": "64"},
+    two_ranks={"tp_size": "2"},
+    bad_arguments={
+        "nonsense": "1",
+        "tp_size": "two",
+        "disable_radix_cache": "perhaps",
+        "attention_backend": "by_hand",
+        "skip_tokenizer_init": "false",
+    },
+    processes="sglang::",
+    ranks="sglang::scheduler",
+    max_model_len=8186,
+    max_temperature=float("inf"),
+    adapts_head=False,
+    places=None,
+    owner=lambda engine: engine._process,
+    slow_submission=_slow_sglang,
+    failures=_failures_of_sglang,
+)

@@ -1,0 +1,815 @@
+"""What an EngineAdapter promises, held against real vLLM and real SGLang on a CPU, and a plain transformers model.
+
+Each engine is started once for all; `-k vllm` runs one of them. What they are peculiar in: tests/engine_kinds.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
+]
+
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
+from rl_plane.versions import TensorSpec  # noqa: E402
+from tests.engine_kinds import SGLANG, VLLM, Kind  # noqa: E402
+from tests.engine_runs import (  # noqa: E402
+    BOUND_S,
+    Result,
+    Run,
+    adapter_version,
+    ask,
+    load_adapter,
+    receive,
+    reception,
+    run,
+    unload_adapter,
+    update,
+    version,
+    witnessed,
+)
+from tests.reference import logprobs_of  # noqa: E402
+from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
+from worker.staging import model_digest  # noqa: E402
+from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
+from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
+from worker.transports.checkpoint import write_manifest  # noqa: E402
+
+ENDLESS = 2000
+"""More tokens than an engine makes meanwhile."""
+
+DEATH_S = 2.0
+"""How soon a death must be noticed."""
+
+LOGPROBS = 0.02
+"""Two forwards in bfloat16, batched in other ways, agree to this."""
+
+ADAPTERS = ("x", "y", "z")
+"""Names that tests use."""
+
+
+@dataclasses.dataclass
+class Models:
+    root: Path
+    tiny: dict[int, Path]
+    witness: dict[int, Path]
+    adapters: dict[int, Path]
+    """Of ranks and scalings of their own."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    tiny = {seed: make_tiny_model(root / f"tiny-{seed}", seed, "bfloat16") for seed in (1, 2)}
+    witness = {seed: make_witness_model(root / f"witness-{seed}", seed, "bfloat16") for seed in (1, 2)}
+    adapters = {}
+    for seed, rank in ((1, 4), (2, 8)):
+        path = adapters[seed] = make_tiny_adapter(tiny[1], root / f"adapter-{seed}", seed, r=rank)
+        config = json.loads((path / "adapter_config.json").read_text())
+        (path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": seed == 2}))
+    return Models(root, tiny, witness, adapters)
+
+
+@pytest.fixture
+def scratch(models: Models) -> Iterator[Path]:
+    """Weights may be read from here."""
+    with tempfile.TemporaryDirectory(dir=models.root) as path:
+        yield Path(path)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.engines(kind.name), id=kind.name) for kind in (VLLM, SGLANG)],
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[EngineAdapter, EngineInfo]]:
+    engine = kind.build(kind.options(models.witness[1]))
+    info = await engine.start()
+    yield engine, info
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: tuple[EngineAdapter, EngineInfo], models: Models) -> AsyncIterator[EngineAdapter]:
+    """At witness 1, without adapters, running."""
+    engine, _ = shared
+    spans = (await run(engine, ask([3], max_tokens=1))).spans
+    if [span.digest for span in spans] != [model_digest(models.witness[1])]:
+        await update(engine, models.witness[1], 0)
+    engine.set_version(version(0, models.witness[1]))
+    yield engine
+    await engine.pause("abort", False)
+    for name in ADAPTERS:
+        await engine.swap_adapter(name, None, None)
+    await engine.resume()
+
+
+@pytest.fixture
+def info(shared: tuple[EngineAdapter, EngineInfo]) -> EngineInfo:
+    return shared[1]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [random.Random(f"{seed} {length}").randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+
+def is_of(result: Result, base: Path, adapter: Path | None = None) -> bool:
+    """Are the tokens the likeliest, up to ties, by this base with this adapter, and are these their logprobs?"""
+    prompt = result.deltas[0].prompt_token_ids
+    assert prompt is not None
+    expected, gap = logprobs_of(base, prompt, result.tokens, adapter)
+    within = LOGPROBS if adapter is None else 2 * LOGPROBS
+    return gap <= LOGPROBS and result.logprobs == pytest.approx(expected, abs=within)
+
+
+# what it is
+
+
+async def test_what_it_says_of_itself(kind: Kind, engine: EngineAdapter, info: EngineInfo) -> None:
+    assert (info.engine, info.dtype, info.device, info.world_size) == (kind.name, "bfloat16", "cpu", 1)
+    assert info.vocab_size == VOCAB_SIZE
+    assert info.max_model_len == kind.max_model_len
+    assert info.transports == ("filesystem",)
+    assert set(info.capabilities) == {"release_memory", "resume_memory"}
+    assert engine.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))
+    for memory in (engine.release_memory, engine.resume_memory):
+        with pytest.raises(Unsupported, match=r"[CG]PU"):
+            await memory(["weights"])
+    await engine.liveness()
+
+
+async def test_arguments_are_the_engines_own(kind: Kind, models: Models) -> None:
+    for name, value in kind.bad_arguments.items():
+        with pytest.raises(InvalidRequest) as caught:
+            kind.build(kind.options(models.tiny[1], **{name: value}))
+        assert caught.value.facts["field"] == f"engine_arg.{name}"
+        assert caught.value.facts["fix"]
+
+
+async def test_modes_for_gpus_are_refused_on_a_cpu(kind: Kind, models: Models) -> None:
+    before, given = kind.children(), kind.options(models.tiny[1])
+    for mode in (dataclasses.replace(given, deterministic=True), dataclasses.replace(given, memory_saver=True)):
+        with pytest.raises(InvalidRequest, match="GPU"):
+            await kind.build(mode).start()
+    assert kind.children() == before
+
+
+# generation
+
+
+async def test_greedy_tokens_are_those_of_a_plain_forward_before_and_after_swaps(
+    engine: EngineAdapter, models: Models
+) -> None:
+    prompts = [prompt_of(seed, 3 + 11 * seed) for seed in range(4)]
+    made = []
+    for sequence, seed in ((1, 1), (2, 2), (3, 1)):
+        await update(engine, models.tiny[seed], sequence)
+        results = await asyncio.gather(*(run(engine, ask(prompt, logprobs=True)) for prompt in prompts))
+        for result in results:
+            assert is_of(result, models.tiny[seed])
+            (span,) = result.spans
+            assert (span.sequence, span.digest) == (sequence, model_digest(models.tiny[seed]))
+            assert (span.start, span.end) == (0, 16)
+        made.append([result.tokens for result in results])
+    assert made[0] == made[2] != made[1]
+
+
+async def test_deltas_text_and_stops(engine: Any) -> None:
+    chain = witnessed(1, 7, 16)
+    result = await run(engine, ask([7], logprobs=True))
+    assert (result.tokens, result.finish, len(result.logprobs)) == (chain, "length", 16)
+    assert all(value > -0.5 for value in result.logprobs)  # a wide gap
+    assert [(span.sequence, span.start, span.end) for span in result.spans] == [(0, 0, 16)]
+    assert result.deltas[0].prompt_token_ids == [7]
+    assert all(delta.prompt_token_ids is None for delta in result.deltas[1:])
+    assert result.deltas[0].spans
+    assert not any(delta.spans for delta in result.deltas[1:-1])
+    assert result.text == engine._tokenizer.decode(chain, skip_special_tokens=True)
+    for ignore_eos in (True, False):
+        stopped = await run(engine, ask([7], stop_token_ids=[chain[4], 511], ignore_eos=ignore_eos))
+        assert (stopped.tokens, stopped.finish) == (chain[:5], "stop")
+    ended = await run(engine, ask([0], ignore_eos=False))
+    assert (ended.tokens, ended.finish) == ([0], "stop")
+    assert (await run(engine, ask([0], max_tokens=3))).tokens == [0, 0, 0]
+    both = await run(engine, ask([7], stop_token_ids=[chain[0]], max_tokens=1))
+    assert (both.tokens, both.finish) == (chain[:1], "stop")
+
+
+async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 5)
+    prompt = prompt_of(1, 9)
+
+    def seeded(seed: int | None) -> Any:
+        return ask(prompt, temperature=1.2, top_p=0.95, seed=seed, max_tokens=30, logprobs=True)
+
+    alone = await run(engine, seeded(11))
+    traffic = [Run(engine, ask(prompt_of(n, n + 1), temperature=0.9, seed=n, max_tokens=60)) for n in range(8)]
+    await traffic[0].reach(2)
+    among, other, unseeded, again = await asyncio.gather(
+        *(run(engine, seeded(seed)) for seed in (11, 12, None, None))
+    )
+    assert among.tokens == alone.tokens != other.tokens
+    assert unseeded.tokens != again.tokens
+    for one in traffic:
+        await one.end()
+    # What was chosen, in the raw distribution.
+    expected, _ = logprobs_of(models.tiny[1], prompt, alone.tokens)
+    assert alone.logprobs == pytest.approx(expected, abs=LOGPROBS)
+    assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
+
+
+async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info: EngineInfo) -> None:
+    length = info.max_model_len
+    for field, request in (
+        ("prompt_token_ids", ask([VOCAB_SIZE])),
+        ("stop_token_ids", ask([1], stop_token_ids=[VOCAB_SIZE])),
+        ("max_tokens", ask([1], max_tokens=length)),
+        ("model", ask([1], adapter="never")),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await run(engine, request)
+        assert caught.value.facts["field"] == field
+    for left in (1, 8):
+        assert len((await run(engine, ask(prompt_of(1, length - left), max_tokens=left))).tokens) == left
+    one = Run(engine, ask([20], max_tokens=ENDLESS))
+    await one.reach(1)
+    with pytest.raises(InvalidRequest) as caught:
+        await run(engine, ask([3]).model_copy(update={"id": one.request.id}))
+    assert caught.value.facts["field"] == "id"
+    assert await engine.abort([one.request.id]) == 1
+    await one.end()
+    assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
+    assert engine.load() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"seed": (1 << 63) - 1, "temperature": 1.0},
+        {"seed": 0, "temperature": 1.0},
+        {"temperature": 1e-9},
+        {"temperature": 1e300},
+        {"temperature": 5e-324},
+        {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "top_k": 1 << 40},
+        {"temperature": 1.0, "top_k": VOCAB_SIZE + 1, "top_p": 0.5},
+        {"stop_token_ids": list(range(VOCAB_SIZE)) * 2},
+        {"max_tokens": 1, "logprobs": True},
+    ],
+)
+async def test_extremes_do_not_hurt_the_engine(kind: Kind, engine: EngineAdapter, extreme: dict[str, Any]) -> None:
+    if extreme.get("temperature", 0.0) > kind.max_temperature:
+        with pytest.raises(InvalidRequest, match="temperature"):
+            await run(engine, ask([7], **extreme))
+    else:
+        assert (await run(engine, ask([7], **extreme))).tokens
+    assert (await run(engine, ask([3]))).tokens == witnessed(1, 3, 16)
+
+
+async def test_more_requests_than_the_engine_takes_at_once(engine: EngineAdapter) -> None:
+    runs = [Run(engine, ask([token], max_tokens=8)) for token in range(400)]
+    for token, one in enumerate(runs):
+        assert (await one.end()).tokens == witnessed(1, token, 8)
+
+
+async def test_aborting_and_leaving(engine: EngineAdapter) -> None:
+    runs = [Run(engine, ask([20], max_tokens=ENDLESS)) for _ in range(3)]
+    for one in runs:
+        await one.reach(3)
+    assert engine.load() == (3, 0)
+    assert await engine.abort([runs[0].request.id, "never"]) == 1
+    result = await runs[0].end()
+    assert result.finish == "abort"
+    assert result.tokens == witnessed(1, 20, len(result.tokens))
+    assert result.spans[-1].end == len(result.tokens)
+    runs[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await runs[1].end()
+    assert await engine.abort(None) == 1
+    assert (await runs[2].end()).finish == "abort"
+    assert engine.load() == (0, 0)
+
+
+# pause
+
+
+async def test_keep_freezes_and_goes_on(engine: EngineAdapter) -> None:
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(10)
+    await engine.pause("keep", False)
+    await engine.pause("keep", False)
+    late = Run(engine, ask([21]))
+    await engine.liveness()  # what was on its way has come
+    held = list(one.result.tokens)
+    for _ in range(3):
+        await engine.liveness()
+    assert one.result.tokens == held
+    assert engine.load() == (1, 1)
+    assert await engine.flush_cache() is True  # it is computed anew
+    await engine.resume()
+    await engine.resume()
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+    assert (await late.end()).tokens == witnessed(1, 21, 16)
+
+
+async def test_wait_drains(engine: EngineAdapter) -> None:
+    one = Run(engine, ask([20], max_tokens=200))
+    await one.reach(1)
+    assert await engine.pause("wait", True) is True
+    assert len((await one.end()).tokens) == 200
+    late = Run(engine, ask([21]))
+    await engine.liveness()
+    assert late.result.tokens == []
+    await engine.resume()
+    assert len((await late.end()).tokens) == 16
+
+
+async def test_wait_drains_what_was_frozen(engine: EngineAdapter) -> None:
+    one = Run(engine, ask([20], max_tokens=200))
+    await one.reach(1)
+    await engine.pause("keep", False)
+    await engine.pause("wait", False)
+    assert (await one.end()).tokens == witnessed(1, 20, 200)
+    await engine.resume()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapter, frozen: bool) -> None:
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(1)
+    if frozen:
+        await engine.pause("keep", False)
+    waiting = asyncio.create_task(engine.pause("wait", False))
+    await one.reach(len(one.result.tokens) + 5)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    if frozen:
+        await engine.liveness()
+        held = len(one.result.tokens)
+        await engine.liveness()
+        assert len(one.result.tokens) == held < 300
+        await engine.resume()
+    assert len((await run(engine, ask([21]))).tokens) == 16
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+
+
+async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
+    one = Run(engine, ask([20], max_tokens=ENDLESS))
+    await one.reach(5)
+    assert await engine.pause("abort", True) is True
+    result = await one.end()
+    assert result.finish == "abort"
+    assert result.tokens == witnessed(1, 20, len(result.tokens))
+    await engine.resume()
+
+
+async def test_a_frozen_request_can_be_aborted(engine: EngineAdapter) -> None:
+    one, other = (Run(engine, ask([20], max_tokens=300)) for _ in range(2))
+    await one.reach(5)
+    await other.reach(5)
+    await engine.pause("keep", False)
+    assert await engine.abort([one.request.id]) == 1
+    assert (await one.end()).finish == "abort"
+    await engine.resume()
+    assert (await other.end()).tokens == witnessed(1, 20, 300)
+
+
+async def test_flushing(engine: EngineAdapter) -> None:
+    assert await engine.flush_cache() is True
+    one = Run(engine, ask([20], max_tokens=ENDLESS))
+    await one.reach(5)
+    assert await engine.flush_cache() is False
+    assert await engine.pause("keep", True) is True
+    await engine.resume()
+    await one.reach(len(one.result.tokens) + 50)
+    await engine.abort(None)
+    result = await one.end()
+    assert (result.tokens, result.finish) == (witnessed(1, 20, len(result.tokens)), "abort")
+
+
+# weights
+
+
+async def test_a_swap_under_streams(engine: EngineAdapter, models: Models) -> None:
+    runs = [Run(engine, ask([20 + number], max_tokens=300)) for number in range(3)]
+    staging, _ = await receive(engine, reception(models.witness[2]))
+    await runs[2].reach(20)
+    await engine.pause("keep", False)
+    late = Run(engine, ask([9]))
+    await engine.swap(staging, version(1, models.witness[2]))
+    await engine.resume()
+    for number, one in enumerate(runs):
+        result = await one.end()
+        assert [span.sequence for span in result.spans] == [0, 1]
+        before = 20 + number
+        for span in result.spans:
+            made = result.tokens[span.start : span.end]
+            assert made == witnessed(1 + span.sequence, before, len(made))
+            before = made[-1]
+    result = await late.end()
+    assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
+
+
+async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -> None:
+    """By logprobs: a stale prefix would move them by far more than the bound."""
+    await update(engine, models.tiny[1], 1)
+    prompt = prompt_of(5, 60)
+    await run(engine, ask(prompt))
+    running = Run(engine, ask([*prompt, 7], max_tokens=300, logprobs=True))
+    await running.reach(5)
+    await update(engine, models.tiny[2], 2)
+    assert is_of(await run(engine, ask(prompt, logprobs=True)), models.tiny[2])
+    result = await running.end()
+    assert [span.sequence for span in result.spans] == [1, 2]
+    for span in result.spans:
+        before = [*prompt, 7, *result.tokens[: span.start]]
+        expected, _ = logprobs_of(models.tiny[span.sequence], before, result.tokens[span.start : span.end])
+        assert result.logprobs[span.start : span.end] == pytest.approx(expected, abs=LOGPROBS)
+
+
+async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapter, models: Models) -> None:
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(5)
+    for _ in range(3):
+        staging, _ = await receive(engine, reception(models.witness[2]))
+        await engine.discard(staging)
+    await engine.discard("never")
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+    with pytest.raises(EngineFailed, match="paused"):
+        await engine.swap(staging, version(1, models.witness[2]))
+    await engine.pause("keep", False)
+    with pytest.raises(EngineFailed, match="discarded"):
+        await engine.swap(staging, version(1, models.witness[2]))
+    await engine.resume()
+    assert {span.sequence for span in (await run(engine, ask([9]))).spans} <= {0}
+
+
+async def test_bad_checkpoints_change_nothing(
+    engine: EngineAdapter, models: Models, scratch: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    good = load_file(models.witness[2] / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    bad = {
+        "missing": {key: tensor for key, tensor in good.items() if key != name},
+        "unknown": good | {"extra.weight": good[name].clone()},
+        "of another shape": good | {name: good[name][:-1].clone()},
+        "of another dtype": good | {name: good[name].float()},
+    }
+    for what, tensors in bad.items():
+        path = scratch / what
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        with pytest.raises(InvalidWeights, match=what):
+            await receive(engine, reception(path))
+    truncated = scratch / "truncated"
+    truncated.mkdir()
+    whole = (models.witness[2] / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(whole[:-100])
+    with pytest.raises(InvalidWeights, match="truncated"):
+        await receive(engine, reception(truncated))
+    with pytest.raises(InvalidWeights, match="is wanted"):
+        await receive(engine, reception(models.witness[2], digest="blake3:" + "0" * 64))
+    for path in (scratch / "absent", tmp_path):
+        with pytest.raises(InvalidRequest):
+            await receive(engine, reception(path))
+    assert (await run(engine, ask([9]))).tokens == witnessed(1, 9, 16)
+    wide = scratch / "wide"
+    wide.mkdir()
+    save_file({key: tensor.float() for key, tensor in good.items()}, wide / "model.safetensors")
+    staging, _ = await receive(engine, reception(wide, cast=True))
+    await engine.pause("keep", False)
+    await engine.swap(staging, version(1, models.witness[2]))
+    await engine.resume()
+    assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
+
+
+async def test_overwriting_in_place(engine: EngineAdapter, models: Models) -> None:
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(10)
+    with pytest.raises(EngineFailed, match="paused"):
+        await receive(engine, reception(models.witness[2], in_place=True))
+    await engine.pause("keep", False)
+    _, reply = await receive(engine, reception(models.witness[2], in_place=True))
+    assert reply["digest"] == model_digest(models.witness[2])
+    engine.set_version(version(1, models.witness[2]))
+    assert await engine.flush_cache() is True
+    await engine.resume()
+    assert [span.sequence for span in (await one.end()).spans] == [0, 1]
+    assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
+
+
+async def test_an_overwrite_that_fails_can_be_healed(engine: EngineAdapter, models: Models, scratch: Path) -> None:
+    await engine.pause("keep", False)
+    wrong = reception(models.witness[2], in_place=True, digest="blake3:" + "0" * 64)
+    with pytest.raises(InvalidWeights, match="the bytes make"):
+        await receive(engine, wrong)
+    what = reception(models.witness[2], in_place=True)
+    await asyncio.to_thread(engine.open, what)
+    with pytest.raises(EngineFailed, match="cancelled"):
+        await asyncio.to_thread(engine.receive, what.staging, lambda: True)
+    cut = shutil.copytree(models.witness[2], scratch / "cut")
+    write_manifest(cut)
+    raw = bytearray((cut / "model.safetensors").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (cut / "model.safetensors").write_bytes(raw)
+    with pytest.raises(InvalidWeights, match="its publisher stated"):  # in the middle
+        await receive(engine, reception(cut, in_place=True))
+    await engine.resume()
+    assert (await run(engine, ask([9]))).spans == []
+    await engine.pause("keep", False)
+    await receive(engine, reception(models.witness[2], in_place=True))
+    engine.set_version(version(1, models.witness[2]))
+    assert await engine.flush_cache() is True
+    await engine.resume()
+    result = await run(engine, ask([9]))
+    assert (result.tokens, result.spans[0].sequence) == (witnessed(2, 9, 16), 1)
+
+
+async def test_checks_see_every_change(engine: EngineAdapter, models: Models, scratch: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (before,) = await engine.check_weights("checksum")
+    assert (await engine.check_weights("snapshot")) == [{"rank": 0}]
+    assert (await engine.check_weights("compare")) == [{"rank": 0, "match": True, "mismatches": []}]
+    seen = {before["checksum"]}
+    tensors = load_file(models.witness[1] / "model.safetensors")
+    for name in tensors:  # one element of each
+        changed = {key: tensor.clone() for key, tensor in tensors.items()}
+        changed[name].view(-1)[-1] += 1.0
+        path = scratch / name
+        path.mkdir()
+        save_file(changed, path / "model.safetensors")
+        await update(engine, path, 1)
+        (row,) = await engine.check_weights("checksum")
+        assert row["checksum"] not in seen, name
+        seen.add(row["checksum"])
+        (compared,) = await engine.check_weights("compare")
+        assert len(compared["mismatches"]) == 1, name
+    await update(engine, models.witness[1], 2)
+    assert await engine.check_weights("checksum") == [before]
+    await engine.check_weights("reset_tensors")
+    (compared,) = await engine.check_weights("compare")
+    assert not compared["match"]
+    assert (await run(engine, ask([9]))).spans == []
+    await update(engine, models.witness[1], 3)
+    assert await engine.check_weights("checksum") == [before]
+    assert (await run(engine, ask([9]))).tokens == witnessed(1, 9, 16)
+
+
+# adapters
+
+
+async def test_adapters_load_swap_and_unload(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 1)
+
+    async def says(name: str | None, seed: int = 1) -> Result:
+        return await run(engine, ask(prompt_of(seed, 12), adapter=name, logprobs=True))
+
+    for sequence, seed in ((2, 1), (3, 2)):
+        await load_adapter(engine, "x", models.adapters[seed], sequence)
+        result = await says("x")
+        assert is_of(result, models.tiny[1], models.adapters[seed])
+        assert not is_of(result, models.tiny[1])
+        (span,) = result.spans
+        assert span.adapter is not None
+        assert (span.sequence, span.adapter.sequence) == (1, sequence)
+        bare = await says(None)
+        assert is_of(bare, models.tiny[1])
+        assert bare.spans[0].adapter is None
+    # In one batch.
+    await load_adapter(engine, "y", models.adapters[1])
+    asked = [(name, seed) for seed in range(4) for name in ("x", "y", None)]
+    await engine.pause("keep", False)
+    together = [asyncio.create_task(says(name, seed)) for name, seed in asked]
+    await engine.resume()
+    loaded = {"x": models.adapters[2], "y": models.adapters[1]}
+    for (name, _), result in zip(asked, await asyncio.gather(*together), strict=True):
+        assert is_of(result, models.tiny[1], loaded[name] if name is not None else None), name
+    if kind.places == len(loaded):
+        with pytest.raises(InvalidRequest, match="no place"):
+            await load_adapter(engine, "z", models.adapters[1])
+    # New base weights keep the adapters, also those that are written in place.
+    await update(engine, models.tiny[2], 4)
+    result = await says("x")
+    assert is_of(result, models.tiny[2], models.adapters[2])
+    assert result.spans[0].adapter is not None
+    assert (result.spans[0].sequence, result.spans[0].adapter.sequence) == (4, 3)
+    assert is_of(await says(None), models.tiny[2])
+    await engine.pause("keep", False)
+    await receive(engine, reception(models.tiny[1], in_place=True))
+    assert await engine.flush_cache() is True
+    await engine.resume()
+    assert is_of(await says("x"), models.tiny[1], models.adapters[2])
+    for _ in range(2):
+        await unload_adapter(engine, "x")
+    with pytest.raises(InvalidRequest):
+        await says("x")
+    assert is_of(await says("y"), models.tiny[1], models.adapters[1])
+
+
+async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, models: Models) -> None:
+    await load_adapter(engine, "x", models.adapters[1])
+    mine = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
+    other = Run(engine, ask([20], max_tokens=300))
+    await mine.reach(3)
+    await other.reach(3)
+    await unload_adapter(engine, "x")
+    assert (await mine.end()).finish == "abort"
+    assert (await other.end()).tokens == witnessed(1, 20, 300)
+
+
+async def test_a_request_on_its_way_when_its_adapter_goes(
+    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not reach the engine, which would look for the adapter's files, and die of it."""
+    await load_adapter(engine, "x", models.adapters[1])
+    waits, go = asyncio.Event(), asyncio.Event()
+    kind.slow_submission(engine, monkeypatch, waits, go)
+    late = Run(engine, ask([20], adapter="x"))
+    async with asyncio.timeout(BOUND_S):
+        await waits.wait()
+    await engine.pause("keep", False)
+    unloading = asyncio.create_task(engine.swap_adapter("x", None, None))
+    await engine.liveness()
+    go.set()
+    await unloading
+    await engine.resume()
+    result = await late.end()
+    assert (result.tokens, result.finish) == ([], "abort")
+    await engine.liveness()
+
+
+@pytest.mark.parametrize("change", ["load", "swap", "unload"])
+async def test_a_change_of_an_adapter_that_fails_changes_nothing(
+    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    await update(engine, models.tiny[1], 1)
+    await load_adapter(engine, "x", models.adapters[1])
+    for failure in kind.failures(engine)[change]:
+        staging, fresh = None, None
+        if change != "unload":
+            staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
+            fresh = adapter_version(2, models.adapters[2])
+        await engine.pause("keep", False)
+        monkeypatch.setattr(failure.owner, failure.name, failure.broken)
+        with pytest.raises(EngineFailed, match=failure.why):
+            await engine.swap_adapter("z" if change == "load" else "x", staging, fresh)
+        monkeypatch.undo()
+        await engine.resume()
+        result = await run(engine, ask([9], adapter="x", logprobs=True))
+        assert is_of(result, models.tiny[1], models.adapters[1])
+        assert result.spans[0].adapter is not None
+        assert result.spans[0].adapter.sequence == 1
+        with pytest.raises(InvalidRequest):
+            await run(engine, ask([9], adapter="z"))
+    await load_adapter(engine, "x", models.adapters[2], 3)
+    assert is_of(await run(engine, ask([9], adapter="x", logprobs=True)), models.tiny[1], models.adapters[2])
+
+
+async def test_adapters_that_do_not_fit(kind: Kind, engine: EngineAdapter, models: Models, scratch: Path) -> None:
+    large = make_tiny_adapter(models.witness[1], scratch / "large", seed=1, r=65)
+    with pytest.raises(InvalidWeights, match="rank is 65"):
+        await receive(engine, reception(large, kind="lora"))
+    head = make_witness_adapter(models.witness[1], scratch / "head", 1)
+    if kind.adapts_head:
+        await load_adapter(engine, "x", head)
+        made = (await run(engine, ask([9], adapter="x"))).tokens
+        assert made == [witness_adapter_next_token(1, token) for token in [9, *made[:-1]]]
+    else:
+        with pytest.raises(InvalidWeights, match="lm_head"):
+            await receive(engine, reception(head, kind="lora"))
+    with pytest.raises(InvalidRequest):
+        await receive(engine, reception(models.witness[2], kind="lora"))
+
+
+# hangs and death
+
+
+async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> None:
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(3)
+    ranks = kind.rank_pids(engine)
+    assert ranks
+    try:
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await engine.liveness()
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+    await engine.liveness()
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+    assert await engine.pause("abort", True) is True
+    await engine.resume()
+
+
+async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scratch: Path) -> None:
+    """A model that the engine can't load: SGLang would end this process."""
+    before = kind.children()
+    broken = shutil.copytree(models.tiny[1], scratch / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(EngineFailed, match="did not start"):
+        await kind.build(kind.options(broken)).start()
+    assert kind.children() == before
+
+
+async def test_two_ranks_then_one_is_killed(kind: Kind, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP 2, every rank answers; SIGKILL of one ends all, soon, and leaves nothing."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    engine = kind.build(kind.options(models.witness[1], **kind.two_ranks))
+    try:
+        assert (await engine.start()).world_size == 2
+        engine.set_version(version(0, models.witness[1]))
+        assert (await run(engine, ask([9]))).tokens == witnessed(1, 9, 16)
+        await update(engine, models.witness[2], 1)
+        assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
+        rows = await engine.check_weights("checksum")
+        assert [row["rank"] for row in rows] == [0, 1]
+        assert rows[0]["checksum"] != rows[1]["checksum"]
+        rows = await asyncio.to_thread(engine.init_transport, {"backend": "filesystem"})
+        assert rows == [{"rank": 0}, {"rank": 1}]
+        with pytest.raises(InvalidWeights):
+            await receive(engine, reception(models.tiny[1], digest="blake3:" + "0" * 64))
+        await update(engine, models.tiny[1], 2)
+        await load_adapter(engine, "x", models.adapters[2])
+        adapted = await run(engine, ask([9], adapter="x", logprobs=True))
+        assert is_of(adapted, models.tiny[1], models.adapters[2])
+        await engine.pause("keep", False)
+        await receive(engine, reception(models.tiny[2], in_place=True))
+        assert await engine.flush_cache() is True
+        await engine.resume()
+        adapted = await run(engine, ask([9], adapter="x", logprobs=True))
+        assert is_of(adapted, models.tiny[2], models.adapters[2])
+        await engine.check_weights("reset_tensors")
+        assert len((await run(engine, ask([9]))).tokens) == 16
+        pids, directory, ranks = kind.pids(engine), kind.directory(engine), kind.rank_pids(engine)
+        assert len(ranks) == 2
+        stream = Run(engine, ask([20], max_tokens=ENDLESS))
+        await stream.reach(2)
+        draining = asyncio.create_task(engine.pause("wait", False))
+        os.kill(ranks[1], signal.SIGKILL)
+        async with asyncio.timeout(DEATH_S):
+            for told in (draining, stream.end(), engine.liveness()):
+                with pytest.raises(EngineFailed):
+                    await told
+        for refused in (engine.flush_cache(), engine.pause("keep", False), run(engine, ask([1]))):
+            with pytest.raises(EngineFailed):
+                await refused
+    finally:
+        await engine.close()
+    assert all(map(gone, pids))
+    assert not directory.exists()
+
+
+async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[EngineAdapter, EngineInfo]) -> None:
+    """The last one: it closes the shared engine."""
+    engine, _ = shared
+    pids, directory = kind.pids(engine), kind.directory(engine)
+    stream = Run(engine, ask([20], max_tokens=ENDLESS))
+    await stream.reach(2)
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineFailed):
+        await stream.end()
+    assert all(map(gone, pids))
+    assert not directory.exists()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

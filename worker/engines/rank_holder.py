@@ -1,0 +1,84 @@
+"""The weights of one rank, inside an engine's own process: what the engines with such processes have in common."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_plane.errors import InvalidWeights
+from rl_plane.versions import TensorSpec
+from worker.engines.checkpoint_spec import LinearModules, checkpoint_spec, linear_modules
+from worker.engines.hf_weights import NAME_OF_DTYPE, StagedTensors, host_copies
+from worker.engines.lora import LoraConfig, lora_spec, parse_lora, target_modules
+from worker.reception import Cancelled, TensorStream
+
+
+class RankHolder(ABC):
+    """A WeightHolder but for `stage_adapter`. `stage` and its like run on the agent's threads; `swap` on the engine's
+    own, between two steps."""
+
+    def __init__(self, model: Path, dtype: torch.dtype) -> None:
+        self._model_directory = model
+        self._dtype = NAME_OF_DTYPE[dtype]
+        self._spec = checkpoint_spec(model, self._dtype)
+        self._linear: LinearModules | None = None
+        self._lock = threading.Lock()
+        """Held by whoever writes the weights."""
+
+    @abstractmethod
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What raises in the middle leaves weights of no version, into which others can be loaded."""
+
+    @abstractmethod
+    def _max_rank(self) -> int:
+        """Of an adapter. Unsupported where LoRA is off."""
+
+    def weight_spec(self) -> Mapping[str, TensorSpec]:
+        return self._spec.tensors
+
+    def optional_tensors(self) -> frozenset[str]:
+        return self._spec.optional
+
+    def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
+        return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
+
+    def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
+        """Beside the engine's thread, which makes no step while it is paused."""
+        self._load(self._copies(tensors, cast, cancelled))
+
+    def swap(self, staged: StagedTensors) -> None:
+        assert staged.tensors is not None, "taken once"
+        self._load(staged.tensors.items())
+
+    def _copies(
+        self, tensors: TensorStream, cast: bool, cancelled: Cancelled
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return host_copies(tensors, self._spec.tensors, self._spec.optional, cast, cancelled)
+
+    def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
+        return self._adapter(config)[2]
+
+    def _adapter(self, config: Mapping[str, Any]) -> tuple[LoraConfig, list[str], dict[str, TensorSpec]]:
+        """What it asks for, the modules that it changes, and the tensors that it must have."""
+        most = self._max_rank()
+        lora = parse_lora(config)
+        if lora.r > most:
+            raise InvalidWeights(
+                f"the adapter's rank is {lora.r}, this engine takes {most}",
+                field="adapter_config.r",
+                fix="start it with a larger --engine-arg max_lora_rank",
+            )
+        if self._linear is None:
+            self._linear = linear_modules(self._model_directory)
+        modules = target_modules(lora, self._linear.shapes, self._linear.others)
+        self._check_targets(lora, modules)
+        return lora, modules, lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
+
+    @abstractmethod
+    def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
+        """InvalidWeights where the engine has no LoRA for one of them."""
