@@ -27,6 +27,9 @@ class Failure:
     why: str
 
 
+BATCH_TOKENS = 64
+"""A longer prompt is computed in parts."""
+
 Failures = dict[Literal["load", "swap", "unload"], list[Failure]]
 """Of the changes of an adapter: `load` beside `x`, which is there already; `swap` and `unload` of `x`."""
 
@@ -150,6 +153,8 @@ VLLM = Kind(
         "max_model_len": "4096",
         "max_lora_rank": "64",
         "max_loras": "2",
+        "max_num_batched_tokens": str(BATCH_TOKENS),
+        "max_num_seqs": "64",
     },
     two_ranks={"tensor_parallel_size": "2"},
     bad_arguments={
@@ -172,7 +177,7 @@ VLLM = Kind(
 SGLANG = Kind(
     name="sglang",
     build=sglang.build,
-    arguments={"max_lora_rank": "64"},
+    arguments={"max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
     two_ranks={"tp_size": "2"},
     bad_arguments={
         "nonsense": "1",

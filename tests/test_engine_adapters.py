@@ -30,7 +30,7 @@ pytestmark = [
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
-from tests.engine_kinds import SGLANG, VLLM, Kind  # noqa: E402
+from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
     BOUND_S,
     Result,
@@ -239,6 +239,14 @@ async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -
     expected, _ = logprobs_of(models.tiny[1], prompt, alone.tokens)
     assert alone.logprobs == pytest.approx(expected, abs=LOGPROBS)
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
+
+
+async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 6)
+    seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
+    in_parts = await run(engine, seeded)
+    # From the cache, the same prompt is one part.
+    assert (await run(engine, seeded.model_copy(update={"id": "again"}))).tokens == in_parts.tokens
 
 
 async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info: EngineInfo) -> None:

@@ -14,6 +14,7 @@ from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.vllm_holder import StagedAdapter, VllmHolder
 from worker.engines.vllm_prompts import score_prompts_by_token
+from worker.engines.vllm_seeds import rewind_by_state
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled
 from worker.transports.base import Places
@@ -36,6 +37,8 @@ class RankExtension:
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
+            if self.model_runner.device.type == "cpu":
+                rewind_by_state(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()
 
         return _outcome(start)
