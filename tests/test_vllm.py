@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::(torch|vllm|transformers|multiprocessing)"),  # theirs, not ours
 ]
 
+from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
@@ -43,7 +44,6 @@ from worker.engines.vllm import VllmEngine, build  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
-from worker.transports.checkpoint import write_manifest  # noqa: E402
 
 ARGUMENTS = {
     "kv_cache_memory_bytes": str(32 << 20),

@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
+from rl_plane.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 from rl_plane.versions import (
     ADAPTER_CONFIG_NAME,
     DIGEST_PREFIX,
@@ -32,8 +34,6 @@ from rl_plane.versions import (
     config_line,
     tensors_digest,
 )
-from worker.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
-from worker.transports.directory import Directory, check_beneath, kind_of, listed, unopened
 
 Kind = Literal["base", "lora"]
 
@@ -363,7 +363,7 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple
             f"{MANIFEST_NAME} {what}",
             field="transport.path",
             file=MANIFEST_NAME,
-            fix="write the manifest again (worker.transports.checkpoint.write_manifest), after the weights",
+            fix="write the manifest again (rl_plane.checkpoint.write_manifest), after the weights",
         )
 
     if manifest.get("v") != 1 or type(manifest["v"]) is not int:
