@@ -145,24 +145,35 @@ def write_manifest(directory: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"{str(directory)!r} is not a directory", field="directory", fix="name a checkpoint directory"
         )
-    held = set(os.listdir(directory))
-    lora = ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
-    checkpoint = open_checkpoint(directory, field="directory", kind="lora" if lora else "base")
+    kind: Kind = "lora" if is_adapter(directory) else "base"
+    checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
         digests = checkpoint.tensor_digests()
-        manifest = {
-            "v": 1,
-            "digest": checkpoint.digest_of(digests),
-            "tensors": {
-                name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
-                for name, spec in checkpoint.specs.items()
-            },
-            "files": _sizes(checkpoint),
-        }
+        manifest = manifest_of(checkpoint.specs, digests, checkpoint.digest_of(digests), _sizes(checkpoint))
     finally:
         checkpoint.close()
     write_atomically(Path(directory) / MANIFEST_NAME, [json.dumps(manifest).encode()])
     return manifest
+
+
+def manifest_of(
+    specs: Mapping[str, TensorSpec], digests: Mapping[str, str], digest: str, files: Mapping[str, int]
+) -> dict[str, Any]:
+    """What MANIFEST_NAME holds. `digests`: of the tensors; `files`: name → length."""
+    tensors = {
+        name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
+        for name, spec in specs.items()
+    }
+    return {"v": 1, "digest": digest, "tensors": tensors, "files": dict(files)}
+
+
+def is_adapter(directory: Path) -> bool:
+    """Does it hold a PEFT adapter, and no checkpoint?"""
+    try:
+        held = set(os.listdir(directory))
+    except OSError:
+        return False
+    return ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
 
 
 def _open(
