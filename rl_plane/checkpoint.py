@@ -167,7 +167,7 @@ def manifest_of(
     return {"v": 1, "digest": digest, "tensors": tensors, "files": dict(files)}
 
 
-def is_adapter(directory: Path) -> bool:
+def is_adapter(directory: Path | str) -> bool:
     """Does it hold a PEFT adapter, and no checkpoint?"""
     try:
         held = set(os.listdir(directory))

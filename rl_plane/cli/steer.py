@@ -138,16 +138,7 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
     elif op in ("enable", "disable"):
         body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
     elif op in ("update_weights", "rollback"):
-        policy = UpdatePolicy(
-            barrier=values["barrier"],
-            staging=values["staging"],
-            pause_mode=values["pause_mode"],
-            on_prepare_failure=values["on_prepare_failure"],
-            min_ready=values["min_ready"],
-            keep_pause=values["keep_pause"],
-            flush_cache=values["flush"],
-            prepare_timeout_s=timeout_s or UpdatePolicy().prepare_timeout_s,
-        )
+        policy = policy_of(values)
         body["policy"] = policy.model_dump()
         body |= {key: values[key] for key in ("version", "digest") if values.get(key) is not None}
         if op == "rollback":
@@ -160,6 +151,19 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
             body |= _source(command.flags.get("path"), values)
         return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     return body, timeout_s or CHANGE_S
+
+
+def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
+    return UpdatePolicy(
+        barrier=values["barrier"],
+        staging=values["staging"],
+        pause_mode=values["pause_mode"],
+        on_prepare_failure=values["on_prepare_failure"],
+        min_ready=values["min_ready"],
+        keep_pause=values["keep_pause"],
+        flush_cache=values["flush"],
+        prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
+    )
 
 
 def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ FleetLike = RlClient | Fleet | SyncRlClient | str
 """A client, or a URL: `http://…` of the facade, `nats://…` of the server."""
 
 
-class FleetCalls:
+class BlockingFleet:
     """`run(op, body, request_id)` blocks, and raises the fleet's PlaneError."""
 
     def __init__(

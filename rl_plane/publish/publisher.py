@@ -28,7 +28,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
-from rl_plane.publish.fleets import FleetCalls, FleetLike
+from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
 from rl_plane.publish.sender import Sender, Surroundings
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
@@ -166,10 +166,10 @@ class WeightPublisher:
         self._previous: Publication | None = None
         self._backend: str | None = None
         self._sender: Sender | None = None
-        self._fleet: FleetCalls | None = None
+        self._fleet: BlockingFleet | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
-            self._fleet = FleetCalls(fleet, admin_key=admin_key, namespace=namespace, component=component)
+            self._fleet = BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
 
     @property
     def backend(self) -> str | None:
@@ -253,7 +253,7 @@ class WeightPublisher:
         parse_body(UpdateWeights, {**body, "transport": {"backend": "any"}})
         return body
 
-    def _ready_sender(self, fleet: FleetCalls) -> Sender:
+    def _ready_sender(self, fleet: BlockingFleet) -> Sender:
         """Of the way that the fleet of this moment can take."""
         workers = fleet.run("workers", self._select)["workers"]
         backend = choose(self._told, workers, installed(), with_root="root" in self._options)
@@ -269,7 +269,11 @@ class _Attempt:
     """One publication on rank 0: `read` brings the tensors out of the source, `end` waits for the fleet."""
 
     def __init__(
-        self, publisher: WeightPublisher, fleet: FleetCalls, publication: Publication, previous: Publication | None
+        self,
+        publisher: WeightPublisher,
+        fleet: BlockingFleet,
+        publication: Publication,
+        previous: Publication | None,
     ) -> None:
         self._publisher = publisher
         self._fleet = fleet
