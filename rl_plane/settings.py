@@ -235,6 +235,23 @@ SETTINGS: dict[str, Setting] = {
             "what the trainer published: blake3:<64 hex digits>",
             parse.matching(r"blake3:[0-9a-f]{64}", "give blake3: and 64 hex digits"),
         ),
+        Setting(
+            "transport",
+            "by which the weights go: auto, filesystem, …",
+            parse.matching(r"[A-Za-z0-9_-]{1,64}", "give a transport's name, or auto"),
+            "auto",
+            metavar="NAME",
+        ),
+        Setting(
+            "root",
+            "where filesystem writes: beneath the workers' weight roots",
+            parse.path,
+            env="PUBLISH_ROOT",
+            metavar="DIR",
+        ),
+        Setting(
+            "keep", "the newest versions that stay beneath --root", parse.whole(1, 1000), 2, env="PUBLISH_KEEP"
+        ),
         Setting("limit", "the newest so many", parse.whole(1, 256), 20, env="UPDATES_LIMIT", metavar="N"),
         Setting(
             "sequence",

@@ -104,6 +104,10 @@ class SyncRlClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def nats_url(self) -> str:
+        return self._client.bus.url
+
     # ---- membership ----
 
     def list_workers(self, component: str | None = None) -> Snapshot:
@@ -120,7 +124,7 @@ class SyncRlClient:
         self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
     ) -> dict[str, Any]:
         """Any op of `rl_plane.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
-        bound = _bound(op, body or {}) if timeout_s is None else timeout_s
+        bound = call_bound_s(op, body or {}) if timeout_s is None else timeout_s
         return self._wait(self._client.run(op, body, request_id), bound, op)
 
     def state(self, **select: Any) -> dict[str, Any]:
@@ -257,7 +261,7 @@ def _closed() -> BusUnreachable:
     return BusUnreachable("this client has been closed", fix="connect a new one")
 
 
-def _bound(op: str, body: dict[str, Any]) -> float:
+def call_bound_s(op: str, body: dict[str, Any]) -> float:
     """Seconds after which something is wrong: the sum of what the call may wait for, one by one."""
     wait_s = _number(body.get("wait_s"), DEFAULT_WAIT_S) + DEFAULT_LOCK_WAIT_S + MARGIN_S
     if op in ("update_weights", "prepare_weights_update", "complete_weights_update"):

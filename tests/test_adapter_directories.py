@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import worker.transports.checkpoint as checkpoints
-import worker.transports.directory as directories
+import rl_plane.checkpoint as checkpoints
+import rl_plane.directory as directories
+from rl_plane.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from rl_plane.errors import InvalidRequest, InvalidWeights
+from rl_plane.safetensors_file import SafetensorsFile, write_safetensors
 from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, tensors_digest
 from tests.test_filesystem_transport import SCALAR, A, B, Tensors, read, refusal, request, sharded, single
-from worker.safetensors_file import SafetensorsFile, write_safetensors
-from worker.transports.checkpoint import ADAPTER_NAME, SINGLE_NAME, write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")

@@ -15,7 +15,7 @@ from rl_plane.cli.output import missing_module, one_line
 from rl_plane.settings import SETTINGS
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
-COMMANDS += ["rollback", "updates", "enable", "disable", "demo"]
+COMMANDS += ["rollback", "updates", "enable", "disable", "publish", "demo"]
 
 BLOCKED = [
     "torch",

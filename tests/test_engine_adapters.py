@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
 ]
 
+from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
@@ -51,7 +52,6 @@ from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
-from worker.transports.checkpoint import write_manifest  # noqa: E402
 
 ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""

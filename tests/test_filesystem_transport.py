@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-import worker.safetensors_file as safetensors_file
-import worker.transports.checkpoint as checkpoints
-import worker.transports.directory as directories
-from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.versions import TensorSpec, tensors_digest
-from worker.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
-from worker.transports.base import Delivery, Places, WeightTransport
-from worker.transports.checkpoint import (
+import rl_plane.checkpoint as checkpoints
+import rl_plane.directory as directories
+import rl_plane.safetensors_file as safetensors_file
+from rl_plane.checkpoint import (
     INDEX_NAME,
     MANIFEST_NAME,
     SINGLE_NAME,
     open_checkpoint,
     write_manifest,
 )
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.safetensors_file import SafetensorsFile, load_json_object, write_safetensors
+from rl_plane.versions import TensorSpec, tensors_digest
+from worker.transports.base import Delivery, Places, WeightTransport
 from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 pytestmark = pytest.mark.usefixtures("no_descriptor_leaks")

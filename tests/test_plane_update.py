@@ -28,10 +28,10 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.fleet import Fleet
+from rl_plane.safetensors_file import write_safetensors
 from rl_plane.streams import StreamReceiver
 from rl_plane.versions import TensorSpec
 from worker.engines.fake import fake_token
-from worker.safetensors_file import write_safetensors
 from worker.staging import model_digest
 
 if TYPE_CHECKING:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+import rl_plane.checkpoint as checkpoint
 import worker.staging as staging
-import worker.transports.checkpoint as checkpoint
+from rl_plane.checkpoint import write_manifest
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
+from rl_plane.safetensors_file import write_safetensors
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
 from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeAdapter, FakeEngine, FakeWeights, make_fake_adapter, make_fake_model
 from worker.engines.fake_holder import FakeHolder
 from worker.reception import Staged, TensorStream
-from worker.safetensors_file import write_safetensors
 from worker.staging import (
     DigestingStream,
     adapter_digest,
@@ -30,7 +31,6 @@ from worker.staging import (
     receive_adapter,
 )
 from worker.transports.base import Delivery, Places
-from worker.transports.checkpoint import write_manifest
 from worker.transports.filesystem import FilesystemTransport
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))

@@ -18,7 +18,7 @@ import pytest
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
 from rl_plane.nats_server import NatsServer
 from rl_plane.process import die_with_parent
-from rl_plane.sync import SyncRlClient, _bound
+from rl_plane.sync import SyncRlClient, call_bound_s
 from worker.engines.fake import make_fake_model
 
 WORKERS = 2
@@ -170,4 +170,4 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(nats_url: str) -> Non
     ],
 )
 def test_every_call_has_a_bound(op: str, body: dict[str, object], low: float, high: float) -> None:
-    assert low <= _bound(op, body) <= high
+    assert low <= call_bound_s(op, body) <= high

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, config_line, tensors_digest
 from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
-from worker.transports.checkpoint import open_checkpoint
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""

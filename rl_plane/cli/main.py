@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import rl_plane.cli.publish as publish
 import rl_plane.cli.serve as serve
 import rl_plane.cli.steer as steer
 import rl_plane.cli.up as up
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
     up.add_to(commands)
     serve.add_to(commands)
     steer.add_to(commands)
+    publish.add_to(commands)
     serve.add_demo_to(commands)
     return parser
 

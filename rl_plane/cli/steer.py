@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from rl_plane.cli.flags import Command, Subparsers, add_command
-from rl_plane.cli.http_call import call_facade
 from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
+from rl_plane.facade import call_facade
 from rl_plane.ops import UpdatePolicy
 from rl_plane.settings import BadSetting
 from rl_plane.subjects import check_instance_id
@@ -140,16 +140,7 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
     elif op in ("enable", "disable"):
         body["workers"] = [_instance_id(text) for text in dict.fromkeys(command.flags["ids"])]
     elif op in ("update_weights", "rollback"):
-        policy = UpdatePolicy(
-            barrier=values["barrier"],
-            staging=values["staging"],
-            pause_mode=values["pause_mode"],
-            on_prepare_failure=values["on_prepare_failure"],
-            min_ready=values["min_ready"],
-            keep_pause=values["keep_pause"],
-            **({} if values["flush"] is None else {"flush_cache": values["flush"]}),
-            prepare_timeout_s=timeout_s or UpdatePolicy().prepare_timeout_s,
-        )
+        policy = policy_of(values)
         body["policy"] = policy.model_dump()
         body |= {key: values[key] for key in ("version", "digest") if values.get(key) is not None}
         if op == "rollback":
@@ -162,6 +153,19 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
             body |= _source(command.flags.get("path"), values)
         return body, policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S
     return body, timeout_s or CHANGE_S
+
+
+def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
+    return UpdatePolicy(
+        barrier=values["barrier"],
+        staging=values["staging"],
+        pause_mode=values["pause_mode"],
+        on_prepare_failure=values["on_prepare_failure"],
+        min_ready=values["min_ready"],
+        keep_pause=values["keep_pause"],
+        **({} if values["flush"] is None else {"flush_cache": values["flush"]}),
+        prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
+    )
 
 
 def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,3 +2,27 @@
 
 torch is needed only for sources that are made of torch tensors; it is imported when one is used.
 """
+
+from rl_plane.publish.publisher import Progress, Publication, WeightPublisher
+from rl_plane.publish.sources import (
+    AdapterSource,
+    DirectorySource,
+    ExportSource,
+    ModuleSource,
+    Source,
+    StateDictSource,
+    as_source,
+)
+
+__all__ = [
+    "AdapterSource",
+    "DirectorySource",
+    "ExportSource",
+    "ModuleSource",
+    "Progress",
+    "Publication",
+    "Source",
+    "StateDictSource",
+    "WeightPublisher",
+    "as_source",
+]

@@ -1,22 +1,33 @@
 """The seam on the trainer's side: how packed buckets leave.
 
-Life of one update: `open(manifest)` gives the `transport` object of the request, and receivers may come from then on;
-for each bucket, in order, `buffer(number)` gives the place to pack it into (it blocks until that is free) and
-`send(number)` sends it; `finish(digests)` tells what the tensors' digests are and waits until every receiver that is
-still there has everything; `close()` frees what it held, on every path, twice included. All block: they are for a
-thread. They raise Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
+Life of one update: `open(manifest)` gives the `transport` object of the request; for each bucket, in order,
+`buffer(number)` gives the place to pack it into (it blocks until that is free) and `send(number)` sends it;
+`finish(digests)` tells what the tensors' digests are and waits until every receiver that is still there has everything;
+`close()` frees what the update held, on every path, twice included. Then the next one may be opened; what outlasts an
+update (a group, registered memory) goes with `destroy()`.
+
+All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
+Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
+
+A sender is made by an entry point of the group `rl_plane.senders`, called `<backend>`: a function that takes
+Surroundings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
 
 from rl_plane.manifest import Manifest
+
+Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class Sender(Protocol):
     backend: str
+    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    """When the fleet is asked to fetch: at once, or when everything is there to be fetched."""
 
     def open(self, manifest: Manifest) -> dict[str, Any]: ...
 
@@ -27,3 +38,35 @@ class Sender(Protocol):
     def finish(self, digests: Mapping[str, str] | None) -> None: ...
 
     def close(self) -> None: ...
+
+    def destroy(self) -> None:
+        """After the last update. Nothing, unless something outlasts an update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a sender may want to know of the fleet that it sends to."""
+
+    run: Run
+    """An op of the fleet, such as `workers` or `init_transport`: its body in, its merged reply out; it blocks."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The transport's own, as the trainer gave them; a sender refuses those that it doesn't know."""
+    nats_url: str | None = None
+    """Where known."""
+
+    def workers(self) -> Sequence[Mapping[str, Any]]:
+        """As `GET /v1/rl/workers` lists them, now."""
+        rows: list[Mapping[str, Any]] = self.run("workers", {})["workers"]
+        return rows
+
+    def committed(self) -> set[str]:
+        """The digests of what is committed: the base's and the adapters'."""
+        state = self.run("state", {})
+        versions = [state["version"], *state["adapters"].values()]
+        return {version["digest"] for version in versions if version is not None}
+
+
+def world_size(workers: Sequence[Mapping[str, Any]]) -> int:
+    """Of a group of the trainer's rank 0 and every rank of every engine: replicas (DP) are workers of their own, and
+    each counts its TP and PP ranks."""
+    return 1 + sum(int(worker["world_size"]) for worker in workers)

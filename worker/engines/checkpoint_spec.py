@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.versions import TensorSpec
-from worker.transports.checkpoint import open_checkpoint
 
 _ENGINE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """What an engine converts to its own dtype as it loads."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
@@ -47,7 +48,6 @@ from worker.engines.spans import Label, SpanLog
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 from worker.transports.base import WeightTransport
-from worker.transports.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
     "FakeAdapter",

@@ -15,10 +15,10 @@ from typing import Any
 
 from blake3 import blake3
 
+from rl_plane.checkpoint import ADAPTER_NAME, open_checkpoint
+from rl_plane.safetensors_file import write_atomically, write_safetensors
 from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, WeightVersion, config_line, tensors_digest
 from worker.engines.lora import lora_spec, parse_lora
-from worker.safetensors_file import write_atomically, write_safetensors
-from worker.transports.checkpoint import ADAPTER_NAME, open_checkpoint
 
 FIRST_TOKEN = 3
 """0, 1 and 2 are never made: most tokenizers have padding, begin and end there."""

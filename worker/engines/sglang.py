@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
@@ -26,7 +27,6 @@ from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
-from worker.transports.checkpoint import open_checkpoint
 
 FLUSH_WAIT_S = 2.0
 """How long a flush waits for the engine to see that it is idle: right after a request it does not yet."""

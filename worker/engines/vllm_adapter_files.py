@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane.checkpoint import ADAPTER_NAME
+from rl_plane.safetensors_file import write_atomically, write_safetensors
 from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec
 from worker.engines.lora import LoraConfig
-from worker.safetensors_file import write_atomically, write_safetensors
-from worker.transports.checkpoint import ADAPTER_NAME
 
 
 def write_adapter(

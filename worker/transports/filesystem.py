@@ -1,6 +1,6 @@
 """The `filesystem` transport: weights from files beneath configured roots.
 
-`{backend: filesystem, path: P}`. P, an absolute path, is what `worker.transports.checkpoint` reads.
+`{backend: filesystem, path: P}`. P, an absolute path, is what `rl_plane.checkpoint` reads.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_plane.checkpoint import Checkpoint, Kind, open_published
+from rl_plane.directory import listed, shown_roots
 from rl_plane.errors import InvalidRequest
 from rl_plane.versions import HostTensor, TensorSpec
 from worker.transports.base import Places
-from worker.transports.checkpoint import Checkpoint, Kind, open_published
-from worker.transports.directory import listed, shown_roots
 
 MAX_PATH_CHARS = 4096
 """PATH_MAX of Linux."""

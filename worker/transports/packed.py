@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_plane.errors import InvalidWeights
 from rl_plane.manifest import Manifest
+from rl_plane.safetensors_file import load_json_object
 from rl_plane.versions import HostTensor
-from worker.safetensors_file import load_json_object
 
 
 class PackedDelivery:

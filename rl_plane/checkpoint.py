@@ -22,8 +22,10 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
+from rl_plane.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 from rl_plane.versions import (
     ADAPTER_CONFIG_NAME,
     DIGEST_PREFIX,
@@ -32,8 +34,6 @@ from rl_plane.versions import (
     config_line,
     tensors_digest,
 )
-from worker.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
-from worker.transports.directory import Directory, check_beneath, kind_of, listed, unopened
 
 Kind = Literal["base", "lora"]
 
@@ -145,24 +145,35 @@ def write_manifest(directory: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"{str(directory)!r} is not a directory", field="directory", fix="name a checkpoint directory"
         )
-    held = set(os.listdir(directory))
-    lora = ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
-    checkpoint = open_checkpoint(directory, field="directory", kind="lora" if lora else "base")
+    kind: Kind = "lora" if is_adapter(directory) else "base"
+    checkpoint = open_checkpoint(directory, field="directory", kind=kind)
     try:
         digests = checkpoint.tensor_digests()
-        manifest = {
-            "v": 1,
-            "digest": checkpoint.digest_of(digests),
-            "tensors": {
-                name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
-                for name, spec in checkpoint.specs.items()
-            },
-            "files": _sizes(checkpoint),
-        }
+        manifest = manifest_of(checkpoint.specs, digests, checkpoint.digest_of(digests), _sizes(checkpoint))
     finally:
         checkpoint.close()
     write_atomically(Path(directory) / MANIFEST_NAME, [json.dumps(manifest).encode()])
     return manifest
+
+
+def manifest_of(
+    specs: Mapping[str, TensorSpec], digests: Mapping[str, str], digest: str, files: Mapping[str, int]
+) -> dict[str, Any]:
+    """What MANIFEST_NAME holds. `digests`: of the tensors; `files`: name → length."""
+    tensors = {
+        name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": digests[name]}
+        for name, spec in specs.items()
+    }
+    return {"v": 1, "digest": digest, "tensors": tensors, "files": dict(files)}
+
+
+def is_adapter(directory: Path | str) -> bool:
+    """Does it hold a PEFT adapter, and no checkpoint?"""
+    try:
+        held = set(os.listdir(directory))
+    except OSError:
+        return False
+    return ADAPTER_CONFIG_NAME in held and held.isdisjoint({SINGLE_NAME, INDEX_NAME})
 
 
 def _open(
@@ -363,7 +374,7 @@ def _checked_manifest(manifest: dict[str, Any], checkpoint: Checkpoint) -> tuple
             f"{MANIFEST_NAME} {what}",
             field="transport.path",
             file=MANIFEST_NAME,
-            fix="write the manifest again (worker.transports.checkpoint.write_manifest), after the weights",
+            fix="write the manifest again (rl_plane.checkpoint.write_manifest), after the weights",
         )
 
     if manifest.get("v") != 1 or type(manifest["v"]) is not int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, InvalidWeights, PlaneError
-from worker.safetensors_file import SafetensorsFile, load_json_object, unreadable
+from rl_plane.safetensors_file import SafetensorsFile, load_json_object, unreadable
 
 MAX_JSON_BYTES = 64 << 20
 """An index or a manifest of some 250,000 tensors."""

@@ -1,0 +1,79 @@
+"""`rl-plane publish DIR`: sends a checkpoint or a PEFT directory by a transport, as a trainer would."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rl_plane.cli.flags import Command, Subparsers, add_command
+from rl_plane.cli.output import note, say, say_json
+from rl_plane.cli.show import show
+from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
+from rl_plane.ops import UpdatePolicy
+from rl_plane.settings import BadSetting
+
+SEND_S = 3600.0
+"""The longest that sending may take, by any transport, beside the update's own bounds."""
+
+
+def add_to(commands: Subparsers) -> None:
+    parser = add_command(
+        commands,
+        "publish",
+        "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
+        publish,
+        ("transport", "root", "keep", "adapter", "cast", *POLICY, *REACH),
+    )
+    parser.add_argument(
+        "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
+    )
+
+
+def publish(command: Command) -> int:
+    from rl_plane.checkpoint import is_adapter
+    from rl_plane.publish import WeightPublisher
+
+    values = command.values
+    path = os.path.abspath(os.path.expanduser(command.flags["path"]))
+    if not os.path.exists(path):
+        raise BadSetting(f"DIR is {path[:200]!r}, which is not there", field="DIR", fix="name a checkpoint")
+    adapter = is_adapter(path)
+    if adapter != (values["adapter"] is not None):
+        fix = "name it: --adapter NAME" if adapter else "leave --adapter out"
+        raise BadSetting(f"DIR holds {'an adapter' if adapter else 'no adapter'}", field="--adapter", fix=fix)
+    options: dict[str, Any] = {}
+    if values["root"] is not None:
+        options = {"root": str(values["root"]), "keep": values["keep"]}
+    elif values["transport"] == "filesystem":
+        raise BadSetting(
+            "no root is named",
+            field="--root",
+            fix="--root DIR, beneath the workers' weight roots; for a DIR that is there already: `rl-plane update`",
+        )
+    policy: UpdatePolicy = policy_of(values)
+    reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
+    if "nats_url" in command.flags:
+        reach = {"fleet": values["nats_url"], "namespace": values["namespace"]}
+
+    def send() -> dict[str, Any]:
+        publisher = WeightPublisher(
+            path,
+            transport=values["transport"],
+            options=options,
+            adapter=values["adapter"],
+            policy=policy.model_dump(),
+            cast=values["cast"],
+            **reach,
+        )
+        with publisher:
+            reply = publisher.publish(values["version"]).result()
+            note(f"rl-plane: sent by {publisher.backend}")
+            return {**reply, "transport": publisher.backend}
+
+    bound_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s + UPDATE_MARGIN_S + SEND_S
+    reply = waiting("publish", send, bound_s)
+    if values["json"]:
+        say_json(reply)
+    else:
+        say(show("update_weights", reply, {}))
+    return 0

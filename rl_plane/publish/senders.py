@@ -1,0 +1,71 @@
+"""Which sender: every one that is installed, and the choice among them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, NoWorkers, Unsupported
+from rl_plane.publish.sender import Sender, Surroundings
+
+GROUP = "rl_plane.senders"
+
+AUTO = "auto"
+
+COLOCATED = ("ipc", "nixl", "filesystem", "gloo", "object_store")
+"""Best first, where trainer and engines share a machine."""
+REMOTE = ("nixl", "nccl", "gloo", "filesystem", "object_store")
+"""Best first, where some engine is elsewhere."""
+
+
+def installed() -> dict[str, Any]:
+    """Backend → its entry point: nothing is imported before it is chosen."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def choose(
+    told: str,
+    workers: Sequence[Mapping[str, Any]],
+    senders: Collection[str],
+    *,
+    with_root: bool,
+    host: str | None = None,
+) -> str:
+    """The backend that all of these workers have. `told`: a name, or `auto`; `with_root`: a directory that is shared
+    with them is known, so `filesystem` can be taken; `host`: this one's name."""
+    if not workers:
+        raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
+    if told != AUTO:
+        if told not in senders:
+            raise InvalidRequest(
+                f"there is no sender {told!r}", field="transport", fix=f"use one of {', '.join(sorted(senders))}"
+            )
+        lacking = [str(worker["instance_id"]) for worker in workers if told not in worker["transports"]]
+        if lacking:
+            raise Unsupported(
+                f"no {told} transport on {', '.join(lacking)}",
+                field="transport",
+                fix=f"install it there, or use one that all have: {', '.join(_common(workers, senders)) or 'none'}",
+            )
+        return told
+    colocated = all(worker["host"] == (host or platform.node()) for worker in workers)
+    common = _common(workers, senders)
+    for name in COLOCATED if colocated else REMOTE:
+        if name in common and (name != "filesystem" or with_root):
+            return name
+    raise Unsupported(
+        f"of the senders here ({', '.join(sorted(senders))}) the workers have {', '.join(common) or 'none'}",
+        field="transport",
+        fix="for filesystem, name a directory beneath the workers' weight roots (options={'root': DIR}, --root DIR)",
+    )
+
+
+def _common(workers: Sequence[Mapping[str, Any]], senders: Collection[str]) -> list[str]:
+    return sorted(name for name in senders if all(name in worker["transports"] for worker in workers))
+
+
+def make_sender(backend: str, around: Surroundings) -> Sender:
+    sender: Sender = installed()[backend].load()(around)
+    return sender

@@ -1,0 +1,383 @@
+"""Where weights come from: what a trainer holds, as named tensors in a fixed order, one whole tensor at a time.
+
+    ModuleSource     an nn.Module: plain, DDP, FSDP2 (DTensor), FSDP1, DeepSpeed ZeRO-3
+    StateDictSource  a mapping name → tensor, or what makes one; DTensors are gathered
+    ExportSource     an iterator of (HF name, tensor), made anew for each version: Megatron exports
+    AdapterSource    a PEFT adapter of a model, sharded like it
+    DirectorySource  a checkpoint or a PEFT directory; needs no torch
+
+Gathering is collective: in each version every rank calls `take` and uses the iterator up, in the same order. Only
+rank 0 gets tensors that it may keep.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_plane.checkpoint import is_adapter, open_checkpoint
+from rl_plane.errors import InvalidRequest
+from rl_plane.publish.packing import Tensor, spec_of
+from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, checked_name
+
+if TYPE_CHECKING:
+    import torch
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+"""What FSDP1, torch.compile and activation checkpointing put into names."""
+HOLDERS = ("DistributedDataParallel", "DeepSpeedEngine")
+"""Classes that are not the model, but have it as `module`."""
+
+Names = Mapping[str, str] | Callable[[str], str | None] | None
+"""The trainer's name → the engine's. A mapping leaves other names as they are; a callable's None leaves one out."""
+NamedTensors = Iterable[tuple[str, Any]]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One version's tensors."""
+
+    specs: Sequence[tuple[str, TensorSpec]]
+    tensors: Iterator[tuple[str, Tensor]]
+    """In the order of `specs`; a tensor is valid until the next one is asked for. On other ranks than 0 what is
+    yielded is to be dropped."""
+    adapter_config: bytes | None = None
+    """Of an adapter: its `adapter_config.json`."""
+    close: Callable[[], None] = _nothing
+
+
+class Source(Protocol):
+    collective: bool
+    """Every rank of the trainer must take part, on the thread that does its other collectives."""
+    adapter: bool
+    """Is it a LoRA adapter, not base weights?"""
+
+    def take(self) -> Taken:
+        """The weights as they are now; cheap: nothing is gathered before the iterator is asked."""
+
+
+class ModuleSource:
+    """The parameters and persistent buffers of a module, as `state_dict()` names them; tied weights come once, under
+    the first of their names."""
+
+    adapter = False
+
+    def __init__(self, module: torch.nn.Module, *, dtype: torch.dtype | None = None, names: Names = None) -> None:
+        """`dtype`: floating tensors are converted to it, such as the engine's bfloat16."""
+        self._module = _model(module)
+        self._dtype = dtype
+        self._names = names
+        self.collective = _is_sharded(self._module)
+
+    def take(self) -> Taken:
+        return _taken(_named_parameters(self._module), self._dtype, self._names)
+
+
+class StateDictSource:
+    adapter = False
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        names: Names = None,
+        collective: bool | None = None,
+    ) -> None:
+        """`collective` None: as the tensors are; a callable has to say it."""
+        self._state = state
+        self._dtype = dtype
+        self._names = names
+        if collective is None:
+            collective = not callable(state) and any(map(_is_gathered, state.values()))
+        self.collective = collective
+
+    def take(self) -> Taken:
+        state = self._state() if callable(self._state) else self._state
+        return _taken(state, self._dtype, self._names)
+
+
+class ExportSource:
+    """`export()` gives the iterator, on every rank, once for each version (and once more before the first one, to learn
+    names, shapes and dtypes, unless `specs` says them)."""
+
+    adapter = False
+
+    def __init__(
+        self,
+        export: Callable[[], NamedTensors],
+        *,
+        specs: Sequence[tuple[str, TensorSpec]] | None = None,
+        dtype: torch.dtype | None = None,
+        names: Names = None,
+        collective: bool = False,
+    ) -> None:
+        """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks?"""
+        self._export = export
+        self._specs = list(specs) if specs is not None else None
+        self._dtype = dtype
+        self._names = names
+        self.collective = collective
+
+    def take(self) -> Taken:
+        if self._specs is None:
+            self._specs = _checked((name, spec_of(tensor)) for name, tensor in self._whole())
+        return Taken(self._specs, self._whole())
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._export():
+            sent = _renamed(name, self._names)
+            if sent is not None:
+                yield sent, tensor if self._dtype is None else _converted(tensor, self._dtype)
+
+
+class AdapterSource:
+    """One adapter of a PEFT model: tensors and config as `save_pretrained` would write them."""
+
+    adapter = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        adapter_name: str = "default",
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model: Any = _model(model)
+        configs = getattr(self._model, "peft_config", None)
+        if not isinstance(configs, Mapping) or adapter_name not in configs:
+            known = ", ".join(map(repr, configs)) if isinstance(configs, Mapping) else "it is no PEFT model"
+            raise InvalidRequest(
+                f"the model has no adapter {adapter_name!r}", field="adapter_name", fix=f"it has: {known}"
+            )
+        self._adapter_name = adapter_name
+        self._dtype = dtype
+        self.collective = _is_sharded(self._model)
+
+    def take(self) -> Taken:
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(
+            self._model,
+            state_dict=_named_parameters(self._model),
+            adapter_name=self._adapter_name,
+            save_embedding_layers=False,
+        )
+        return _taken(state, self._dtype, None, self._config())
+
+    def _config(self) -> bytes:
+        config = copy.copy(self._model.peft_config[self._adapter_name])
+        config.inference_mode = True
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory)
+            return (Path(directory) / ADAPTER_CONFIG_NAME).read_bytes()
+
+
+class DirectorySource:
+    """A safetensors checkpoint (one file, or a directory with `model.safetensors` or an index), or a PEFT directory."""
+
+    collective = False
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self.adapter = is_adapter(self._path)
+
+    def take(self) -> Taken:
+        checkpoint = open_checkpoint(self._path, field="path", kind="lora" if self.adapter else "base")
+        config = checkpoint.config.raw if checkpoint.config is not None else None
+        return Taken(list(checkpoint.specs.items()), checkpoint.tensors(), config, checkpoint.close)
+
+
+def as_source(weights: Any, *, dtype: torch.dtype | None = None, names: Names = None) -> Source:
+    """The source that fits: of a module, a PEFT model (its adapter `default`), a mapping, a callable that gives an
+    iterator, or a path. A source stays as it is."""
+    if hasattr(weights, "take"):
+        if dtype is not None or names is not None:
+            raise InvalidRequest("dtype and names belong to the source", field="dtype", fix="give them to it")
+        return weights  # type: ignore[no-any-return]
+    if isinstance(weights, (str, Path)):
+        if dtype is not None or names is not None:
+            raise InvalidRequest("a directory is sent as it is", field="dtype", fix="leave dtype and names out")
+        return DirectorySource(weights)
+    if isinstance(weights, Mapping):
+        return StateDictSource(weights, dtype=dtype, names=names)
+    if hasattr(weights, "state_dict"):
+        if hasattr(_model(weights), "peft_config"):
+            if names is not None:
+                raise InvalidRequest("an adapter keeps PEFT's names", field="names", fix="leave names out")
+            return AdapterSource(weights, dtype=dtype)
+        return ModuleSource(weights, dtype=dtype, names=names)
+    if callable(weights):
+        return ExportSource(weights, dtype=dtype, names=names)
+    raise InvalidRequest(
+        f"weights can't be taken from {type(weights).__name__}",
+        field="source",
+        fix="give a module, a state dict, a callable that gives (name, tensor), a path, or a Source",
+    )
+
+
+# ---- tensors of torch ----
+
+
+def _taken(
+    state: Mapping[str, Any], dtype: torch.dtype | None, names: Names, adapter_config: bytes | None = None
+) -> Taken:
+    sent: list[tuple[str, Any]] = []
+    seen: set[Any] = set()
+    for name, tensor in state.items():
+        if not _is_tensor(tensor):
+            continue  # `_extra_state` may be anything
+        identity = _identity(tensor)
+        new_name = _renamed(name, names)
+        if new_name is None or identity in seen:
+            continue
+        seen.add(identity)
+        sent.append((new_name, tensor))
+    specs = _checked((name, _spec(tensor, dtype)) for name, tensor in sent)
+    return Taken(specs, _whole(sent, dtype), adapter_config)
+
+
+def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
+    """Each gathered when it is asked for, and given up when the next one is. On other ranks than 0 it may be None."""
+    for name, tensor in tensors:
+        if _is_zero3(tensor):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                yield name, _converted(tensor, dtype)
+        elif hasattr(tensor, "full_tensor"):
+            yield name, _converted(tensor, dtype).full_tensor()  # converted first: fewer bytes travel
+        elif hasattr(tensor, "local_shards"):
+            yield name, _converted(_gathered_shards(tensor), dtype)
+        else:
+            yield name, _converted(tensor, dtype)
+
+
+def _gathered_shards(tensor: Any) -> Any:
+    """A ShardedTensor of FSDP1, whole on rank 0; None elsewhere."""
+    import torch
+    import torch.distributed as dist
+
+    size = tensor.size()
+    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    whole = torch.empty(size, dtype=tensor.dtype, device=device) if dist.get_rank() == 0 else None
+    tensor.gather(dst=0, out=whole)
+    return whole
+
+
+def _named_parameters(module: Any) -> Mapping[str, Any]:
+    """`state_dict()` that copies and gathers nothing, without the names of wrappers."""
+    if _is_fsdp1(module):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state: dict[str, Any] = get_model_state_dict(module)
+        first: dict[int, str] = {}
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            name = _unwrapped(name)
+            if first.setdefault(id(weight), name) != name:
+                state.pop(name, None)  # tied; in the state dict the two are two tensors
+        return state
+    # The parameters themselves: those of ZeRO are known by their attributes.
+    return {_unwrapped(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _model(module: Any) -> Any:
+    while type(module).__name__ in HOLDERS:
+        module = module.module
+    return module
+
+
+def _is_sharded(module: Any) -> bool:
+    return _is_fsdp1(module) or any(map(_is_gathered, module.parameters()))
+
+
+def _is_fsdp1(module: Any) -> bool:
+    return any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
+
+
+def _is_gathered(tensor: Any) -> bool:
+    return _is_zero3(tensor) or hasattr(tensor, "full_tensor") or hasattr(tensor, "local_shards")
+
+
+def _is_zero3(tensor: Any) -> bool:
+    return hasattr(tensor, "ds_id")
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+
+
+def _identity(tensor: Any) -> Any:
+    """Equal for tied weights, and on every rank for the same ones."""
+    import torch
+
+    if _is_zero3(tensor) or hasattr(tensor, "local_shards"):
+        return id(tensor)
+    if hasattr(tensor, "full_tensor"):
+        if isinstance(tensor, torch.nn.Parameter):
+            return id(tensor)
+        tensor = tensor.to_local()
+    # The storage's address: that of the data is 0 where a rank has no part of a tensor.
+    storage = tensor.untyped_storage().data_ptr()
+    if not storage:
+        return id(tensor)
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _spec(tensor: Any, dtype: torch.dtype | None) -> TensorSpec:
+    shape = tuple(tensor.ds_shape if _is_zero3(tensor) else tensor.size())
+    return spec_of(_Described(_dtype_of(tensor, dtype), shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor as far as `spec_of` looks at it."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+def _dtype_of(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+
+
+def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
+    return None if tensor is None else tensor.detach().to(_dtype_of(tensor, dtype))
+
+
+# ---- names ----
+
+
+def _renamed(name: str, names: Names) -> str | None:
+    if names is None:
+        return name
+    return names(name) if callable(names) else names.get(name, name)
+
+
+def _checked(specs: Iterable[tuple[str, TensorSpec]]) -> list[tuple[str, TensorSpec]]:
+    found = dict[str, TensorSpec]()
+    for name, spec in specs:
+        if not checked_name(name):
+            raise InvalidRequest(f"{name[:200]!r} is no name for a tensor", field="names", fix="map it to another")
+        if name in found:
+            raise InvalidRequest(f"two tensors are called {name!r}", field="names", fix="map each to its own name")
+        found[name] = spec
+    if not found:
+        raise InvalidRequest("there are no tensors", field="source", fix="give weights, and names that keep some")
+    return list(found.items())

@@ -1,0 +1,145 @@
+"""`rl-plane publish DIR`, over the facade and over NATS, and what SkyRL's settings become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from frontend.options import FrontendOptions
+from frontend.process import started
+from rl_plane.cli import main
+from rl_plane.errors import InvalidRequest
+from rl_plane.publish.skyrl import lora_disk_load, publisher_options
+from rl_plane.settings import SETTINGS
+from worker.engines.fake import make_fake_adapter, make_fake_model
+from worker.staging import adapter_digest, model_digest
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in SETTINGS.values():
+        monkeypatch.delenv(setting.variable, raising=False)
+
+
+async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
+    plane.spawn_many(2)
+    root = ["--root", str(plane.tmp / "weights" / "published")]
+    elsewhere = plane.model(1).rename(plane.tmp / "elsewhere")  # which no worker may read
+    nats = ["--nats-url", plane.url, "--namespace", plane.namespace]
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with started(options) as urls:
+        facade = ["--url", urls["rl_url"]]
+        argv = ["publish", str(elsewhere), *root, "--version", "one", *facade]
+        assert await asyncio.to_thread(main.run, argv) == 0
+        out, err = capsys.readouterr()
+        assert "committed version 1 (one)" in out
+        assert "sent by filesystem" in err
+        adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
+        for label, op in (("a1", facade), ("a2", nats)):  # loaded, then swapped
+            argv = ["publish", str(adapter), *root, "--adapter", "a", "--version", label, *op, "--json"]
+            assert await asyncio.to_thread(main.run, argv) == 0
+            reply = json.loads(capsys.readouterr().out)
+            assert reply["version"]["digest"] == adapter_digest(adapter)
+            assert reply["transport"] == "filesystem"
+        # A failure: its error as JSON, exit code 1.
+        wrong = plane.model(2, nbytes=2048)
+        assert await asyncio.to_thread(main.run, ["publish", str(wrong), *root, *facade, "--json"]) == 1
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "invalid_weights"
+        assert len(error["workers"]) == 2
+    state = await (await plane.fleet()).run("state")
+    assert state["version"]["digest"] == model_digest(elsewhere)
+    assert state["adapters"]["a"]["label"] == "a2"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "arguments are required: DIR"),
+        (["/nowhere"], "not there"),
+        (["MODEL", "--transport", "filesystem"], "--root DIR"),
+        (["MODEL", "--adapter", "a"], "leave --adapter out"),
+        (["ADAPTER"], "--adapter NAME"),
+        (["MODEL", "--keep", "0"], "whole number"),
+        (["MODEL", "--transport", "a b"], "transport's name"),
+    ],
+)
+def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_fake_model(tmp_path / "m", 1)
+    places = {"MODEL": model, "ADAPTER": make_fake_adapter(tmp_path / "a", 1, model)}
+    assert main.run(["publish", *(str(places.get(one, one)) for one in more)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_fake_model(tmp_path / "m", 1)
+    assert main.run(["publish", str(model), "--url", "http://127.0.0.1:9", "--root", str(tmp_path / "root")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no facade answers" in err
+    assert not (tmp_path / "root").exists()
+
+
+# ---- SkyRL's names ----
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"transport": "nccl"}),
+        ({"weight_sync_backend": "gloo", "colocate_all": True}, {"transport": "gloo"}),
+        (
+            {"colocate_all": True, "weight_transfer_threshold_cuda_ipc_GB": 0.5},
+            {"transport": "ipc", "bucket_bytes": 1 << 29},
+        ),
+        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "options": {"root": "/tmp/sync"}}),
+        ({"override_existing_update_group": "enable"}, {"transport": "nccl"}),
+    ],
+)
+def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert publisher_options(**given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"weight_sync_backend": "mpi"}, "weight_sync_backend"),
+        ({"weight_transfer_threshold_cuda_ipc_GB": 0}, "weight_transfer_threshold_cuda_ipc_GB"),
+        ({"override_existing_update_group": "maybe"}, "override_existing_update_group"),
+    ],
+)
+def test_wrong_skyrl_settings_are_named(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        publisher_options(**given)
+    assert caught.value.facts["field"] == field
+
+
+async def test_lora_disk_load(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
+    request = {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": str(adapter)}]}
+    reply = await fleet.run("update_weights", lora_disk_load(request, "policy"))
+    assert reply["version"]["digest"] == adapter_digest(adapter)
+    assert (await fleet.run("state"))["loras"] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({"names": ["model.weight"]}, "names"),
+        ({"names": ["lora_disk_load"]}, "extras"),
+        ({"names": ["lora_disk_load"], "extras": [{}]}, "extras"),
+    ],
+)
+def test_other_requests_of_skyrl_are_refused(request_: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        lora_disk_load(request_, "policy")
+    assert caught.value.facts["field"] == field

@@ -1,0 +1,322 @@
+"""WeightPublisher against a real fleet: what is published is served, and a failure leaves the fleet as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+import rl_plane.publish.publisher as publishers
+from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
+from rl_plane.manifest import Manifest
+from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish.sender import Surroundings, world_size
+from rl_plane.publish.senders import choose, installed
+from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.sync import SyncRlClient
+from tests.conftest import Plane
+from worker.staging import model_digest
+
+BOUND_S = 60.0
+
+
+def options(plane: Plane) -> dict[str, Any]:
+    return {"root": str(plane.tmp / "weights" / "published")}
+
+
+async def served(plane: Plane) -> set[tuple[str, str, int]]:
+    """(label, digest, sequence) of every worker that is open."""
+    rows = (await (await plane.fleet("state")).run("state"))["workers"]
+    assert all(row["admission"]["open"] for row in rows)
+    return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
+
+
+async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> None:
+    plane.spawn_many(2)
+    first, second, third = (plane.model(seed) for seed in (1, 2, 3))
+    told: list[Progress] = []
+    async with await plane.client() as client:
+        publisher = WeightPublisher(first, client, options=options(plane), workers=2, progress=told.append)
+        done = await publisher.publish_async("one")
+        assert done.result()["version"]["label"] == "one"
+        assert publisher.backend == "filesystem"
+        assert await served(plane) == {("one", model_digest(first), 1)}
+        with pytest.raises(InvalidRequest, match="would block"):
+            publisher.publish("never")
+        publisher.close()
+
+    def plain() -> None:
+        fleet = SyncRlClient.connect(plane.url, plane.namespace)
+        with fleet, WeightPublisher(second, fleet, options=options(plane), transport="filesystem") as publisher:
+            assert publisher.publish("two").read
+        url = {"namespace": plane.namespace, "component": plane.component}
+        with WeightPublisher(third, plane.url, options=options(plane), **url) as publisher:  # type: ignore[arg-type]
+            assert publisher.publish().result()["version"]["label"] == "3"
+
+    await asyncio.to_thread(plain)
+    assert await served(plane) == {("3", model_digest(third), 3)}
+    assert told[0].stage == "sending"
+    assert [one.stage for one in told][-2:] == ["committing", "committed"]
+    assert told[-1].buckets == told[-1].of_buckets > 0
+    assert told[-1].nbytes == told[-1].of_nbytes > 0
+    # The committed one and the newest stay on the disk.
+    assert len(list((plane.tmp / "weights" / "published").iterdir())) == 2
+
+
+class Held:
+    """A source that stops in the middle until it is let go."""
+
+    collective = False
+    adapter = False
+
+    def __init__(self, path: Path) -> None:
+        self._inner = DirectorySource(path)
+        self.begun = threading.Event()
+        self.go = threading.Event()
+
+    def take(self) -> Taken:
+        taken = self._inner.take()
+
+        def tensors() -> Iterator[Any]:
+            self.begun.set()
+            assert self.go.wait(BOUND_S)
+            yield from taken.tensors
+
+        return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
+
+
+async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.spawn()
+    source = Held(plane.model(1))
+    fleet = await plane.fleet()
+    publisher = WeightPublisher(source, fleet, options=options(plane))
+    one = publisher.publish("one", wait=False)
+    await asyncio.to_thread(source.begun.wait, BOUND_S)
+    assert not one.read
+    assert not one.done
+    with pytest.raises(PlaneError, match="not read within"):
+        one.wait_read(0.01)
+    with pytest.raises(PlaneError, match="not committed within"):
+        one.result(0.01)
+    two = publisher.publish("two", wait=False)
+    source.go.set()
+    await asyncio.to_thread(one.wait_read, BOUND_S)
+    assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
+    assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
+    # One that does not end: the next is refused once the bound is over.
+    monkeypatch.setattr(publishers, "DRAIN_S", -1e6)
+    source.go.clear()
+    three = publisher.publish("three", wait=False)
+    four = publisher.publish("four", wait=False)
+    with pytest.raises(Locked, match="three is still under way"):
+        await asyncio.to_thread(four.result, BOUND_S)
+    source.go.set()
+    assert (await asyncio.to_thread(three.result, BOUND_S))["version"]["label"] == "three"
+
+
+async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: Plane) -> None:
+    plane.spawn_many(2)
+    fleet = await plane.fleet()
+    good, other = plane.model(1), plane.model(2, nbytes=2048)
+    await WeightPublisher(good, fleet, options=options(plane)).publish_async("good")
+    before = await served(plane)
+    publisher = WeightPublisher(other, fleet, options=options(plane))
+    with pytest.raises(InvalidWeights) as caught:
+        await publisher.publish_async("other")
+    assert any(one.instance_id in str(caught.value) for one in plane.spawned)
+    assert len(caught.value.facts["workers"]) == 2
+    assert await served(plane) == before
+
+    class Broken(Held):
+        def take(self) -> Taken:
+            taken = super().take()
+            specs = list(taken.specs)
+            return Taken(specs[::-1], taken.tensors, None, taken.close)
+
+    broken = Broken(good)
+    broken.go.set()
+    with pytest.raises(InvalidRequest, match="announced next"):
+        await WeightPublisher(broken, fleet, options=options(plane)).publish_async("broken")
+    with pytest.raises(InvalidRequest, match="version"):
+        await WeightPublisher(good, fleet, options=options(plane)).publish_async("bad\nlabel")
+    assert await served(plane) == before
+    assert not [path for path in (plane.tmp / "weights" / "published").iterdir() if path.name.startswith(".")]
+
+
+class Streaming:
+    """A sender of its own making, whose receivers find nothing."""
+
+    backend = "filesystem"
+    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+
+    def __init__(self, around: Surroundings) -> None:
+        self._root = around.options["root"]
+        self._closed = threading.Event()
+        self.events: list[str] = []
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
+        return {"backend": "filesystem", "path": f"{self._root}/nothing"}
+
+    def buffer(self, number: int) -> memoryview:
+        return memoryview(bytearray(self._sizes[number]))
+
+    def send(self, number: int) -> None:
+        # Blocks like one whose receivers don't come, until it is closed from the thread that asked the fleet.
+        assert self._closed.wait(BOUND_S)
+        raise Unavailable("nobody is left to send to")
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        raise AssertionError("it failed before")
+
+    def close(self) -> None:
+        self._closed.set()
+        self.events.append("closed")
+
+    def destroy(self) -> None:
+        self.events.append("destroyed")
+
+
+async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet's error is told, not the transport's, which it explains."""
+    worker = plane.spawn()
+    senders: list[Streaming] = []
+
+    def make(backend: str, around: Surroundings) -> Streaming:
+        senders.append(Streaming(around))
+        return senders[-1]
+
+    monkeypatch.setattr(publishers, "make_sender", make)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane))
+    with pytest.raises(InvalidRequest, match="is not there") as caught:
+        await publisher.publish_async("one")
+    assert worker.instance_id in str(caught.value)
+    await asyncio.to_thread(publisher.close)
+    (sender,) = senders
+    assert sender.events[0] == "closed"
+    assert sender.events[-1] == "destroyed"
+    assert await served(plane) == {("initial", model_digest(plane.model()), 0)}
+
+
+class Gathering(Held):
+    """As sharded weights are: every rank must use the iterator up."""
+
+    collective = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.go.set()
+        self.taken = 0
+        self.thread: threading.Thread | None = None
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            self.thread = threading.current_thread()
+            for pair in taken.tensors:
+                self.taken += 1
+                yield pair
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+def test_other_ranks_only_gather(tmp_path: Path) -> None:
+    from worker.engines.fake import make_fake_model
+
+    source = Gathering(make_fake_model(tmp_path, 1))
+    publisher = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)  # which is never asked
+    publication = publisher.publish("one")
+    assert publication.done
+    assert publication.result() == {}
+    assert source.taken == len(source.take().specs)
+    publisher.close()
+
+
+async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    source = Gathering(plane.model(1))
+    publisher = WeightPublisher(source, fleet, options=options(plane))
+
+    def publish(label: str) -> threading.Thread:
+        publication = publisher.publish(label, wait=False)
+        assert publication.read
+        publication.result(BOUND_S)
+        return threading.current_thread()
+
+    assert await asyncio.to_thread(publish, "one") is source.thread
+    count = source.taken
+    with pytest.raises(InvalidRequest):
+        await asyncio.to_thread(publish, "")
+    assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+# ---- the choice ----
+
+
+def row(name: str, host: str, *transports: str, ranks: int = 1) -> dict[str, Any]:
+    return {"instance_id": name, "host": host, "transports": list(transports), "world_size": ranks}
+
+
+ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
+
+
+@pytest.mark.parametrize(
+    ("told", "workers", "with_root", "expected"),
+    [
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "ipc"),
+        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], True, "nixl"),
+        ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
+        ("gloo", [row("a", "here", *ALL)], True, "gloo"),
+    ],
+)
+def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
+    assert choose(told, workers, ALL, with_root=with_root, host="here") == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "workers", "error", "words"),
+    [
+        ("pigeon", [row("a", "here", "pigeon")], InvalidRequest, "no sender 'pigeon'"),
+        ("gloo", [row("a", "here", *ALL), row("b", "here", "ipc")], Unsupported, "no gloo transport on b"),
+        ("auto", [row("a", "here", "filesystem")], Unsupported, "filesystem"),
+        ("auto", [row("a", "here", "pigeon")], Unsupported, "the workers have none"),
+        ("auto", [], NoWorkers, "no worker"),
+    ],
+)
+def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        choose(told, workers, ALL, with_root=False, host="here")
+    assert caught.value.facts["fix"]
+
+
+def test_every_rank_of_every_replica_counts() -> None:
+    assert world_size([row("a", "here"), row("b", "there", ranks=4), row("c", "there", ranks=4)]) == 10
+
+
+def test_what_is_installed_can_be_loaded() -> None:
+    for point in installed().values():
+        assert callable(point.load())
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"adapter": "a"}, "adapter"), ({"bucket_bytes": 0}, "bucket_bytes"), ({"fleet": 3}, "fleet")],
+)
+def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        WeightPublisher(DirectorySource(tmp_path), **{"fleet": "http://127.0.0.1:9", **given})
+    assert caught.value.facts["field"] == field
+
+
+async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), wait_s=0.1)
+    with pytest.raises(NoWorkers):
+        await publisher.publish_async("one")

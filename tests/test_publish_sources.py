@@ -1,0 +1,230 @@
+"""Sources: names, ties, dtypes and order; sharded weights on two real ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
+from rl_plane.manifest import Manifest, pack  # noqa: E402
+from rl_plane.publish.packing import fill  # noqa: E402
+from rl_plane.publish.sources import (  # noqa: E402
+    AdapterSource,
+    DirectorySource,
+    ExportSource,
+    ModuleSource,
+    Source,
+    StateDictSource,
+    Taken,
+    as_source,
+)
+from rl_plane.versions import TensorSpec  # noqa: E402
+from tests.sharded_sources import Tied, fresh, lora  # noqa: E402
+from worker.engines.fake import make_fake_model  # noqa: E402
+from worker.staging import adapter_digest, model_digest  # noqa: E402
+from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
+from worker.tiny_model import make_tiny_model  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+RANKS_S = 150.0
+"""Two processes that import torch beside other tests."""
+
+
+def digest_of(taken: Taken) -> str:
+    """As a receiver computes it; buckets are so small that there are several."""
+    manifest = Manifest(pack(taken.specs, 4096), taken.adapter_config)
+    digests: dict[str, str] = {}
+    sizes = [bucket.nbytes for bucket in manifest.buckets]
+    for _ in fill(manifest, taken.tensors, lambda number: memoryview(bytearray(sizes[number])), digests):
+        pass
+    taken.close()
+    digest = manifest.digested(digests).digest
+    assert digest is not None
+    return digest
+
+
+def names_of(source: Source) -> list[str]:
+    return [name for name, _ in source.take().specs]
+
+
+def test_a_model_gives_what_its_checkpoint_holds(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = make_tiny_model(tmp_path / "model", 1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert digest_of(ModuleSource(model).take()) == model_digest(path)
+    assert digest_of(as_source(model.state_dict()).take()) == model_digest(path)
+    assert digest_of(as_source(path).take()) == model_digest(path)
+    half = make_tiny_model(tmp_path / "half", 1, "bfloat16")
+    assert digest_of(ModuleSource(model, dtype=torch.bfloat16).take()) == model_digest(half)
+    with torch.no_grad():
+        model.model.norm.weight += 1
+    assert digest_of(ModuleSource(model).take()) != model_digest(path)
+
+
+def test_tied_weights_come_once_and_wrappers_have_no_names() -> None:
+    expected = ["narrow", "scale", "embed.weight"]
+    assert names_of(ModuleSource(fresh()))[:3] == expected
+    assert "head.weight" not in names_of(ModuleSource(fresh()))
+    assert names_of(StateDictSource(fresh().state_dict())) == names_of(ModuleSource(fresh()))
+    compiled = torch.nn.Module()
+    compiled.add_module("_orig_mod", fresh())
+    assert names_of(as_source(compiled)) == names_of(ModuleSource(fresh()))
+
+
+def test_only_floating_tensors_are_converted() -> None:
+    state = {"weight": torch.zeros(2, 3), "count": torch.zeros((), dtype=torch.int64)}
+    taken = StateDictSource(state, dtype=torch.bfloat16).take()
+    assert dict(taken.specs) == {"weight": TensorSpec("BF16", (2, 3)), "count": TensorSpec("I64", ())}
+    assert [tensor.dtype for _, tensor in taken.tensors] == [torch.bfloat16, torch.int64]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ({"a": "x"}, ["x", "b"]),
+        (lambda name: f"model.{name}", ["model.a", "model.b"]),
+        (lambda name: None if name == "a" else name, ["b"]),
+    ],
+)
+def test_names_are_mapped(names: Any, expected: list[str]) -> None:
+    state = {"a": torch.zeros(2), "b": torch.ones(3)}
+    assert names_of(as_source(state, names=names)) == expected
+    assert names_of(as_source(lambda: iter(state.items()), names=names)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [({"a": "b"}, "two tensors"), ({"a": "with space"}, "no name"), (lambda name: None, "no tensors")],
+)
+def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        as_source({"a": torch.zeros(2), "b": torch.ones(3)}, names=names).take()
+    assert caught.value.facts["fix"]
+
+
+def test_an_export_is_made_once_for_each_version() -> None:
+    made: list[int] = []
+
+    def export() -> Iterator[tuple[str, Any]]:
+        made.append(len(made))
+        for index in range(3):
+            yield f"layer.{index}", torch.full((4,), float(made[-1]))
+
+    source = ExportSource(export, dtype=torch.bfloat16)
+    first = digest_of(source.take())
+    assert len(made) == 2  # names and shapes had to be learnt
+    assert digest_of(source.take()) != first
+    assert len(made) == 3
+    told = ExportSource(export, specs=[(f"layer.{index}", TensorSpec("F32", (4,))) for index in range(3)])
+    digest_of(told.take())
+    assert len(made) == 4
+
+
+def test_an_export_that_changes_its_mind_is_told() -> None:
+    shapes = iter([2, 2, 3])
+    source = ExportSource(lambda: [("weight", torch.zeros(next(shapes)))])
+    digest_of(source.take())
+    with pytest.raises(InvalidRequest, match="announced next"):
+        digest_of(source.take())
+
+
+def test_an_adapter_is_what_peft_saves(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", 1))
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "saved")
+    assert digest_of(AdapterSource(model).take()) == adapter_digest(tmp_path / "saved")
+    assert as_source(model).adapter
+    assert digest_of(as_source(model).take()) == adapter_digest(tmp_path / "saved")
+    assert model.peft_config["default"].inference_mode is False
+    with pytest.raises(InvalidRequest, match="no adapter 'other'"):
+        AdapterSource(model, "other")
+    with pytest.raises(InvalidRequest, match="no adapter"):
+        AdapterSource(fresh())
+
+
+def test_directories(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", 2)
+    adapter = make_tiny_adapter(model, tmp_path / "adapter", 1)
+    assert digest_of(DirectorySource(adapter).take()) == adapter_digest(adapter)
+    assert DirectorySource(adapter).adapter
+    fake = make_fake_model(tmp_path / "fake", 3)
+    assert digest_of(DirectorySource(fake).take()) == model_digest(fake)
+    assert digest_of(DirectorySource(fake / "model.safetensors").take()) == model_digest(fake)
+    with pytest.raises(InvalidRequest, match="not there"):
+        DirectorySource(tmp_path / "nowhere").take()
+    with pytest.raises(InvalidWeights, match="neither"):
+        DirectorySource(tmp_path).take()
+
+
+def test_directories_need_no_torch(tmp_path: Path) -> None:
+    fake = make_fake_model(tmp_path / "fake", 3)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from rl_plane.publish.sources import as_source\n"
+        f"print(len(list(as_source({str(fake)!r}).take().tensors)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+@pytest.mark.parametrize("what", [7, None, [("a", 1)]])
+def test_what_is_no_source_is_refused(what: Any) -> None:
+    with pytest.raises(InvalidRequest, match="can't be taken"):
+        as_source(what)
+
+
+def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="as it is"):
+        as_source(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(InvalidRequest, match="belong to the source"):
+        as_source(ModuleSource(Tied()), dtype=torch.bfloat16)
+    with pytest.raises(InvalidRequest, match="PEFT's names"):
+        as_source(lora(), names={"a": "b"})
+
+
+FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1"]
+ZERO = ["zero3", "zero3_lora"]
+
+
+@pytest.mark.parametrize("kinds", [FSDP, ZERO], ids=["fsdp", "zero3"])
+@pytest.mark.timeout(RANKS_S + 30)
+def test_sharded_weights_are_gathered_on_two_ranks(kinds: list[str]) -> None:
+    if kinds is ZERO and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip(
+            "deepspeed not installed: pip install wheel; pip install --no-build-isolation deepspeed==0.19.8"
+        )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("tests/sharded_sources.py", *kinds),
+        ],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        timeout=RANKS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    assert [one["kind"] for one in told] == kinds
+    for one in told:
+        assert one["same"], one
+        assert len(one["names"]) == len(set(one["names"])) > 3
+        assert not any("head" in name for name in one["names"])
