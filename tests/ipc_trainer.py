@@ -80,7 +80,7 @@ def main(
     checkpoint = open_checkpoint(Path(directory), None, field="directory", kind=kind)  # type: ignore[arg-type]
     config = checkpoint.config.raw if checkpoint.config is not None else None
     manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
-    sender = IpcSender(receivers, **bounds)
+    sender = IpcSender(lambda: receivers, **bounds)
     _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
     digests: dict[str, str] = {}
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import mmap
 import os
 import random
 import secrets
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 import pytest
+import pytest_asyncio
 
 import worker.transports.ipc as receiving
 from rl_plane.errors import (
     DeadlineExceeded,
+    EngineFailed,
     InvalidRequest,
     InvalidWeights,
+    PlaneError,
     Unavailable,
+    UpdateAborted,
 )
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish import ipc_wire
@@ -32,11 +38,17 @@ from rl_plane.publish.ipc import IpcSender
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sender import Sender
 from rl_plane.versions import HostTensor, TensorSpec
+from tests.ipc_trainer import Trainer
+from tests.test_plane_update import all_serve, generated, states
+from tests.test_worker_healing import until_behind
+from worker.engines.fake import fake_token, make_fake_adapter
+from worker.staging import adapter_digest, model_digest
 from worker.transports.base import Places
 from worker.transports.ipc import IpcTransport
 
 if TYPE_CHECKING:
-    pass
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane
 
 if sys.platform != "linux":
     pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
@@ -84,11 +96,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def sender_of(receivers: int, **bounds: float) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
-    sender = IpcSender(receivers, **bounds)
+    sender = IpcSender(lambda: receivers, **bounds)
     try:
         yield sender, sender.open(MANIFEST)
     finally:
-        sender.close()
+        sender.destroy()
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
@@ -114,7 +126,7 @@ def shared_memory(pid: int | str = "self") -> list[str]:
 
 def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecutor) -> None:
     before = descriptors()
-    sender = IpcSender(3)
+    sender = IpcSender(lambda: 3)
     for seed in range(3):  # the buffers are used again
         transport = sender.open(MANIFEST)
         assert transport.keys() == {"backend", "socket"}
@@ -125,7 +137,8 @@ def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecu
         sender.close()
         sender.close()
         assert len(maps()) == 2  # the buffers
-    del sender
+    sender.destroy()
+    sender.destroy()
     assert shared_memory() == []
     assert descriptors() == before
 
@@ -134,7 +147,7 @@ def test_what_is_sent_arrives_everywhere_and_nothing_stays(pool: ThreadPoolExecu
 def test_as_few_buckets_as_buffers(pool: ThreadPoolExecutor, count: int) -> None:
     specs = dict(list(SPECS.items())[:count]) | {"empty": TensorSpec("F32", (0,))}
     manifest = Manifest(pack(specs.items(), 1), adapter_config=CONFIG)
-    sender, digests = IpcSender(1), dict[str, str]()
+    sender, digests = IpcSender(lambda: 1), dict[str, str]()
     named = {
         **{name: tensors()[name] for name in list(specs)[:-1]},
         "empty": HostTensor(specs["empty"], memoryview(b"")),
@@ -144,7 +157,7 @@ def test_as_few_buckets_as_buffers(pool: ThreadPoolExecutor, count: int) -> None
     for number in fill(manifest, named.items(), sender.buffer, digests):
         sender.send(number)
     sender.finish(digests)
-    sender.close()
+    sender.destroy()
     assert arriving.result(BOUND_S) == (data_of(named), manifest.digested(digests).digest)
 
 
@@ -439,6 +452,18 @@ def test_closing_wakes_both_sides(pool: ThreadPoolExecutor) -> None:
             arriving.result(BOUND_S)
 
 
+def test_who_waits_notices_that_it_is_not_wanted_any_more(pool: ThreadPoolExecutor) -> None:
+    with sender_of(1) as (_, transport):
+        delivery = IpcTransport(Places()).open(transport, "base")
+        cancelled = threading.Event()
+        delivery.cancelled = cancelled.is_set
+        taking = pool.submit(list, delivery.tensors())
+        cancelled.set()
+        with pytest.raises(EngineFailed, match="cancelled"):
+            taking.result(BOUND_S)
+        delivery.close()
+
+
 def test_closing_a_delivery_wakes_its_thread(pool: ThreadPoolExecutor) -> None:
     with sender_of(1) as (_, transport):
         delivery = IpcTransport(Places()).open(transport, "base")
@@ -455,3 +480,272 @@ def test_a_trainer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(receiving, "FIRST_PACKET_S", 0.1)
     with impostor() as transport, pytest.raises(DeadlineExceeded, match="silent"):
         receive(transport)
+
+
+# ---- a fleet ----
+
+
+@pytest_asyncio.fixture
+async def trainer_of(plane: Plane) -> AsyncIterator[Callable[..., Trainer]]:
+    with ExitStack() as stack:
+
+        def start(directory: Path, receivers: int, **options: Any) -> Trainer:
+            trainer = Trainer(directory, receivers, **options)
+            stack.callback(trainer.close)
+            return trainer
+
+        yield start
+
+
+def body_of(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
+    return {"transport": transport, "version": version, "policy": policy}
+
+
+async def holding(
+    client: RlClient, trainer: Trainer, version: str, **policy: Any
+) -> tuple[asyncio.Task[dict[str, Any]], dict[str, Any]]:
+    """An update that has come to where its trainer holds, and what the trainer said there."""
+    transport = (await trainer.says("transport"))["transport"]
+    update = asyncio.create_task(client.update_weights(body_of(transport, version, **policy)))
+    return update, await trainer.says("at")
+
+
+def nothing_left(plane: Plane) -> bool:
+    return not any(shared_memory(one.process.pid) for one in plane.spawned if one.process.poll() is None)
+
+
+def model_of(plane: Plane, seed: int) -> Path:
+    return plane.model(seed, tensors=12)
+
+
+BUCKET_BYTES = 2048
+"""Of the 12 kB of a model."""
+MIDDLE = 4
+"""All have taken the buckets 0 to 2 by then."""
+
+
+async def serves(client: RlClient, instance_id: str, directory: Path) -> None:
+    expected = [fake_token(model_digest(directory), [5, 6], position) for position in range(4)]
+    assert await generated(client, instance_id, [5, 6], 4) == expected
+
+
+async def test_a_fleet_takes_one_update_after_another(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    client = await plane.client()
+    workers = await asyncio.to_thread(plane.spawn_many, 2, model=model_of(plane, 0))
+    ids = [*(one.instance_id for one in workers), *plane.spawn_copies(2, model=model_of(plane, 0))]
+    for seed in (1, 2):
+        trainer = trainer_of(model_of(plane, seed), 4, bucket_bytes=BUCKET_BYTES)
+        said = await trainer.says("transport")
+        assert said["buckets"] == 6
+        reply = await client.update_weights(body_of(said["transport"], f"step_{seed}"))
+        assert (await trainer.says("ended"))["ended"] is None
+        assert reply["version"]["digest"] == model_digest(model_of(plane, seed))
+        assert reply["excluded"] == []
+        for one in ids:
+            await serves(client, one, model_of(plane, seed))
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0))
+    trainer = trainer_of(adapter, 4, kind="lora", bucket_bytes=BUCKET_BYTES)
+    body = body_of((await trainer.says("transport"))["transport"], "tone")
+    reply = await client.update_weights({**body, "target": {"kind": "lora", "op": "load", "name": "a"}})
+    assert (await trainer.says("ended"))["ended"] is None
+    assert reply["version"]["digest"] == adapter_digest(adapter)
+    for state in (await states(client)).values():
+        assert state["adapters"]["a"] == reply["version"]
+    assert nothing_left(plane)
+
+
+async def test_weights_that_do_not_fit_or_are_not_the_stated_ones_change_nothing(
+    plane: Plane, trainer_of: Callable[..., Trainer]
+) -> None:
+    client = await plane.client()
+    (worker,) = await asyncio.to_thread(plane.spawn_many, 1, model=model_of(plane, 0))
+    for trainer, match in (
+        (trainer_of(plane.model(3, tensors=13), 1), "do not fit"),
+        (trainer_of(model_of(plane, 1), 1, corrupt=True), "version digest"),
+        (trainer_of(make_fake_adapter(plane.tmp / "adapter", 1, model_of(plane, 0)), 1, kind="lora"), "adapter"),
+    ):
+        with pytest.raises(InvalidWeights, match=match):
+            await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+        ended = (await trainer.says("ended"))["ended"]
+        assert ended is None or ended["code"] == "unavailable"
+        await serves(client, worker.instance_id, model_of(plane, 0))
+    with pytest.raises(InvalidRequest, match="no trainer listens"):
+        await client.update_weights(body_of({"backend": "ipc", "socket": "rl-plane-ipc-" + "0" * 32}, "one"))
+    assert nothing_left(plane)
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["", "its child lives on"])
+async def test_a_trainer_that_is_killed_in_the_middle(
+    plane: Plane, trainer_of: Callable[..., Trainer], child: bool
+) -> None:
+    client = await plane.client()
+    workers = await asyncio.to_thread(plane.spawn_many, 2, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 2, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE], child=child)
+    update, said = await holding(client, trainer, "one")
+    try:
+        assert not nothing_left(plane)
+        trainer.kill()
+        async with asyncio.timeout(BOUND_S):  # far less than a receiver waits for a trainer that lives
+            with pytest.raises(UpdateAborted, match="trainer has gone"):
+                await update
+        await plane.until(lambda: nothing_left(plane))
+        if said["child"] is not None:
+            assert shared_memory(said["child"]) == []
+    finally:
+        if said["child"] is not None:
+            os.kill(said["child"], signal.SIGKILL)
+    for one in workers:
+        await serves(client, one.instance_id, model_of(plane, 0))
+        assert (await states(client))[one.instance_id]["staged"] is None
+    trainer = trainer_of(model_of(plane, 2), 2, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    for one in workers:
+        await serves(client, one.instance_id, model_of(plane, 2))
+
+
+async def test_an_update_that_is_given_up_in_the_middle(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    """Its trainer lives, and is silent: the next one does not wait for it."""
+    client = await plane.client()
+    worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    silent = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])
+    update, _ = await holding(client, silent, "one")
+    update.cancel()
+    trainer = trainer_of(model_of(plane, 2), 1, bucket_bytes=BUCKET_BYTES)
+    transport = (await trainer.says("transport"))["transport"]
+    async with asyncio.timeout(BOUND_S):  # far less than a receiver waits for a trainer that lives
+        await client.update_weights(body_of(transport, "two"))
+    assert nothing_left(plane)
+    await serves(client, worker.instance_id, model_of(plane, 2))
+    silent.go_on()
+    assert (await silent.says("ended"))["ended"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("on_failure", ["abort", "exclude"])
+async def test_a_worker_that_is_killed_in_the_middle(
+    plane: Plane, trainer_of: Callable[..., Trainer], on_failure: str
+) -> None:
+    client = await plane.client()
+    workers = await asyncio.to_thread(plane.spawn_many, 3, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 3, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])
+    update, _ = await holding(client, trainer, "one", on_prepare_failure=on_failure)
+    doomed = workers.pop()
+    doomed.kill()
+    trainer.go_on()
+    assert (await trainer.says("ended"))["ended"] is None  # the others have everything
+    if on_failure == "abort":
+        with pytest.raises(PlaneError):
+            await update
+    else:
+        await update
+    for one in workers:
+        await serves(client, one.instance_id, model_of(plane, 0 if on_failure == "abort" else 1))
+    assert nothing_left(plane)
+
+
+async def test_a_late_worker_waits_for_the_next_update(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    client = await plane.client()
+    first = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "one"))
+    late = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    assert "source_gone" in await until_behind(plane, client, late.instance_id)
+    trainer = trainer_of(model_of(plane, 2), 2, bucket_bytes=BUCKET_BYTES)
+    await client.update_weights(body_of((await trainer.says("transport"))["transport"], "two"))
+    await plane.until(lambda: all_serve(client, "two"))
+    for one in (first, late):
+        await serves(client, one.instance_id, model_of(plane, 2))
+
+
+async def test_over_the_served_weights(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    """Where they don't fit twice. What fails half-way is fetched from where the committed version came."""
+    client = await plane.client()
+    worker = await asyncio.to_thread(plane.spawn, model=model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES, holds=[MIDDLE])
+    update, _ = await holding(client, trainer, "one", staging="none")
+    assert (await states(client))[worker.instance_id]["version"] is None
+    trainer.kill()
+    with pytest.raises(UpdateAborted, match="trainer has gone"):
+        await update
+    await plane.until(lambda: all_serve(client, "initial"))
+    await serves(client, worker.instance_id, model_of(plane, 0))
+    trainer = trainer_of(model_of(plane, 1), 1, bucket_bytes=BUCKET_BYTES)
+    transport = (await trainer.says("transport"))["transport"]
+    await client.update_weights(body_of(transport, "one", staging="none"))
+    await serves(client, worker.instance_id, model_of(plane, 1))
+    with pytest.raises(InvalidRequest, match="fetched again"):  # the next one could not bring this one back
+        await client.update_weights(body_of(transport, "two", staging="none"))
+
+
+# ---- real models ----
+
+PROMPT = [5, 6, 7]
+
+
+async def published(client: RlClient, trainer: Trainer, body: dict[str, Any]) -> dict[str, Any]:
+    transport = (await trainer.says("transport"))["transport"]
+    reply = await client.update_weights({**body, "transport": transport})
+    assert (await trainer.says("ended"))["ended"] is None
+    assert reply["excluded"] == []
+    return reply
+
+
+LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
+
+
+@pytest.mark.timeout(400)
+async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("peft")
+    from tests.test_hf_fleet import Witnesses, chain
+
+    client, witnesses = await plane.client(), Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+
+    async def serve(base: int, adapter: int | None = None) -> None:
+        more = {"temperature": 0.0, "adapter": None if adapter is None else "a"}
+        for one in ids:
+            assert await generated(client, one, PROMPT, 12, **more) == chain(PROMPT[-1], 12, base, adapter)
+
+    await serve(1)
+    await published(client, trainer_of(witnesses.base(2), 2), {"policy": {"staging": "none"}})
+    await serve(2)
+    await published(client, trainer_of(witnesses.adapter(1), 2, kind="lora"), LOAD)
+    await published(client, trainer_of(witnesses.base(3), 2), {})
+    await serve(3)
+    await serve(3, adapter=1)
+    killed = trainer_of(witnesses.base(4), 2, holds=[MIDDLE])
+    update, _ = await holding(client, killed, "four")
+    killed.kill()
+    with pytest.raises(UpdateAborted, match="trainer has gone"):
+        await update
+    await plane.until(lambda: nothing_left(plane))
+    await serve(3)
+    await serve(3, adapter=1)
+    await published(client, trainer_of(witnesses.base(4), 2), {})
+    await serve(4)
+    await serve(4, adapter=1)
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
+)
+@pytest.mark.timeout(600)
+async def test_other_engines(plane: Plane, trainer_of: Callable[..., Trainer], engine: str) -> None:
+    from tests.test_engine_fleet import Mixed
+    from tests.test_frontend_generation import frontend
+
+    client, mixed = await plane.client(), Mixed(plane)
+    await mixed.start(engine)
+    async with frontend(plane) as http:
+        await published(client, trainer_of(mixed.witness(2), 1), {"policy": {"staging": "none"}})
+        await mixed.proven(http, 1, mixed.witness(2))
+        killed = trainer_of(mixed.tiny(1), 1, holds=[MIDDLE])
+        update, _ = await holding(client, killed, "killed")
+        killed.kill()
+        with pytest.raises(UpdateAborted, match="trainer has gone"):
+            await update
+        await mixed.proven(http, 1, mixed.witness(2))
+        await published(client, trainer_of(mixed.tiny(1), 1), {})
+        await mixed.proven(http, 2, mixed.tiny(1))
+        await published(client, trainer_of(mixed.adapter(1), 1, kind="lora"), LOAD)
+        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))

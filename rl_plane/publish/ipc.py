@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from rl_plane.publish.ipc_wire import (
     address,
     buffer_bytes,
     buffer_count,
+    check_platform,
     read_packet,
     same_user,
     send_packet,
@@ -44,8 +45,8 @@ log = logging.getLogger("rl_plane.publish.ipc")
 FIRST_RECEIVER_S = 300.0
 """The update may wait for the fleet's lock, and for an earlier one to end."""
 
-OTHER_RECEIVERS_S = 60.0
-"""After the first: they are asked at once, but one may have to end an earlier reception before (30 s)."""
+OTHER_RECEIVERS_S = 30.0
+"""After the first: they are asked at once, but one may have to end an earlier reception before."""
 
 SILENT_RECEIVER_S = 60.0
 """For one bucket. Before the first, an engine that is overwritten lets its running requests end."""
@@ -53,7 +54,8 @@ SILENT_RECEIVER_S = 60.0
 LOOK_S = 0.5
 """How often it is looked who is silent."""
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+CLOSE_S = 5.0
+"""For the thread to end, which waits for nothing."""
 
 _not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
 """Sockets and memory. A child that a trainer forks (a data loader's) would keep them: receivers would not see that the
@@ -81,8 +83,8 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 class IpcSender:
-    """A Sender. `receivers`: how many will come to the next update (each rank of each engine is one). The buffers stay
-    for the next update; they go with this object."""
+    """A Sender. `receivers`: how many will come to an update, asked when it is opened: each rank of each engine is one.
+    The buffers stay for the next update."""
 
     backend = BACKEND
 
@@ -91,13 +93,13 @@ class IpcSender:
 
     def __init__(
         self,
-        receivers: int = 1,
+        receivers: Callable[[], int],
         *,
         first_receiver_s: float = FIRST_RECEIVER_S,
         other_receivers_s: float = OTHER_RECEIVERS_S,
         silent_receiver_s: float = SILENT_RECEIVER_S,
     ) -> None:
-        self.receivers = receivers
+        self._receivers = receivers
         self._first_receiver_s = first_receiver_s
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
@@ -105,9 +107,11 @@ class IpcSender:
         self._update: _Update | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        if self.receivers < 1:
-            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
+        check_platform()
         self.close()
+        receivers = self._receivers()
+        if receivers < 1:
+            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
         nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
         if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
             self._buffers.clear()  # before there are new ones
@@ -115,7 +119,7 @@ class IpcSender:
         self._update = _Update(
             manifest,
             self._buffers[:count],
-            self.receivers,
+            receivers,
             self._first_receiver_s,
             self._other_receivers_s,
             self._silent_receiver_s,
@@ -125,7 +129,7 @@ class IpcSender:
     def buffer(self, number: int) -> memoryview:
         update = self._open_update()
         update.await_free(number)
-        return memoryview(self._buffers[number % BUFFERS].map)[: update.manifest.buckets[number].nbytes]
+        return memoryview(update.buffers[number % BUFFERS].map)[: update.manifest.buckets[number].nbytes]
 
     def send(self, number: int) -> None:
         self._open_update().send({"bucket": number})
@@ -141,6 +145,10 @@ class IpcSender:
         update, self._update = self._update, None
         if update is not None:
             update.close()
+
+    def destroy(self) -> None:
+        self.close()
+        self._buffers = []
 
     def _open_update(self) -> _Update:
         if self._update is None:
@@ -177,7 +185,7 @@ class _Update:
     ) -> None:
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
         self.manifest = manifest
-        self._buffers = buffers
+        self.buffers = buffers
         self._expected = expected
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
@@ -250,7 +258,7 @@ class _Update:
                 self._wake.close()
                 self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     # ---- its own thread ----
 
@@ -296,7 +304,7 @@ class _Update:
                 send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
                 connection.close()
                 return
-            descriptors = [self._manifest.descriptor, *(memory.descriptor for memory in self._buffers)]
+            descriptors = [self._manifest.descriptor, *(memory.descriptor for memory in self.buffers)]
             send_packet(connection, self._first, descriptors)
         except OSError:
             connection.close()
@@ -354,7 +362,6 @@ class _Update:
     def _release(self) -> None:
         for receiver in list(self._receivers.values()):
             self._forget(receiver)
-        self._buffers = []
         for one in (self._listener, self._woken, self._wake):
             one.close()
 
@@ -373,7 +380,8 @@ class _Memory:
             self.map = mmap.mmap(self.descriptor, nbytes)
         except OSError as error:
             raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
         self.map.madvise(mmap.MADV_DONTFORK)
 
     def fileno(self) -> int:

@@ -18,11 +18,13 @@ import os
 import re
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
+from rl_plane.errors import Unsupported
 from rl_plane.manifest import ALIGN_BYTES, Manifest
 
 BACKEND = "ipc"
@@ -45,6 +47,11 @@ F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1: only the maps that are there already may write. Not in Python's `fcntl`."""
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def check_platform() -> None:
+    if sys.platform != "linux":
+        raise Unsupported("ipc needs Linux: memory and sockets without names")
 
 
 def address(name: str) -> str:

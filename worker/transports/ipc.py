@@ -11,12 +11,13 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Literal
 
 import msgpack
 
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.manifest import Manifest
 from rl_plane.publish.ipc_wire import (
     BACKEND,
@@ -27,20 +28,25 @@ from rl_plane.publish.ipc_wire import (
     address,
     buffer_bytes,
     buffer_count,
+    check_platform,
     close_all,
     read_packet,
     same_user,
     seals,
     send_packet,
 )
+from rl_plane.versions import HostTensor
 from worker.transports.base import Places
-from worker.transports.packed import PackedDelivery
+from worker.transports.packed import PackedDelivery, never
 
 FIRST_PACKET_S = 30.0
 """A sender answers from a thread of its own; only a process that stands still does not."""
 
 BUCKET_S = 300.0
 """A trainer that gathers a sharded model takes seconds for a bucket; before that it may wait for other receivers."""
+
+LOOK_S = 0.1
+"""How often a receiver that waits looks whether it is still wanted."""
 
 _FIX = "is the trainer on this machine, in this network namespace, and still there? else use another transport"
 
@@ -60,6 +66,7 @@ class IpcTransport:
         pass
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+        check_platform()
         _check_fields(request, {"backend", "socket"})
         name = request.get("socket")
         if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -82,6 +89,12 @@ class IpcDelivery(PackedDelivery):
         super().__init__(manifest, self._taking, refetchable=False)
         self._connection = connection
         self._maps = maps
+        self._bucket = self._tensor = memoryview(b"")
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        for name, tensor in super().tensors():
+            self._tensor = tensor.data
+            yield name, tensor
 
     def close(self) -> None:
         """From any thread: one that waits for a bucket gets Unavailable."""
@@ -90,8 +103,11 @@ class IpcDelivery(PackedDelivery):
         self._connection.close()
         with contextlib.suppress(ValueError):  # that thread is in it
             self._taking.close()
-        for one in self._maps:
-            with contextlib.suppress(BufferError):  # a tensor is still looked at: it goes with that
+        # An error's traceback may hold what was looked at last, for long; the memory is to go now.
+        with contextlib.suppress(BufferError):  # a thread is at it: it goes with that
+            self._tensor.release()
+            self._bucket.release()
+            for one in self._maps:
                 one.close()
         self._maps = []
 
@@ -99,7 +115,9 @@ class IpcDelivery(PackedDelivery):
         """Bucket by bucket. What was taken is told when the next one is asked for."""
         for number, bucket in enumerate(self._manifest.buckets):
             self._await("bucket", number)
-            yield memoryview(self._maps[number % BUFFERS])[: bucket.nbytes]
+            with memoryview(self._maps[number % BUFFERS]) as whole:
+                self._bucket = whole[: bucket.nbytes]
+            yield self._bucket
             self._taken(number)
         digest = self._await("end", None)
         if digest is not None and not isinstance(digest, str):
@@ -108,7 +126,7 @@ class IpcDelivery(PackedDelivery):
         self._taken(len(self._manifest.buckets))
 
     def _await(self, key: str, expected: int | None) -> Any:
-        packet, _ = _packet(self._connection, BUCKET_S)
+        packet, _ = _packet(self._connection, BUCKET_S, cancelled=self.cancelled)
         if packet.keys() != {key} or expected not in (None, packet[key]):
             raise _refuse(f"it said {str(packet)[:100]} out of turn")
         return packet[key]
@@ -199,13 +217,22 @@ def _check_memory(descriptor: int, needed: int) -> None:
 
 
 def _packet(
-    connection: socket.socket, timeout_s: float, max_descriptors: int = 0
+    connection: socket.socket,
+    timeout_s: float,
+    max_descriptors: int = 0,
+    cancelled: Callable[[], bool] = never,
 ) -> tuple[dict[str, Any], list[int]]:
+    give_up = time.monotonic() + timeout_s
     try:
-        connection.settimeout(timeout_s)
-        packet, descriptors = read_packet(connection, max_descriptors)
-    except TimeoutError as error:
-        raise DeadlineExceeded(f"the trainer was silent for {timeout_s:g} s", fix="publish again") from error
+        packet = None
+        while packet is None:
+            if cancelled():
+                raise EngineFailed("staging was cancelled")
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"the trainer was silent for {timeout_s:g} s", fix="publish again")
+            connection.settimeout(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                packet, descriptors = read_packet(connection, max_descriptors)
     except (OSError, EOFError) as error:
         raise _gone(error) from error
     except ValueError as error:
