@@ -60,10 +60,12 @@ async def all_serve(client: RlClient, label: str) -> bool:
     )
 
 
-async def generated(client: RlClient, instance_id: str, prompt: list[int], max_tokens: int) -> list[int]:
+async def generated(
+    client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **more: Any
+) -> list[int]:
     receiver = StreamReceiver(client.bus)
     await receiver.start()
-    body = {"request": {"prompt_token_ids": prompt, "max_tokens": max_tokens}}
+    body = {"request": {"prompt_token_ids": prompt, "max_tokens": max_tokens, **more}}
     stream = await receiver.open(client.subjects().generate(instance_id), f"r{time.monotonic_ns()}", body)
     tokens: list[int] = []
     try:

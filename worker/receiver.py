@@ -12,6 +12,7 @@ from rl_plane.ops import PreparedReply
 from worker.reception import Cancelled, Reception, Staged, WeightHolder
 from worker.staging import check_overwrite, overwrite, receive, receive_adapter
 from worker.transports.base import Delivery, Places, WeightTransport
+from worker.transports.packed import PackedDelivery
 
 TRANSPORTS = "rl_plane.transports"
 
@@ -52,6 +53,8 @@ class Receiver:
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         reception, delivery = opened
+        if isinstance(delivery, PackedDelivery):
+            delivery.cancelled = cancelled
         tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
         refetchable = delivery.refetchable
         how: dict[str, Any] = {

@@ -1,0 +1,388 @@
+"""The sender of the `ipc` transport: weights for the engines on the trainer's own machine, through shared memory.
+
+Two buffers without a name, which receivers map read-only. A bucket is packed into one of them while the other is read;
+a buffer is used again when every receiver that is still there has taken what was in it. One that dies is noticed at
+once; one that stands still is given up. See `ipc_wire`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from rl_plane.manifest import Manifest
+from rl_plane.publish.ipc_wire import (
+    BACKEND,
+    BUFFERS,
+    F_SEAL_FUTURE_WRITE,
+    PROTOCOL,
+    address,
+    buffer_bytes,
+    buffer_count,
+    check_platform,
+    read_packet,
+    same_user,
+    send_packet,
+)
+
+log = logging.getLogger("rl_plane.publish.ipc")
+
+FIRST_RECEIVER_S = 300.0
+"""The update may wait for the fleet's lock, and for an earlier one to end."""
+
+OTHER_RECEIVERS_S = 30.0
+"""After the first: they are asked at once, but one may have to end an earlier reception before."""
+
+SILENT_RECEIVER_S = 60.0
+"""For one bucket. Before the first, an engine that is overwritten lets its running requests end."""
+
+LOOK_S = 0.5
+"""How often it is looked who is silent."""
+
+CLOSE_S = 5.0
+"""For the thread to end, which waits for nothing."""
+
+_not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Sockets and memory. A child that a trainer forks (a data loader's) would keep them: receivers would not see that the
+trainer has died."""
+
+
+def _drop_in_child() -> None:
+    """Also the descriptors that maps have of their own. What holds them may close them later: the numbers stay."""
+    ours = {_identity(one.fileno()) for one in list(_not_for_children) if one.fileno() >= 0}
+    if ours:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists them is closed
+                if _identity(int(name)) in ours:
+                    os.dup2(nothing, int(name), inheritable=False)
+        os.close(nothing)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+class IpcSender:
+    """A Sender. `receivers`: how many will come to an update, asked when it is opened: each rank of each engine is one.
+    The buffers stay for the next update."""
+
+    backend = BACKEND
+
+    bucket_bytes = 32 << 20
+    """What its buckets are best packed by: two fit into a processor's cache."""
+
+    def __init__(
+        self,
+        receivers: Callable[[], int],
+        *,
+        first_receiver_s: float = FIRST_RECEIVER_S,
+        other_receivers_s: float = OTHER_RECEIVERS_S,
+        silent_receiver_s: float = SILENT_RECEIVER_S,
+    ) -> None:
+        self._receivers = receivers
+        self._first_receiver_s = first_receiver_s
+        self._other_receivers_s = other_receivers_s
+        self._silent_receiver_s = silent_receiver_s
+        self._buffers: list[_Memory] = []
+        self._update: _Update | None = None
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        check_platform()
+        self.close()
+        receivers = self._receivers()
+        if receivers < 1:
+            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
+        nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
+        if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
+            self._buffers.clear()  # before there are new ones
+            self._buffers = [_Memory(nbytes) for _ in range(count)]
+        self._update = _Update(
+            manifest,
+            self._buffers[:count],
+            receivers,
+            self._first_receiver_s,
+            self._other_receivers_s,
+            self._silent_receiver_s,
+        )
+        return {"backend": BACKEND, "socket": self._update.name}
+
+    def buffer(self, number: int) -> memoryview:
+        update = self._open_update()
+        update.await_free(number)
+        return memoryview(update.buffers[number % BUFFERS].map)[: update.manifest.buckets[number].nbytes]
+
+    def send(self, number: int) -> None:
+        self._open_update().send({"bucket": number})
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        update = self._open_update()
+        manifest = update.manifest if digests is None else update.manifest.digested(digests)
+        update.send({"end": manifest.digest})
+        update.await_taken(len(manifest.buckets) + 1)
+
+    def close(self) -> None:
+        """From any thread: whoever waits here then gets Unavailable."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.close()
+
+    def destroy(self) -> None:
+        self.close()
+        self._buffers = []
+
+    def _open_update(self) -> _Update:
+        if self._update is None:
+            raise _closed()
+        return self._update
+
+
+def _closed() -> Unavailable:
+    return Unavailable("this update is closed", fix="open another one")
+
+
+@dataclass(slots=True)
+class _Receiver:
+    connection: socket.socket
+    told: int
+    """Turns that it was told of."""
+    taken: int
+    """Turns that it has answered."""
+    since: float
+    """Of its last word, or of the last that was said to it."""
+
+
+class _Update:
+    """One update's connections. A thread of its own accepts them, reads what they say, and sees them end."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        buffers: list[_Memory],
+        expected: int,
+        first_receiver_s: float,
+        other_receivers_s: float,
+        silent_receiver_s: float,
+    ) -> None:
+        self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
+        self.manifest = manifest
+        self.buffers = buffers
+        self._expected = expected
+        self._other_receivers_s = other_receivers_s
+        self._silent_receiver_s = silent_receiver_s
+        self._come_until = time.monotonic() + first_receiver_s
+        self._come = 0
+        self._begun_without = False
+        """A bucket that a receiver would begin with is overwritten."""
+        self._ended = 0
+        """Receivers that have everything."""
+        self._turns: list[dict[str, Any]] = []
+        self._receivers: dict[socket.socket, _Receiver] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        packed: bytes = msgpack.packb(manifest.to_wire())
+        self._manifest = _Memory(len(packed))
+        self._manifest.map[: len(packed)] = packed
+        self._first = {"protocol": PROTOCOL, "manifest": len(packed), "buffer": buffers[0].nbytes}
+        self._wake, self._woken = socket.socketpair()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(address(self.name))
+        self._listener.listen()
+        _not_for_children.update((self._wake, self._woken, self._listener))
+        self._thread = threading.Thread(target=self._serve, name="ipc sender", daemon=True)
+        self._thread.start()
+
+    # ---- the trainer's thread ----
+
+    def send(self, turn: dict[str, Any]) -> None:
+        with self._changed:
+            self._check()
+            self._turns.append(turn)
+            for receiver in list(self._receivers.values()):
+                self._tell(receiver)
+
+    def await_free(self, number: int) -> None:
+        if number < BUFFERS:
+            with self._changed:
+                self._check()
+            return
+        self.await_taken(number - BUFFERS + 1, overwrites=True)
+
+    def await_taken(self, turns: int, overwrites: bool = False) -> None:
+        """Until every receiver that is still there has taken so many turns, and no other one can come."""
+        with self._changed:
+            while True:
+                self._check()
+                late_s = self._come_until - time.monotonic() if self._come < self._expected else 0.0
+                if late_s <= 0 and all(receiver.taken >= turns for receiver in self._receivers.values()):
+                    self._begun_without = self._begun_without or overwrites
+                    return
+                self._changed.wait(min(late_s, LOOK_S) if late_s > 0 else LOOK_S)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise _closed()
+        if self._receivers or self._ended:
+            return
+        if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
+            raise Unavailable(f"no receiver is left: {self._come} came, and ended before they had everything")
+        if not self._come and time.monotonic() >= self._come_until:
+            raise DeadlineExceeded(
+                "no receiver came", fix="are the workers on this machine, in its network namespace, of this user?"
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._wake.close()
+                self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    # ---- its own thread ----
+
+    def _serve(self) -> None:
+        with contextlib.closing(selectors.DefaultSelector()) as selector:
+            self._selector = selector
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            try:
+                while not self._closed:
+                    ready = selector.select(LOOK_S)
+                    with self._changed:
+                        for key, _ in ready:
+                            self._look(key.fileobj)
+                        self._drop_silent()
+                        self._changed.notify_all()
+            finally:
+                with self._changed:
+                    self._closed = True
+                    self._release()
+                    self._changed.notify_all()
+
+    def _look(self, ready: Any) -> None:
+        if ready is self._listener:
+            self._accept()
+        elif ready in self._receivers:
+            self._read(self._receivers[ready])
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # gone again, or out of descriptors
+        _not_for_children.add(connection)
+        connection.setblocking(False)
+        if not same_user(connection):
+            log.warning("a process of another user wanted the weights")
+            connection.close()
+            return
+        receiver = _Receiver(connection, 0, 0, time.monotonic())
+        try:
+            if self._begun_without:
+                send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
+                connection.close()
+                return
+            descriptors = [self._manifest.descriptor, *(memory.descriptor for memory in self.buffers)]
+            send_packet(connection, self._first, descriptors)
+        except OSError:
+            connection.close()
+            return
+        self._come += 1
+        if self._come == 1:
+            self._come_until = time.monotonic() + self._other_receivers_s
+        self._receivers[connection] = receiver
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._tell(receiver)
+
+    def _tell(self, receiver: _Receiver) -> None:
+        """The turns that it doesn't know of: three packets at most, for which there is always room."""
+        try:
+            while receiver.told < len(self._turns):
+                send_packet(receiver.connection, self._turns[receiver.told])
+                receiver.told += 1
+                receiver.since = time.monotonic()
+        except OSError as error:
+            self._drop(receiver, str(error))
+
+    def _read(self, receiver: _Receiver) -> None:
+        try:
+            answer, _ = read_packet(receiver.connection)
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, ValueError) as error:
+            self._drop(receiver, str(error))
+            return
+        if answer != {"taken": receiver.taken} or receiver.taken >= receiver.told:
+            self._drop(receiver, f"it said {str(answer)[:100]}")
+            return
+        receiver.taken += 1
+        receiver.since = time.monotonic()
+        if receiver.taken > len(self.manifest.buckets):
+            self._ended += 1
+            self._forget(receiver)
+
+    def _drop_silent(self) -> None:
+        limit = time.monotonic() - self._silent_receiver_s
+        for receiver in list(self._receivers.values()):
+            if receiver.taken < receiver.told and receiver.since < limit:
+                self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
+
+    def _drop(self, receiver: _Receiver, why: str) -> None:
+        log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
+        self._forget(receiver)
+
+    def _forget(self, receiver: _Receiver) -> None:
+        del self._receivers[receiver.connection]
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):
+            self._selector.unregister(receiver.connection)
+        receiver.connection.close()
+
+    def _release(self) -> None:
+        for receiver in list(self._receivers.values()):
+            self._forget(receiver)
+        for one in (self._listener, self._woken, self._wake):
+            one.close()
+
+
+class _Memory:
+    """Memory without a name, of a fixed size; only this process may write it. It goes with this object and all maps of
+    it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        try:
+            self.descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            weakref.finalize(self, os.close, self.descriptor)
+            _not_for_children.add(self)
+            os.posix_fallocate(self.descriptor, 0, nbytes)  # or the first write would end the process
+            self.map = mmap.mmap(self.descriptor, nbytes)
+        except OSError as error:
+            raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+        self.map.madvise(mmap.MADV_DONTFORK)
+
+    def fileno(self) -> int:
+        return self.descriptor

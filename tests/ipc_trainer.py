@@ -1,0 +1,121 @@
+"""A trainer that publishes a directory's weights by `ipc`, in a process of its own: `python -m tests.ipc_trainer`.
+
+It says one JSON object a line: `{"transport": …}`, then `{"at": bucket}` where it is told to hold, and `{"ended": …}`.
+It goes on from where it holds when it reads a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl_plane.errors import PlaneError
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.ipc import IpcSender
+from rl_plane.publish.packing import fill
+from worker.transports.checkpoint import open_checkpoint
+
+BOUND_S = 60.0
+"""Of a process on a busy machine that only copies."""
+
+
+class Trainer:
+    """The test's side."""
+
+    def __init__(self, directory: Path, receivers: int, **options: Any) -> None:
+        arguments = {"directory": str(directory), "receivers": receivers, **options}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ipc_trainer", json.dumps(arguments)],
+            cwd=Path(__file__).parent.parent,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    async def says(self, key: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), BOUND_S)
+        assert line, f"the trainer ended with {self.process.wait()}"
+        said: dict[str, Any] = json.loads(line)
+        assert key in said, said
+        return said
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def main(
+    directory: str,
+    receivers: int,
+    kind: str = "base",
+    bucket_bytes: int = 1 << 16,
+    holds: tuple[int, ...] = (),
+    child: bool = False,
+    corrupt: bool = False,
+    **bounds: float,
+) -> None:
+    """`holds`: before these buckets are packed. `child`: fork one there, which goes on living. `corrupt`: state other
+    digests than those of what is sent."""
+    checkpoint = open_checkpoint(Path(directory), None, field="directory", kind=kind)  # type: ignore[arg-type]
+    config = checkpoint.config.raw if checkpoint.config is not None else None
+    manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
+    sender = IpcSender(lambda: receivers, **bounds)
+    _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
+    digests: dict[str, str] = {}
+
+    def buffer(number: int) -> memoryview:
+        place = sender.buffer(number)
+        if number in holds:
+            _say(at=number, child=_forked() if child else None)
+            sys.stdin.readline()
+        return place
+
+    try:
+        for number in fill(manifest, checkpoint.tensors(), buffer, digests):
+            sender.send(number)
+        if corrupt:
+            digests = dict.fromkeys(digests, "0" * 64)
+        sender.finish(digests)
+        _say(ended=None)
+    except PlaneError as error:
+        _say(ended=error.to_wire())
+    finally:
+        sender.close()
+        checkpoint.close()
+
+
+def _forked() -> int:
+    """A child that lives until it is killed, as a data loader's may."""
+    pid = os.fork()
+    while pid == 0:
+        signal.pause()
+    return pid
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
