@@ -578,7 +578,8 @@ async def test_checks_see_every_change(engine: EngineAdapter, models: Models, sc
         assert row["checksum"] not in seen, name
         seen.add(row["checksum"])
         (compared,) = await engine.check_weights("compare")
-        assert len(compared["mismatches"]) == 1, name
+        # SGLang's LoRA has a second name for what it wraps.
+        assert len({each.replace(".base_layer", "") for each in compared["mismatches"]}) == 1, name
     await update(engine, models.witness[1], 2)
     assert await engine.check_weights("checksum") == [before]
     await engine.check_weights("reset_tensors")
