@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -34,7 +35,7 @@ from rl_plane.errors import (
 )
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish import ipc_wire
-from rl_plane.publish.ipc import IpcSender
+from rl_plane.publish.ipc import IpcSender, build
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sender import Sender
 from rl_plane.versions import HostTensor, TensorSpec
@@ -397,6 +398,23 @@ def test_another_user_really_gets_nothing() -> None:
 
 
 # ---- bounds ----
+
+
+def test_every_rank_of_every_engine_is_waited_for() -> None:
+    workers = [{"world_size": 2}, {"world_size": 1}]
+    sender = build(SimpleNamespace(options={}, workers=lambda: workers))
+    for expected in (3, 1):
+        sender.open(MANIFEST)
+        assert sender._update is not None
+        assert sender._update._expected == expected
+        del workers[0]
+    with pytest.raises(InvalidRequest, match="nobody") as caught:
+        sender.open(MANIFEST)
+    assert caught.value.facts["field"] == "receivers"
+    sender.destroy()
+    with pytest.raises(InvalidRequest, match="no option") as caught:
+        build(SimpleNamespace(options={"size": 1}))
+    assert caught.value.facts["field"] == "options.size"
 
 
 def test_nobody_comes() -> None:

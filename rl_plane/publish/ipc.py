@@ -88,9 +88,6 @@ class IpcSender:
 
     backend = BACKEND
 
-    bucket_bytes = 32 << 20
-    """What its buckets are best packed by: two fit into a processor's cache."""
-
     def __init__(
         self,
         receivers: Callable[[], int],
@@ -386,3 +383,15 @@ class _Memory:
 
     def fileno(self) -> int:
         return self.descriptor
+
+
+def build(around: Any) -> IpcSender:
+    """The entry point of `rl_plane.senders`: `around` tells of the fleet (`workers()`), and has no options for this."""
+    unknown = sorted(
+        around.options.keys() - {"root"}
+    )  # that is filesystem's, where the backend is chosen by itself
+    if unknown:
+        raise InvalidRequest(
+            f"the ipc transport has no option {unknown[0]!r}", field=f"options.{unknown[0]}", fix="leave it out"
+        )
+    return IpcSender(lambda: sum(int(worker["world_size"]) for worker in around.workers()))
