@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
 from rl_plane.publish.ipc import IpcSender
 from rl_plane.publish.packing import fill
-from worker.transports.checkpoint import open_checkpoint
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""

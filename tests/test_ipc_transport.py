@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -37,7 +36,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.publish import ipc_wire
 from rl_plane.publish.ipc import IpcSender, build
 from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import Sender
+from rl_plane.publish.sender import Sender, Surroundings
 from rl_plane.versions import HostTensor, TensorSpec
 from tests.ipc_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
@@ -402,7 +401,7 @@ def test_another_user_really_gets_nothing() -> None:
 
 def test_every_rank_of_every_engine_is_waited_for() -> None:
     workers = [{"world_size": 2}, {"world_size": 1}]
-    sender = build(SimpleNamespace(options={}, workers=lambda: workers))
+    sender = build(Surroundings(lambda op, body: {"workers": workers}))
     for expected in (3, 1):
         sender.open(MANIFEST)
         assert sender._update is not None
@@ -413,7 +412,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     assert caught.value.facts["field"] == "receivers"
     sender.destroy()
     with pytest.raises(InvalidRequest, match="no option") as caught:
-        build(SimpleNamespace(options={"size": 1}))
+        build(Surroundings(lambda op, body: {}, {"size": 1}))
     assert caught.value.facts["field"] == "options.size"
 
 

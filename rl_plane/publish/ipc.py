@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgpack
 
@@ -39,6 +39,7 @@ from rl_plane.publish.ipc_wire import (
     same_user,
     send_packet,
 )
+from rl_plane.publish.sender import Surroundings, world_size
 
 log = logging.getLogger("rl_plane.publish.ipc")
 
@@ -87,6 +88,7 @@ class IpcSender:
     The buffers stay for the next update."""
 
     backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
 
     def __init__(
         self,
@@ -385,13 +387,11 @@ class _Memory:
         return self.descriptor
 
 
-def build(around: Any) -> IpcSender:
-    """The entry point of `rl_plane.senders`: `around` tells of the fleet (`workers()`), and has no options for this."""
-    unknown = sorted(
-        around.options.keys() - {"root"}
-    )  # that is filesystem's, where the backend is chosen by itself
+def build(around: Surroundings) -> IpcSender:
+    """It has no options. `root` is filesystem's, which a publisher that chooses by itself may take instead."""
+    unknown = sorted(around.options.keys() - {"root"})
     if unknown:
         raise InvalidRequest(
             f"the ipc transport has no option {unknown[0]!r}", field=f"options.{unknown[0]}", fix="leave it out"
         )
-    return IpcSender(lambda: sum(int(worker["world_size"]) for worker in around.workers()))
+    return IpcSender(lambda: world_size(around.workers()) - 1)
