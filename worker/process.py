@@ -78,6 +78,8 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.engine_args,
         options.weight_roots,
         options.nats_url,
+        options.namespace,
+        options.component,
         options.deterministic,
         options.enable_memory_saver,
     )
