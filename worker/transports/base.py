@@ -58,7 +58,7 @@ class Delivery(Protocol):
     """May the same bytes be fetched again later (by a worker that heals)?"""
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yields each tensor once, in any order. A buffer is valid until the next one is asked for.
+        """Yields each tensor once, in any order. A buffer that is not `owned` is valid until the next one is asked for.
         Raises InvalidWeights when what arrives is not what `specs` said."""
 
     def close(self) -> None: ...

@@ -30,6 +30,7 @@ from rl_plane.objects import (
     with_digests,
 )
 from rl_plane.subjects import StoredObject, Subjects, check_object_id
+from worker.buffers import Ahead, fresh
 from worker.transports.base import Places
 from worker.transports.checkpoint import Kind
 from worker.transports.directory import listed
@@ -165,16 +166,21 @@ class ObjectDelivery(PackedDelivery):
             manifest = with_digests(manifest, digests)
 
         def buckets() -> Iterator[memoryview]:
-            buffer = memoryview(bytearray(max(bucket.nbytes for bucket in manifest.buckets)))
             for start, bucket in zip(starts, manifest.buckets, strict=True):
-                data = buffer[: bucket.nbytes]
+                data = fresh(bucket.nbytes)
                 reader.read(start, data)
                 yield data
             if not whole:
                 reader.read(after, digests)
                 self.digest = with_digests(manifest, digests).digest
 
-        super().__init__(manifest, buckets(), refetchable=True, close=reader.close)
+        ahead = Ahead(buckets())
+
+        def close() -> None:
+            ahead.close()
+            reader.close()
+
+        super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=close)
 
 
 class ObjectStoreTransport:
