@@ -84,8 +84,10 @@ class NatsSocket:
             raise
 
     def close(self) -> None:
+        """From any thread: what blocks there ends with an OSError."""
         with contextlib.suppress(OSError):
-            self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def publish(
         self,

@@ -282,6 +282,18 @@ async def test_a_sender_that_is_closed_before_the_end_leaves_nothing(plane: Plan
         sender.send(0)
 
 
+async def test_a_sender_that_is_closed_by_another_thread_ends(own_nats: tuple[NatsServer, Plane]) -> None:
+    server, plane = own_nats
+    sender = ObjectStoreSender(plane.url, plane.namespace, plane.component)
+    sender.open(Manifest(pack([("a", TensorSpec("U8", (3 << 20,)))])))
+    server.kill()
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, 0))
+    await plane.until(lambda: sender._socket is None)  # it is trying again
+    sender.close()
+    with pytest.raises(Unavailable, match="was closed"):
+        await sending
+
+
 # ---- other servers ----
 
 

@@ -42,6 +42,8 @@ from rl_plane.subjects import RECORD, StoredObject, Subjects
 
 log = logging.getLogger("rl_plane.publish.object_store")
 
+NAME = "rl-plane-publisher"
+"""Of the connection, for who looks at the server."""
 DEFAULT_KEEP = 2
 """Versions beside the committed ones: to go back, and for workers that are still fetching."""
 IN_FLIGHT = 16
@@ -57,7 +59,7 @@ T = TypeVar("T")
 
 
 class ObjectStoreSender:
-    """A Sender. For one thread at a time; one version at a time."""
+    """A Sender. For one thread; one version at a time."""
 
     backend = BACKEND
 
@@ -81,6 +83,7 @@ class ObjectStoreSender:
         self._layout: Layout
         self._manifest: Manifest
         self._buffer = memoryview(b"")
+        self._closed = 0  # how often
         self._written = 0  # the stream's last sequence, as far as it is known
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -131,16 +134,18 @@ class ObjectStoreSender:
         self._object = None
 
     def close(self) -> None:
-        """What is not finished goes."""
+        """What is not finished goes. From any thread: what blocks there ends with Unavailable."""
         made, self._object = self._object, None
-        try:
-            if made is not None:
-                with contextlib.suppress(OSError, Unavailable, NoSuchObject):
-                    self._drop()  # what broke off there is still due on this one
-                    ask(self._connected(), f"STREAM.DELETE.{made.stream}")
-        finally:
-            self._drop()
-            self._buffer = memoryview(b"")
+        self._closed += 1
+        self._drop()
+        self._buffer = memoryview(b"")
+        if made is not None:
+            with contextlib.suppress(OSError, Unavailable, NoSuchObject):
+                connection = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+                try:
+                    ask(connection, f"STREAM.DELETE.{made.stream}")
+                finally:
+                    connection.close()
 
     def remove(self, object_id: str) -> None:
         """A version that is not wanted any more, before its turn. Again: nothing."""
@@ -226,14 +231,14 @@ class ObjectStoreSender:
     # ---- the connection ----
 
     def _connected(self) -> NatsSocket:
-        if self._socket is None:
-            self._socket = NatsSocket(self._url, "rl-plane-publisher", CONNECT_TIMEOUT_S)
-        return self._socket
+        if (connection := self._socket) is None:
+            connection = self._socket = NatsSocket(self._url, NAME, CONNECT_TIMEOUT_S)
+        return connection
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
 
     def _persistently(
         self,
@@ -242,7 +247,7 @@ class ObjectStoreSender:
         progress: Callable[[], int] = lambda: 0,
     ) -> T:
         """`work`, again on a new connection where one breaks; BusUnreachable after OUTAGE_S without progress."""
-        give_up, reached, again = time.monotonic() + OUTAGE_S, progress(), False
+        give_up, reached, again, closed = time.monotonic() + OUTAGE_S, progress(), False, self._closed
         while True:
             try:
                 connection = self._connected()
@@ -251,6 +256,8 @@ class ObjectStoreSender:
                 return work(connection)
             except OSError as error:
                 self._drop()
+                if self._closed != closed:
+                    raise Unavailable("the sender was closed") from error
                 if progress() > reached:
                     give_up, reached = time.monotonic() + OUTAGE_S, progress()
                 if time.monotonic() > give_up:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from rl_plane.buffers import Ahead, fresh
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
 from rl_plane.versions import (
@@ -32,7 +33,6 @@ from rl_plane.versions import (
     config_line,
     tensors_digest,
 )
-from worker.buffers import Ahead, fresh
 from worker.safetensors_file import READ_BYTES, SafetensorsFile, StoredTensor, write_atomically
 from worker.transports.directory import Directory, check_beneath, kind_of, listed, unopened
 
@@ -142,10 +142,10 @@ class Checkpoint:
             file.check_unchanged()
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
         for file in self.files:
             file.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 def open_checkpoint(

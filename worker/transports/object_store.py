@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rl_plane.buffers import Ahead, fresh
 from rl_plane.bus import CONNECT_TIMEOUT_S
 from rl_plane.errors import BusUnreachable, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.nats_socket import NatsSocket
@@ -30,7 +31,6 @@ from rl_plane.objects import (
     with_digests,
 )
 from rl_plane.subjects import StoredObject, Subjects, check_object_id
-from worker.buffers import Ahead, fresh
 from worker.transports.base import Places
 from worker.transports.checkpoint import Kind
 from worker.transports.directory import listed
@@ -137,14 +137,14 @@ class StoredReader:
     def _connected(self) -> NatsSocket:
         if self._closed:
             raise Unavailable("the delivery was closed")
-        if self._socket is None:
-            self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
-        return self._socket
+        if (connection := self._socket) is None:
+            connection = self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
+        return connection
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
 
     def close(self) -> None:
         self._closed = True
@@ -177,8 +177,8 @@ class ObjectDelivery(PackedDelivery):
         ahead = Ahead(buckets())
 
         def close() -> None:
-            ahead.close()
             reader.close()
+            ahead.close()
 
         super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=close)
 

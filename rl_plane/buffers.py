@@ -13,6 +13,9 @@ T = TypeVar("T")
 HUGE_BYTES = 2 << 20
 """From this size on huge pages are asked for: small ones take longer to get and to free than to fill."""
 
+END_S = 5.0
+"""A read under way ends within milliseconds, unless a disk hangs."""
+
 
 def fresh(nbytes: int) -> memoryview:
     """Memory of its own, which goes with the last tensor in it."""
@@ -26,16 +29,17 @@ def fresh(nbytes: int) -> memoryview:
 
 class Ahead(Generic[T]):
     """Iterates `items` on a thread of its own, one item ahead of who takes them: one is used, one is made. What is
-    raised there is raised here. `close`, from any thread, ends it with the item that is being made."""
+    raised there is raised here. `close` ends it with the item that is being made: end first what that waits for."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = items
         self._made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(2)
         self._closed = False
+        self._thread = threading.Thread(target=self._make, name="rl-plane-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[T]:
-        threading.Thread(target=self._make, name="rl-plane-ahead", daemon=True).start()
+        self._thread.start()
         try:
             while (made := self._made.get()) is not None:
                 if isinstance(made, BaseException):
@@ -49,6 +53,8 @@ class Ahead(Generic[T]):
     def close(self) -> None:
         self._closed = True
         self._room.release()
+        if self._thread.is_alive():
+            self._thread.join(END_S)
 
     def _make(self) -> None:
         try:
