@@ -31,9 +31,11 @@ from bench.report import (
     gap_rows,
     kill_rows,
     ratio_table,
+    stored_rows,
     time_row,
     times_table,
 )
+from bench.stored import SHAPE_1_GB, measure_stored
 from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
 from worker.engines.fake import make_fake_model
@@ -45,6 +47,7 @@ QUICK_ROUNDS = {1: 20, 8: 20, 32: 10}
 UPDATE_ROUNDS = {1: 100, 8: 60, 64: 30, 256: 12, 1024: 6}
 QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
+STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
@@ -101,7 +104,14 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
-MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates}
+async def stored(scratch: Path, quick: bool) -> list[Row]:
+    _say("weights from files and from NATS …")
+    shape = {} if quick else SHAPE_1_GB
+    models = [make_tiny_model(scratch / f"stored{seed}", seed, "float32", **shape) for seed in range(2)]
+    return stored_rows(await measure_stored(models, QUICK_STORED_ROUNDS if quick else STORED_ROUNDS))
+
+
+MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates, "stored": stored}
 
 
 async def bench(scratch: Path, quick: bool, only: str | None) -> dict[str, list[Row]]:

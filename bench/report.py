@@ -12,6 +12,7 @@ from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
+from bench.stored import StoredTimes
 from rl_plane.update_steps import Phase
 
 AIM_FROM_WORKERS = 8
@@ -24,6 +25,10 @@ KILL_AIM_S = 0.01
 PROBED_KILL_AIM_S = 2.0
 CONTROL_AIM = 2.0
 GAP_AIM = 2.0
+FILE_AIM = 1.25
+"""0.8 × the speed of a plain read."""
+OBJECT_AIM = 0.1
+"""Ten times as fast as nats-py's own get."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -126,6 +131,20 @@ def gap_rows(times: GapTimes) -> list[Row]:
         row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
         row("slowest step while staged", times.meanwhile, times.copies["host"], None),
         row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+    ]
+
+
+def stored_rows(times: StoredTimes) -> list[Row]:
+    def row(what: str, ours: str, beside: str, theirs: str, aim: float | None = None) -> Row:
+        words = f"{what}, {times.nbytes / 1e6:,.0f} MB"
+        return _beside(words, 1, times.seconds[ours], beside, times.seconds[theirs], aim)
+
+    return [
+        row("filesystem", "file", "plain read", "plain", FILE_AIM),
+        row("filesystem, unverified", "unverified", "plain read", "plain_unverified", FILE_AIM),
+        row("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
+        row("object_store", "object", "plain read", "plain"),
+        row("object_store, publishing", "publish", "nats-py put", "nats_put"),
     ]
 
 

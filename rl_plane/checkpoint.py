@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from blake3 import blake3
 
+from rl_plane.buffers import Ahead, fresh
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -44,6 +45,9 @@ MANIFEST_NAME = "rl_plane_manifest.json"
 
 MAX_FILES = 512
 """Each is an open descriptor; the largest public checkpoints have under 200 shards."""
+
+RUN_BYTES = 64 << 20
+"""Read at once: so large that a read's own cost doesn't count, so small that hashing soon has something to do."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -74,17 +78,44 @@ class Checkpoint:
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
+        self._ahead: Ahead[list[tuple[str, HostTensor]]] | None = None
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """One buffer, as large as the largest tensor, is used for all."""
-        # Not mmap: a mapped file that is cut short kills the process with SIGBUS.
-        buffer = memoryview(bytearray(max((spec.nbytes for spec in self.specs.values()), default=0)))
-        for name, (file, stored) in self.places.items():
-            data = buffer[: stored.spec.nbytes]
-            file.read_into(stored.offset, data)
-            file.check_unchanged()
-            yield name, HostTensor(stored.spec, data)
+        """Each is its taker's own. The next ones are read on another thread meanwhile."""
+        runs = list(self._runs())
+        if len(runs) == 1:
+            yield from self._read(*runs[0])
+        else:
+            self._ahead = Ahead(self._read(*run) for run in runs)
+            for run in self._ahead:
+                yield from run
         self.check_unchanged()
+
+    def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
+        """Neighbours in a file, to be read at once: RUN_BYTES, or one tensor that is larger."""
+        for file in self.files:
+            names: list[str] = []
+            size = 0
+            for name, stored in file.tensors.items():
+                if names and size + stored.spec.nbytes > RUN_BYTES:
+                    yield file, names
+                    names, size = [], 0
+                names.append(name)
+                size += stored.spec.nbytes
+            if names:
+                yield file, names
+
+    def _read(self, file: SafetensorsFile, names: list[str]) -> list[tuple[str, HostTensor]]:
+        places = [file.tensors[name] for name in names]
+        start = places[0].offset
+        # Not mmap of the file: a mapped file that is cut short kills the process with SIGBUS.
+        data = fresh(places[-1].offset + places[-1].spec.nbytes - start)
+        file.read_into(start, data)
+        file.check_unchanged()
+        return [
+            (name, HostTensor(one.spec, data[one.offset - start :][: one.spec.nbytes], owned=True))
+            for name, one in zip(names, places, strict=True)
+        ]
 
     def tensor_digests(self) -> dict[str, str]:
         """Per tensor, blake3 hex, in memory bounded whatever the tensors' size."""
@@ -113,6 +144,8 @@ class Checkpoint:
     def close(self) -> None:
         for file in self.files:
             file.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 def open_checkpoint(

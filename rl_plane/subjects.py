@@ -9,6 +9,7 @@ from rl_plane.errors import InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
+_OBJECT = re.compile(r"[0-9a-f]{20}")
 
 ADVISORY = "rlsys.disconnect"
 """Where the server's disconnect advisories are imported into our account (see rl_plane/nats.conf)."""
@@ -31,6 +32,16 @@ def check_instance_id(field: str, value: str) -> str:
             f"{field} is {value!r}: an instance id is 16 lower-case hex digits",
             field=field,
             fix="take it from `rl-plane workers` or GET /v1/rl/workers",
+        )
+    return value
+
+
+def check_object_id(field: str, value: object) -> str:
+    if not isinstance(value, str) or not _OBJECT.fullmatch(value):
+        raise InvalidRequest(
+            f"{field} is {str(value)[:64]!r}: the id of an object is 20 lower-case hex digits",
+            field=field,
+            fix="take it from the publisher (rl_plane.publish.object_store)",
         )
     return value
 
@@ -78,6 +89,28 @@ class Subjects:
     @property
     def state(self) -> Bucket:
         return Bucket(f"rlp_{self.namespace}_{self.component}_state", f"{self.namespace}.{self.component}")
+
+    def object(self, object_id: str) -> StoredObject:
+        return StoredObject(
+            object_id,
+            f"rlp_{self.namespace}_{self.component}_object_{object_id}",
+            f"rlp.object.{self.namespace}.{self.component}.{object_id}",
+        )
+
+    @property
+    def objects(self) -> str:
+        """The subjects of all stored objects."""
+        return f"rlp.object.{self.namespace}.{self.component}.*"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A version's weights in a stream of their own, all of it on one subject (see rl_plane/objects.py)."""
+
+    id: str
+    stream: str
+    subject: str
+    """Which component's it is can be told by this alone: another component may give the stream's name."""
 
 
 @dataclass(frozen=True, slots=True)

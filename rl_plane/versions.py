@@ -75,6 +75,8 @@ class HostTensor:
 
     spec: TensorSpec
     data: memoryview  # spec.nbytes raw little-endian bytes, row-major
+    owned: bool = False
+    """Nobody else uses this memory: whoever takes the tensor may keep it. Else it is only lent."""
 
 
 def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:

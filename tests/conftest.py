@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import rl_plane.checkpoint as checkpoints
 from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
 from rl_plane.nats_server import NatsServer
@@ -277,6 +278,9 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture
-def transport(root: Path) -> FilesystemTransport:
+@pytest.fixture(params=["at once", "one by one"])
+def transport(root: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FilesystemTransport:
+    """Which reads small files in one run, or each tensor in one of its own, on another thread."""
+    if request.param == "one by one":
+        monkeypatch.setattr(checkpoints, "RUN_BYTES", 1)
     return FilesystemTransport(Places((root,)))

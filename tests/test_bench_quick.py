@@ -25,6 +25,13 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
     for phase in ("prepare", "gate", "commit", "open")
     for what in ("answer", "all others serve")
 ]
+STORED = (
+    ("filesystem", "plain read"),
+    ("filesystem, unverified", "plain read"),
+    ("object_store", "nats-py get"),
+    ("object_store", "plain read"),
+    ("object_store, publishing", "nats-py put"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,8 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     ]
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
-    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"]]:
+    assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
+    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"], *rows["stored"]]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 

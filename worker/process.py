@@ -80,6 +80,8 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         arguments.texts,
         options.weight_roots,
         options.nats_url,
+        options.namespace,
+        options.component,
         options.deterministic,
         options.enable_memory_saver,
     )

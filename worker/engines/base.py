@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl_plane.bus import DEFAULT_NATS_URL
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
@@ -48,6 +49,8 @@ class EngineOptions:
     """The only directories, besides the model's, that weights are read from."""
     nats_url: str = DEFAULT_NATS_URL
     """By which weights may come too."""
+    namespace: str = DEFAULT_NAMESPACE
+    component: str = DEFAULT_COMPONENT
     deterministic: bool = False
     """The same tokens whatever else is in the batch."""
     memory_saver: bool = False
@@ -55,7 +58,7 @@ class EngineOptions:
 
     @property
     def places(self) -> Places:
-        return Places((*self.weight_roots, self.model), self.nats_url)
+        return Places((*self.weight_roots, self.model), self.nats_url, self.namespace, self.component)
 
     def check_model(self) -> None:
         """For an engine of models of transformers'."""

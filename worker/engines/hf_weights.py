@@ -12,7 +12,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from rl_plane.versions import TensorSpec
+from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from worker.engines.weight_checks import WeightChecks, write_noise
 from worker.reception import TensorStream
 
@@ -104,7 +104,7 @@ def host_copies(
                 f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
             )
         left.discard(name)
-        yield name, _copy(tensor.data, tensor.spec).to(DTYPE_OF_NAME[spec.dtype])
+        yield name, _kept(tensor).to(DTYPE_OF_NAME[spec.dtype])
     if left:
         first = min(left)
         raise InvalidWeights(
@@ -112,14 +112,20 @@ def host_copies(
         )
 
 
-def _copy(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+def _kept(tensor: HostTensor) -> torch.Tensor:
+    """In memory that stays: the tensor's own, or a copy."""
+    spec = tensor.spec
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
-    # Through numpy, which takes read-only memory, lets other threads run meanwhile, and asks for huge pages: what
-    # torch.empty gives takes longer to free than the swap takes to copy, and it is freed while the engine is paused.
-    copied = np.empty(spec.nbytes, dtype=np.uint8)
-    np.copyto(copied, np.frombuffer(data, dtype=np.uint8))
-    return torch.from_numpy(copied).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
+    kept = np.frombuffer(tensor.data, dtype=np.uint8)
+    if not tensor.owned or kept.ctypes.data % DTYPE_BYTES[spec.dtype]:
+        # Through numpy, which takes read-only memory, lets other threads run meanwhile, and asks for huge pages: what
+        # torch.empty gives takes longer to free than the swap takes to copy, and it is freed while the engine is
+        # paused.
+        copied = np.empty(spec.nbytes, dtype=np.uint8)
+        np.copyto(copied, kept)
+        kept = copied
+    return torch.from_numpy(kept).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
 
 
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:

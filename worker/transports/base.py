@@ -9,11 +9,12 @@ can be checked without receiving and gives a Delivery; `delivery.specs` says wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rl_plane.bus import DEFAULT_NATS_URL
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.versions import HostTensor, TensorSpec
 
 
@@ -24,13 +25,16 @@ class Places:
     weight_roots: tuple[Path, ...] = ()
     """The only directories that may be read, symlinks resolved."""
     nats_url: str = DEFAULT_NATS_URL
+    namespace: str = DEFAULT_NAMESPACE
+    component: str = DEFAULT_COMPONENT
+    """The only ones whose stored objects may be read."""
 
     def to_wire(self) -> dict[str, Any]:
-        return {"weight_roots": [str(root.absolute()) for root in self.weight_roots], "nats_url": self.nats_url}
+        return {**asdict(self), "weight_roots": [str(root.absolute()) for root in self.weight_roots]}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Places:
-        return cls(tuple(map(Path, wire["weight_roots"])), wire["nats_url"])
+        return cls(**{**wire, "weight_roots": tuple(map(Path, wire["weight_roots"]))})
 
 
 class Delivery(Protocol):
@@ -54,7 +58,7 @@ class Delivery(Protocol):
     """May the same bytes be fetched again later (by a worker that heals)?"""
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yields each tensor once, in any order. A buffer is valid until the next one is asked for.
+        """Yields each tensor once, in any order. A buffer that is not `owned` is valid until the next one is asked for.
         Raises InvalidWeights when what arrives is not what `specs` said."""
 
     def close(self) -> None: ...

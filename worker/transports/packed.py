@@ -13,8 +13,8 @@ from rl_plane.versions import HostTensor
 
 class PackedDelivery:
     """`buckets`: the bytes of each of the manifest's buckets, in its order; a buffer is used up when the next one is
-    asked for, and `close` ends it on every path. Digests that come with the buckets go into `tensor_digests` and
-    `digest` as they come."""
+    asked for, unless they are `owned`. `close` ends it on every path. Digests that come with the buckets go into
+    `tensor_digests` and `digest` as they come."""
 
     def __init__(
         self,
@@ -22,6 +22,7 @@ class PackedDelivery:
         buckets: Iterator[memoryview],
         *,
         refetchable: bool,
+        owned: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.specs = manifest.specs
@@ -34,6 +35,7 @@ class PackedDelivery:
         """Is it not wanted any more? Whoever waits for a bucket looks."""
         self._manifest = manifest
         self._buckets = buckets
+        self._owned = owned
         self._close = close
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
@@ -44,10 +46,8 @@ class PackedDelivery:
             if data.nbytes != bucket.nbytes:
                 raise _wrong(f"bucket {number} came with {data.nbytes} bytes, not {bucket.nbytes}")
             for placed in bucket.tensors:
-                yield (
-                    placed.name,
-                    HostTensor(placed.spec, data[placed.offset : placed.offset + placed.spec.nbytes]),
-                )
+                place = data[placed.offset : placed.offset + placed.spec.nbytes]
+                yield placed.name, HostTensor(placed.spec, place, self._owned)
         if next(self._buckets, None) is not None:
             raise _wrong(f"more than {len(self._manifest.buckets)} buckets came")
 
