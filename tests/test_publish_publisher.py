@@ -269,8 +269,11 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
 @pytest.mark.parametrize(
     ("told", "workers", "with_root", "expected"),
     [
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "ipc"),
-        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], True, "nixl"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl"),
+        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc"),
+        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl"),
+        ("auto", [row("a", "here", "gloo", "ipc"), row("b", "there", "gloo", "ipc")], False, "gloo"),
         ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
         ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem"),
         ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
@@ -320,3 +323,24 @@ async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")
+
+
+# ---- every way ----
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "ipc", "object_store"])
+async def test_every_transport_brings_one_version_after_another(transport: str, plane: Plane) -> None:
+    plane.spawn_many(2)
+    versions = [plane.model(seed) for seed in (2, 3, 2)]
+
+    def publish() -> None:
+        root = options(plane) if transport == "filesystem" else {}
+        for number, path in enumerate(versions):
+            with WeightPublisher(
+                path, plane.url, namespace=plane.namespace, transport=transport, options=root, bucket_bytes=1500
+            ) as publisher:
+                publisher.publish(f"step {number}")
+                assert publisher.backend == transport
+
+    await asyncio.to_thread(publish)
+    assert await served(plane) == {("step 2", model_digest(versions[2]), 3)}

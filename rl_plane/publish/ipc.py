@@ -388,8 +388,8 @@ class _Memory:
 
 
 def build(around: Surroundings) -> IpcSender:
-    """It has no options. `root` is filesystem's, which a publisher that chooses by itself may take instead."""
-    unknown = sorted(around.options.keys() - {"root"})
+    """It has no options."""
+    unknown = sorted(around.options)
     if unknown:
         raise InvalidRequest(
             f"the ipc transport has no option {unknown[0]!r}", field=f"options.{unknown[0]}", fix="leave it out"

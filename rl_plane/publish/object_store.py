@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, WRONG_LAST_SEQUENCE
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
@@ -37,6 +37,7 @@ from rl_plane.objects import (
     encode_manifest,
     refused,
 )
+from rl_plane.publish.sender import Surroundings
 from rl_plane.record import DecisionRecord, Source
 from rl_plane.subjects import RECORD, StoredObject, Subjects
 
@@ -62,6 +63,7 @@ class ObjectStoreSender:
     """A Sender. For one thread; one version at a time."""
 
     backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
 
     def __init__(
         self,
@@ -146,6 +148,9 @@ class ObjectStoreSender:
                     ask(connection, f"STREAM.DELETE.{made.stream}")
                 finally:
                     connection.close()
+
+    def destroy(self) -> None:
+        self.close()
 
     def remove(self, object_id: str) -> None:
         """A version that is not wanted any more, before its turn. Again: nothing."""
@@ -290,3 +295,30 @@ def _named(record: DecisionRecord | None) -> set[Any]:
 
 def _time(told: str) -> datetime:
     return datetime.fromisoformat(told)
+
+
+def build(around: Surroundings) -> ObjectStoreSender:
+    """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`."""
+    options = dict(around.options)
+    url, keep = options.pop("nats_url", around.nats_url), options.pop("keep", DEFAULT_KEEP)
+    if options:
+        name = sorted(options)[0]
+        raise InvalidRequest(
+            f"the {BACKEND} transport has no option {name!r}", field=f"options.{name}", fix="use nats_url and keep"
+        )
+    if not isinstance(url, str):
+        raise InvalidRequest(
+            "where NATS is is not known from the facade's URL",
+            field="options.nats_url",
+            fix="options={'nats_url': 'nats://…'}, as the workers have it",
+        )
+    if type(keep) is not int:
+        raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
+    fleets = {(str(worker["namespace"]), str(worker["component"])) for worker in around.workers()}
+    if len(fleets) != 1:
+        raise InvalidRequest(
+            f"workers of {len(fleets)} components are there, and an object belongs to one",
+            field="component",
+            fix="publish to each by itself",
+        )
+    return ObjectStoreSender(url, *fleets.pop(), keep=keep)

@@ -14,9 +14,9 @@ GROUP = "rl_plane.senders"
 
 AUTO = "auto"
 
-COLOCATED = ("ipc", "nixl", "filesystem", "gloo", "object_store")
-"""Best first, where trainer and engines share a machine."""
-REMOTE = ("nixl", "nccl", "gloo", "filesystem", "object_store")
+COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
+"""Best first, where trainer and engines share a machine: those from which a worker can heal, then the fastest."""
+REMOTE = ("filesystem", "nixl", "nccl", "gloo", "object_store")
 """Best first, where some engine is elsewhere."""
 
 
@@ -34,7 +34,7 @@ def choose(
     host: str | None = None,
 ) -> str:
     """The backend that all of these workers have. `told`: a name, or `auto`; `with_root`: a directory that is shared
-    with them is known, so `filesystem` can be taken; `host`: this one's name."""
+    with them is known, so `filesystem` is taken; `host`: this one's name."""
     if not workers:
         raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
     if told != AUTO:
