@@ -14,6 +14,7 @@ import rl_plane.publish.publisher as publishers
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 from rl_plane.manifest import Manifest
 from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import choose, installed
 from rl_plane.publish.sources import DirectorySource, Taken
@@ -145,6 +146,42 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
         await WeightPublisher(good, fleet, options=options(plane)).publish_async("bad\nlabel")
     assert await served(plane) == before
     assert not [path for path in (plane.tmp / "weights" / "published").iterdir() if path.name.startswith(".")]
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the same id: the version is committed once."""
+    plane.spawn()
+    asked: list[str] = []
+    run = BlockingFleet.run
+
+    def losing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        reply = run(self, op, body, request_id)
+        if op == "update_weights":
+            asked.append(request_id)
+            if len(asked) == 1:
+                raise Unavailable("the answer was lost")
+        return reply
+
+    monkeypatch.setattr(BlockingFleet, "run", losing)
+    monkeypatch.setattr(publishers, "AGAIN_S", 0.01)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane))
+    reply = (await publisher.publish_async("one")).result()
+    assert reply["version"]["sequence"] == 1
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+
+
+async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
+    plane.spawn()
+
+    def refuse(progress: Progress) -> None:
+        raise RuntimeError("enough")
+
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), progress=refuse)
+    with pytest.raises(RuntimeError, match="enough"):
+        await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
 
 
 class Streaming:

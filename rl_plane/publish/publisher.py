@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
@@ -137,15 +138,15 @@ class WeightPublisher:
         wait_s: float = DEFAULT_WAIT_S,
         progress: Callable[[Progress], None] | None = None,
         admin_key: str | None = None,
-        namespace: str = "demo",
-        component: str = "engine",
+        namespace: str = DEFAULT_NAMESPACE,
+        component: str = DEFAULT_COMPONENT,
         rank: int | None = None,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
         facade, with `admin_key`; `nats://…`, with `namespace` and `component`). `transport`: a backend, or `auto`;
         `options`: its own, such as `{"root": DIR}` of filesystem. `adapter`: under which name a LoRA adapter is
         served. `policy`, `cast`: of the update. `workers`, `wait_s`: for how many to wait, and how long. `progress`:
-        called on the publisher's threads. `rank`: None: torch.distributed's."""
+        called on the publisher's threads. `rank`: None: that of torch.distributed, if it is initialised by now."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -199,7 +200,7 @@ class WeightPublisher:
             _thread(attempt.end)
         else:
             _thread(attempt.read_and_end)
-        if wait:
+        if wait or attempt.interrupted:
             publication.result()
         return publication
 
@@ -304,6 +305,8 @@ class _Attempt:
 
     def _send(self, taken: Taken) -> None:
         publisher, publication = self._publisher, self._publication
+        if not taken.specs:
+            raise InvalidRequest("there are no tensors", field="source", fix="give weights")
         self._body = publisher._body(publication.version)
         if self._previous is not None and not _ended(self._previous, publisher._bound_s()):
             raise Locked(
@@ -323,6 +326,11 @@ class _Attempt:
         for number in fill(manifest, taken.tensors, buffer, self._digests):
             _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
             publication._tells("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, while it gathered."""
+        return self._error is not None and not isinstance(self._error, Exception)
 
     def read_and_end(self) -> None:
         self.read()
