@@ -67,7 +67,6 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
         (["MODEL", "--transport", "filesystem"], "--root DIR"),
         (["MODEL", "--adapter", "a"], "leave --adapter out"),
         (["ADAPTER"], "--adapter NAME"),
-        (["MODEL", "--keep", "0"], "whole number"),
         (["MODEL", "--transport", "a b"], "transport's name"),
     ],
 )
@@ -99,7 +98,7 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
             {"colocate_all": True, "weight_transfer_threshold_cuda_ipc_GB": 0.5},
             {"transport": "ipc", "bucket_bytes": 1 << 29},
         ),
-        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "options": {"root": "/tmp/sync"}}),
+        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "root": "/tmp/sync"}),
         ({"override_existing_update_group": "enable"}, {"transport": "nccl"}),
     ],
 )

@@ -14,19 +14,21 @@ import rl_plane.publish.publisher as publishers
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 from rl_plane.manifest import Manifest
 from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import choose, installed
 from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
+from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
 BOUND_S = 60.0
 
 
-def options(plane: Plane) -> dict[str, Any]:
-    return {"root": str(plane.tmp / "weights" / "published")}
+def root_of(plane: Plane) -> Path:
+    return plane.tmp / "weights" / "published"
 
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
@@ -41,7 +43,7 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     first, second, third = (plane.model(seed) for seed in (1, 2, 3))
     told: list[Progress] = []
     async with await plane.client() as client:
-        publisher = WeightPublisher(first, client, options=options(plane), workers=2, progress=told.append)
+        publisher = WeightPublisher(first, client, root=root_of(plane), workers=2, progress=told.append)
         done = await publisher.publish_async("one")
         assert done.result()["version"]["label"] == "one"
         assert publisher.backend == "filesystem"
@@ -52,10 +54,10 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
 
     def plain() -> None:
         fleet = SyncRlClient.connect(plane.url, plane.namespace)
-        with fleet, WeightPublisher(second, fleet, options=options(plane), transport="filesystem") as publisher:
+        with fleet, WeightPublisher(second, fleet, root=root_of(plane), transport="filesystem") as publisher:
             assert publisher.publish("two").read
         url = {"namespace": plane.namespace, "component": plane.component}
-        with WeightPublisher(third, plane.url, options=options(plane), **url) as publisher:  # type: ignore[arg-type]
+        with WeightPublisher(third, plane.url, root=root_of(plane), **url) as publisher:  # type: ignore[arg-type]
             assert publisher.publish().result()["version"]["label"] == "3"
 
     await asyncio.to_thread(plain)
@@ -65,7 +67,7 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     assert told[-1].buckets == told[-1].of_buckets > 0
     assert told[-1].nbytes == told[-1].of_nbytes > 0
     # The committed one and the newest stay on the disk.
-    assert len(list((plane.tmp / "weights" / "published").iterdir())) == 2
+    assert len(list(root_of(plane).iterdir())) == 2
 
 
 class Held:
@@ -90,11 +92,33 @@ class Held:
         return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
 
 
+async def test_a_sender_is_told_what_is_committed(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.spawn()
+    events: list[Any] = []
+    close = FilesystemSender.close
+
+    def closed(self: FilesystemSender) -> None:
+        events.append("closed")
+        close(self)
+
+    monkeypatch.setattr(FilesystemSender, "keep", lambda self, adapter: events.append(("kept", adapter)))
+    monkeypatch.setattr(FilesystemSender, "close", closed)
+    fleet = await plane.fleet()
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
+    await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
+    assert events[0] == ("kept", "a")
+    assert set(events[1:]) == {"closed"}
+    events.clear()
+    with pytest.raises(InvalidWeights):
+        await WeightPublisher(plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
+    assert set(events) == {"closed"}
+
+
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     source = Held(plane.model(1))
     fleet = await plane.fleet()
-    publisher = WeightPublisher(source, fleet, options=options(plane))
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
     one = publisher.publish("one", wait=False)
     await asyncio.to_thread(source.begun.wait, BOUND_S)
     assert not one.read
@@ -123,9 +147,9 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     plane.spawn_many(2)
     fleet = await plane.fleet()
     good, other = plane.model(1), plane.model(2, nbytes=2048)
-    await WeightPublisher(good, fleet, options=options(plane)).publish_async("good")
+    await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("good")
     before = await served(plane)
-    publisher = WeightPublisher(other, fleet, options=options(plane))
+    publisher = WeightPublisher(other, fleet, root=root_of(plane))
     with pytest.raises(InvalidWeights) as caught:
         await publisher.publish_async("other")
     assert any(one.instance_id in str(caught.value) for one in plane.spawned)
@@ -141,11 +165,11 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     broken = Broken(good)
     broken.go.set()
     with pytest.raises(InvalidRequest, match="announced next"):
-        await WeightPublisher(broken, fleet, options=options(plane)).publish_async("broken")
+        await WeightPublisher(broken, fleet, root=root_of(plane)).publish_async("broken")
     with pytest.raises(InvalidRequest, match="version"):
-        await WeightPublisher(good, fleet, options=options(plane)).publish_async("bad\nlabel")
+        await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("bad\nlabel")
     assert await served(plane) == before
-    assert not [path for path in (plane.tmp / "weights" / "published").iterdir() if path.name.startswith(".")]
+    assert not [path for path in root_of(plane).iterdir() if path.name.startswith(".")]
 
 
 async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +188,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypa
 
     monkeypatch.setattr(BlockingFleet, "run", losing)
     monkeypatch.setattr(publishers, "AGAIN_S", 0.01)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane))
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     reply = (await publisher.publish_async("one")).result()
     assert reply["version"]["sequence"] == 1
     assert len(asked) == 2
@@ -178,7 +202,7 @@ async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> N
     def refuse(progress: Progress) -> None:
         raise RuntimeError("enough")
 
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), progress=refuse)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), progress=refuse)
     with pytest.raises(RuntimeError, match="enough"):
         await publisher.publish_async("one")
     assert {label for label, _, _ in await served(plane)} == {"initial"}
@@ -189,9 +213,10 @@ class Streaming:
 
     backend = "filesystem"
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    bucket_bytes: ClassVar[int] = 2048
 
     def __init__(self, around: Surroundings) -> None:
-        self._root = around.options["root"]
+        self._root = around.root
         self._closed = threading.Event()
         self.events: list[str] = []
 
@@ -209,6 +234,9 @@ class Streaming:
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         raise AssertionError("it failed before")
+
+    def keep(self, adapter: str | None) -> None:
+        raise AssertionError("nothing was committed")
 
     def close(self) -> None:
         self._closed.set()
@@ -228,7 +256,7 @@ async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: py
         return senders[-1]
 
     monkeypatch.setattr(publishers, "make_sender", make)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane))
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
     assert worker.instance_id in str(caught.value)
@@ -278,7 +306,7 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     plane.spawn()
     fleet = await plane.fleet()
     source = Gathering(plane.model(1))
-    publisher = WeightPublisher(source, fleet, options=options(plane))
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
 
     def publish(label: str) -> threading.Thread:
         publication = publisher.publish(label, wait=False)
@@ -354,6 +382,6 @@ def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: 
 
 
 async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), wait_s=0.1)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")

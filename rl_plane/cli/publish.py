@@ -22,7 +22,7 @@ def add_to(commands: Subparsers) -> None:
         "publish",
         "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
         publish,
-        ("transport", "root", "keep", "adapter", "cast", *POLICY, *REACH),
+        ("transport", "root", "adapter", "cast", *POLICY, *REACH),
     )
     parser.add_argument(
         "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
@@ -41,10 +41,7 @@ def publish(command: Command) -> int:
     if adapter != (values["adapter"] is not None):
         fix = "name it: --adapter NAME" if adapter else "leave --adapter out"
         raise BadSetting(f"DIR holds {'an adapter' if adapter else 'no adapter'}", field="--adapter", fix=fix)
-    options: dict[str, Any] = {}
-    if values["root"] is not None:
-        options = {"root": str(values["root"]), "keep": values["keep"]}
-    elif values["transport"] == "filesystem":
+    if values["root"] is None and values["transport"] == "filesystem":
         raise BadSetting(
             "no root is named",
             field="--root",
@@ -59,7 +56,7 @@ def publish(command: Command) -> int:
         publisher = WeightPublisher(
             path,
             transport=values["transport"],
-            options=options,
+            root=values["root"],
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],

@@ -1,6 +1,6 @@
 """WeightPublisher: a training loop says `publisher.publish(version="step_17")`, and the fleet serves these weights.
 
-    with WeightPublisher(model, "http://127.0.0.1:8002", options={"root": "/shared/weights"}) as publisher:
+    with WeightPublisher(model, "http://127.0.0.1:8002", root="/shared/weights") as publisher:
         publisher.publish("step_0")
         for step in range(1, 100):
             ...
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
@@ -22,12 +23,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
+from rl_plane.manifest import Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
@@ -127,13 +129,14 @@ class WeightPublisher:
         fleet: FleetLike,
         *,
         transport: str = AUTO,
+        root: Path | str | None = None,
         options: Mapping[str, Any] | None = None,
         adapter: str | None = None,
         dtype: Any = None,
         names: Names = None,
         policy: Mapping[str, Any] | None = None,
         cast: bool = False,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
         progress: Callable[[Progress], None] | None = None,
@@ -144,8 +147,9 @@ class WeightPublisher:
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
         facade, with `admin_key`; `nats://…`, with `namespace` and `component`). `transport`: a backend, or `auto`;
-        `options`: its own, such as `{"root": DIR}` of filesystem. `adapter`: under which name a LoRA adapter is
-        served. `policy`, `cast`: of the update. `workers`, `wait_s`: for how many to wait, and how long. `progress`:
+        `root`: a directory that trainer and workers share, for filesystem; `options`: the transport's own. `adapter`:
+        under which name a LoRA adapter is served. `policy`, `cast`: of the update. `bucket_bytes` None: what is best
+        for the transport. `workers`, `wait_s`: for how many to wait, and how long. `progress`:
         called on the publisher's threads. `rank`: None: that of torch.distributed, if it is initialised by now."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
@@ -154,10 +158,11 @@ class WeightPublisher:
                 field="adapter",
                 fix="adapter='policy'" if self._source.adapter else "leave adapter out",
             )
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise InvalidRequest(f"bucket_bytes is {bucket_bytes}", field="bucket_bytes", fix="give at least 1")
         self._adapter = adapter
         self._told = transport
+        self._root = Path(os.path.abspath(os.path.expanduser(root))) if root is not None else None
         self._options = dict(options or {})
         self._policy = dict(policy or {})
         self._cast = cast
@@ -257,11 +262,13 @@ class WeightPublisher:
     def _ready_sender(self, fleet: BlockingFleet) -> Sender:
         """Of the way that the fleet of this moment can take."""
         workers = fleet.run("workers", self._select)["workers"]
-        backend = choose(self._told, workers, installed(), with_root="root" in self._options)
+        backend = choose(self._told, workers, installed(), with_root=self._root is not None)
         if self._sender is None or backend != self._backend:
             if self._sender is not None:
                 self._sender.destroy()
-            around = Surroundings(fleet.run, self._options, fleet.nats_url)
+            around = Surroundings(
+                fleet.run, self._root, self._options, fleet.nats_url, fleet.namespace, fleet.component
+            )
             self._sender, self._backend = make_sender(backend, around), backend
         return self._sender
 
@@ -312,8 +319,9 @@ class _Attempt:
             raise Locked(
                 f"{self._previous.version} is still under way", fix="wait for its result before the next publish"
             )
-        manifest = self._manifest = Manifest(pack(taken.specs, publisher._bucket_bytes), taken.adapter_config)
         sender = self._sender = publisher._ready_sender(self._fleet)
+        bucket_bytes = publisher._bucket_bytes or sender.bucket_bytes
+        manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
         self._body["transport"] = sender.open(manifest)
         if sender.receivers_from == "open":
             self._update = self._ask()
@@ -352,19 +360,29 @@ class _Attempt:
         except BaseException as error:
             self._error = error
         try:
-            if isinstance(self._error, _SendFailed):
-                if self._update is None:
-                    raise self._error.__cause__ or self._error
-                return self._update.result()
-            if self._error is not None:
-                raise self._error
-            assert self._update is not None
-            return self._update.result()
+            reply = self._answered()
+            self._keep()
+            return reply
         finally:
             if self._sender is not None:
                 self._sender.close()  # ends the update, if it still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _keep(self) -> None:
+        """It is committed: what fails now is no failure of the publication."""
+        if self._sender is None or self._error is not None:
+            return
+        try:
+            self._sender.keep(self._publisher._adapter)
+        except Exception:
+            log.exception("workers that come late can't fetch %s from here", self._publication.version)
+
+    def _answered(self) -> dict[str, Any]:
+        if self._error is not None and (self._update is None or not isinstance(self._error, _SendFailed)):
+            raise self._error.__cause__ or self._error if isinstance(self._error, _SendFailed) else self._error
+        assert self._update is not None
+        return self._update.result()
 
     def _finish(self) -> None:
         sender, manifest = self._sender, self._manifest

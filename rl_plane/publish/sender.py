@@ -3,8 +3,9 @@
 Life of one update: `open(manifest)` gives the `transport` object of the request; for each bucket, in order,
 `buffer(number)` gives the place to pack it into (it blocks until that is free) and `send(number)` sends it;
 `finish(digests)` tells what the tensors' digests are and waits until every receiver that is still there has everything;
-`close()` frees what the update held, on every path, twice included. Then the next one may be opened; what outlasts an
-update (a group, registered memory) goes with `destroy()`.
+`keep(adapter)` follows when the fleet has committed it, as the base weights or as this adapter: where late workers
+fetch from the sender, it stays until the next one is kept. `close()` frees what the update held, on every path, twice
+included. Then the next one may be opened; what outlasts an update (a group, registered memory) goes with `destroy()`.
 
 All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
 Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from rl_plane.manifest import Manifest
+from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -28,6 +30,8 @@ class Sender(Protocol):
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
     """When the fleet is asked to fetch: at once, or when everything is there to be fetched."""
+    bucket_bytes: ClassVar[int] = DEFAULT_BUCKET_BYTES
+    """What its buckets are best packed by, unless the trainer says otherwise."""
 
     def open(self, manifest: Manifest) -> dict[str, Any]: ...
 
@@ -36,6 +40,9 @@ class Sender(Protocol):
     def send(self, number: int) -> None: ...
 
     def finish(self, digests: Mapping[str, str] | None) -> None: ...
+
+    def keep(self, adapter: str | None) -> None:
+        """Nothing, unless the sender's own memory is the source."""
 
     def close(self) -> None: ...
 
@@ -49,10 +56,14 @@ class Surroundings:
 
     run: Run
     """An op of the fleet, such as `workers` or `init_transport`: its body in, its merged reply out; it blocks."""
+    root: Path | None = None
+    """A directory that trainer and workers share, if the trainer named one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The transport's own, as the trainer gave them; a sender refuses those that it doesn't know."""
     nats_url: str | None = None
-    """Where known."""
+    """Of the fleet, as its namespace and component; None where the trainer knows only the facade."""
+    namespace: str | None = None
+    component: str | None = None
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
