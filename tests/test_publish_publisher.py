@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -70,6 +71,46 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     assert len(list(root_of(plane).iterdir())) == 2
 
 
+class Broken(DirectorySource):
+    """Fails after some tensors."""
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            yield from itertools.islice(taken.tensors, 10)
+            raise RuntimeError("out of memory, say")
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize("backend", sorted(installed().keys() - {"nccl"}))
+async def test_every_sender_publishes_and_fails_cleanly(backend: str, plane: Plane) -> None:
+    """By many buckets; with a GPU's transport left out."""
+    shape = {"tensors": 40, "nbytes": 65536}
+    plane.spawn_many(2, model=plane.model(0, **shape))
+    one, two = plane.model(1, **shape), plane.model(2, **shape)
+    common: dict[str, Any] = {"root": root_of(plane), "transport": backend, "bucket_bytes": 1 << 18, "workers": 2}
+    fleet = await plane.fleet()
+
+    async def publish(source: Any, version: str) -> None:
+        publisher = WeightPublisher(source, fleet, **common)
+        try:
+            await publisher.publish_async(version)
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+    await publish(one, "one")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await publish(Broken(two), "two")
+    with pytest.raises(PlaneError) as caught:
+        await publish(plane.model(3, tensors=40, nbytes=131072), "three")
+    assert caught.value.facts["workers"]
+    assert await served(plane) == {("one", model_digest(one), 1)}
+    await publish(two, "four")
+    assert {digest for _, digest, _ in await served(plane)} == {model_digest(two)}
+
+
 class Held:
     """A source that stops in the middle until it is let go."""
 
@@ -92,17 +133,21 @@ class Held:
         return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
 
 
-async def test_a_sender_is_told_what_is_committed(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_keeps_is_told_what_is_committed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plane.spawn()
     events: list[Any] = []
-    close = FilesystemSender.close
 
-    def closed(self: FilesystemSender) -> None:
-        events.append("closed")
-        close(self)
+    class Keeping(FilesystemSender):
+        def keep(self, adapter: str | None = None) -> None:
+            events.append(("kept", adapter))
 
-    monkeypatch.setattr(FilesystemSender, "keep", lambda self, adapter: events.append(("kept", adapter)))
-    monkeypatch.setattr(FilesystemSender, "close", closed)
+        def close(self) -> None:
+            events.append("closed")
+            super().close()
+
+    monkeypatch.setattr(publishers, "make_sender", lambda backend, around: Keeping(around.root))
     fleet = await plane.fleet()
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
     await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
@@ -213,7 +258,6 @@ class Streaming:
 
     backend = "filesystem"
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    bucket_bytes: ClassVar[int] = 2048
 
     def __init__(self, around: Surroundings) -> None:
         self._root = around.root
@@ -234,9 +278,6 @@ class Streaming:
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         raise AssertionError("it failed before")
-
-    def keep(self, adapter: str | None) -> None:
-        raise AssertionError("nothing was committed")
 
     def close(self) -> None:
         self._closed.set()

@@ -73,9 +73,6 @@ class FilesystemSender:
     def finish(self, digests: Mapping[str, str] | None) -> None:
         self._open().finish(digests)
 
-    def keep(self, adapter: str | None) -> None:
-        pass  # `committed` tells, whoever published it
-
     def close(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:

@@ -29,11 +29,11 @@ from typing import Any, Literal, TypeVar
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.manifest import Manifest, pack
+from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import Sender, Surroundings
+from rl_plane.publish.sender import KeepingSender, Sender, Surroundings
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -320,7 +320,8 @@ class _Attempt:
                 f"{self._previous.version} is still under way", fix="wait for its result before the next publish"
             )
         sender = self._sender = publisher._ready_sender(self._fleet)
-        bucket_bytes = publisher._bucket_bytes or sender.bucket_bytes
+        best = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
+        bucket_bytes = publisher._bucket_bytes or best
         manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
         self._body["transport"] = sender.open(manifest)
         if sender.receivers_from == "open":
@@ -371,7 +372,7 @@ class _Attempt:
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
-        if self._sender is None or self._error is not None:
+        if not isinstance(self._sender, KeepingSender) or self._error is not None:
             return
         try:
             self._sender.keep(self._publisher._adapter)

@@ -3,12 +3,14 @@
 Life of one update: `open(manifest)` gives the `transport` object of the request; for each bucket, in order,
 `buffer(number)` gives the place to pack it into (it blocks until that is free) and `send(number)` sends it;
 `finish(digests)` tells what the tensors' digests are and waits until every receiver that is still there has everything;
-`keep(adapter)` follows when the fleet has committed it, as the base weights or as this adapter: where late workers
-fetch from the sender, it stays until the next one is kept. `close()` frees what the update held, on every path, twice
-included. Then the next one may be opened; what outlasts an update (a group, registered memory) goes with `destroy()`.
+`close()` frees what the update held, on every path, twice included. Then the next one may be opened; what outlasts an
+update (a group, registered memory) goes with `destroy()`.
 
 All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
 Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
+
+From a KeepingSender workers may fetch whenever they like, late ones too: once the update is committed, and before it is
+closed, `keep` holds on to the weights; without it `close` withdraws them, and those kept before stay.
 
 A sender is made by an entry point of the group `rl_plane.senders`, called `<backend>`: a function that takes
 Surroundings.
@@ -19,19 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest
+from rl_plane.manifest import Manifest
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class Sender(Protocol):
+    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise."""
+
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
     """When the fleet is asked to fetch: at once, or when everything is there to be fetched."""
-    bucket_bytes: ClassVar[int] = DEFAULT_BUCKET_BYTES
-    """What its buckets are best packed by, unless the trainer says otherwise."""
 
     def open(self, manifest: Manifest) -> dict[str, Any]: ...
 
@@ -41,13 +43,15 @@ class Sender(Protocol):
 
     def finish(self, digests: Mapping[str, str] | None) -> None: ...
 
-    def keep(self, adapter: str | None) -> None:
-        """Nothing, unless the sender's own memory is the source."""
-
     def close(self) -> None: ...
 
-    def destroy(self) -> None:
-        """After the last update. Nothing, unless something outlasts an update."""
+    def destroy(self) -> None: ...
+
+
+@runtime_checkable
+class KeepingSender(Sender, Protocol):
+    def keep(self, adapter: str | None = None) -> None:
+        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept."""
 
 
 @dataclass(frozen=True, slots=True)
