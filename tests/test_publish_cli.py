@@ -35,7 +35,7 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
     nats = ["--nats-url", plane.url, "--namespace", plane.namespace]
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     async with started(options) as urls:
-        facade = ["--url", urls["rl_url"]]
+        facade = ["--url", urls["rl_url"], "--component", plane.component]
         argv = ["publish", str(elsewhere), *root, "--version", "one", *facade]
         assert await asyncio.to_thread(main.run, argv) == 0
         out, err = capsys.readouterr()
@@ -68,6 +68,7 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
         (["MODEL", "--adapter", "a"], "leave --adapter out"),
         (["ADAPTER"], "--adapter NAME"),
         (["MODEL", "--transport", "a b"], "transport's name"),
+        (["MODEL", "--component", "a,b"], "one component"),
     ],
 )
 def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

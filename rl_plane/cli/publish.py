@@ -22,7 +22,7 @@ def add_to(commands: Subparsers) -> None:
         "publish",
         "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
         publish,
-        ("transport", "root", "adapter", "cast", *POLICY, *REACH),
+        ("transport", "root", "adapter", "cast", *POLICY, "components", *REACH),
     )
     parser.add_argument(
         "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
@@ -47,6 +47,9 @@ def publish(command: Command) -> int:
             field="--root",
             fix="--root DIR, beneath the workers' weight roots; for a DIR that is there already: `rl-plane update`",
         )
+    components = values["components"] or (None,)
+    if len(components) > 1:
+        raise BadSetting("weights go to one component", field="--component", fix="name one, command by command")
     policy: UpdatePolicy = policy_of(values)
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
     if "nats_url" in command.flags:
@@ -60,6 +63,7 @@ def publish(command: Command) -> int:
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],
+            component=components[0],
             **reach,
         )
         with publisher:

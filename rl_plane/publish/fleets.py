@@ -27,9 +27,9 @@ class BlockingFleet:
         *,
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
-        component: str = DEFAULT_COMPONENT,
+        component: str | None = None,
     ) -> None:
-        """An asynchronous client is given in the loop that runs it."""
+        """An asynchronous client is given in the loop that runs it. `component`: of a URL; None: the default one."""
         self.nats_url: str | None = None
         self.namespace: str | None = None
         self.component: str | None = None
@@ -37,12 +37,13 @@ class BlockingFleet:
         self._close: Callable[[], None] | None = None
         if isinstance(fleet, str) and fleet.startswith(("http://", "https://")):
             url = fleet
+            select = {"component": component} if component is not None else {}
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-                return call_facade(url, admin_key, op, body, call_bound_s(op, body), request_id)
+                return call_facade(url, admin_key, op, {**body, **select}, call_bound_s(op, body), request_id)
         elif isinstance(fleet, (str, SyncRlClient)):
             if isinstance(fleet, str):
-                fleet = SyncRlClient.connect(fleet, namespace, component, name="publisher")
+                fleet = SyncRlClient.connect(fleet, namespace, component or DEFAULT_COMPONENT, name="publisher")
                 self._close = fleet.close
             client = fleet
             self._is_reached_by(client.client)

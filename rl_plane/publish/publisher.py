@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.client import DEFAULT_NAMESPACE
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
@@ -142,15 +142,16 @@ class WeightPublisher:
         progress: Callable[[Progress], None] | None = None,
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
-        component: str = DEFAULT_COMPONENT,
+        component: str | None = None,
         rank: int | None = None,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
-        facade, with `admin_key`; `nats://…`, with `namespace` and `component`). `transport`: a backend, or `auto`;
-        `root`: a directory that trainer and workers share, for filesystem; `options`: the transport's own. `adapter`:
-        under which name a LoRA adapter is served. `policy`, `cast`: of the update. `bucket_bytes` None: what is best
-        for the transport. `workers`, `wait_s`: for how many to wait, and how long. `progress`:
-        called on the publisher's threads. `rank`: None: that of torch.distributed, if it is initialised by now."""
+        facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
+        `transport`: a backend, or `auto`; `root`: a directory that trainer and workers share, for filesystem;
+        `options`: the transport's own. `adapter`: under which name a LoRA adapter is served. `policy`, `cast`: of the
+        update. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`: for how many to wait, and how
+        long. `progress`: called on the publisher's threads. `rank` None: that of torch.distributed, if it is
+        initialised by now."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -320,8 +321,9 @@ class _Attempt:
                 f"{self._previous.version} is still under way", fix="wait for its result before the next publish"
             )
         sender = self._sender = publisher._ready_sender(self._fleet)
-        best = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
-        bucket_bytes = publisher._bucket_bytes or best
+        bucket_bytes = publisher._bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
         manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
         self._body["transport"] = sender.open(manifest)
         if sender.receivers_from == "open":
