@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish.packing import Tensor, spec_of
-from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, checked_name
+from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
 if TYPE_CHECKING:
     import torch
@@ -136,8 +136,12 @@ class ExportSource:
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._export():
             sent = _renamed(name, self._names)
-            if sent is not None:
-                yield sent, tensor if self._dtype is None else _converted(tensor, self._dtype)
+            if sent is None:
+                continue
+            if isinstance(tensor, HostTensor):
+                yield sent, tensor
+            else:
+                yield from _whole([(sent, tensor)], self._dtype)
 
 
 class AdapterSource:
