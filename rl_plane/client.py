@@ -179,7 +179,7 @@ class RlClient:
         return await self.run("state", select)
 
     async def pause(self, **body: Any) -> dict[str, Any]:
-        """`mode` (keep), `clear_cache` (False), `lease_s` (600): after it the fleet resumes by itself."""
+        """`mode` (keep), `clear_cache` (as the mode says), `lease_s` (600): after it the fleet resumes by itself."""
         return await self.run("pause", body)
 
     async def resume(self, **select: Any) -> dict[str, Any]:

@@ -7,12 +7,12 @@ The names and meanings follow Dynamo's RL integration (PR 9131) where it has the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.record import DecisionRecord
+from rl_plane.record import DecisionRecord, PauseMode
 from rl_plane.versions import VersionReply
 
 DEFAULT_PAUSE_LEASE_S = 600.0
@@ -123,13 +123,46 @@ class PingReply(TypedDict):
 # ---- pause, cache, requests ----
 
 
+SGLANG_PAUSES = {"retract": True, "in_place": False}
+"""SGLang's own names of `keep` → is the prefix cache dropped? Only requests say them: a body that was checked has
+one of the three modes."""
+
+PAUSE_WORDS = ("keep", "wait", "abort", *SGLANG_PAUSES)
+
+B = TypeVar("B", bound=Body)
+
+
+def _without_sglangs_names(
+    body: Any, mode: str, cache: str, check: ModelWrapValidatorHandler[B], within: str = ""
+) -> B:
+    """The checked body; a name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache`."""
+    word = body.get(mode) if isinstance(body, dict) else None
+    if not isinstance(word, str) or word not in SGLANG_PAUSES:
+        return check(body)
+    drops = SGLANG_PAUSES[word]
+    checked = check({cache: drops, **body, mode: "keep"})
+    if getattr(checked, cache) != drops:
+        raise InvalidRequest(
+            f"{mode} {word} is keep with {cache} {str(drops).lower()}, and {cache} says otherwise",
+            field=within + cache,
+            fix="leave it out, or use keep",
+        )
+    return checked
+
+
 class Pause(Body):
-    mode: Literal["keep", "wait", "abort"] = "keep"
-    """`keep` freezes requests between two tokens, `wait` lets them end first, `abort` ends them now."""
+    mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
+    """`keep` freezes requests between two tokens, `wait` lets them end first, `abort` ends them now. SGLang's names:
+    `retract` is `keep` with `clear_cache`, `in_place` is `keep` without."""
     clear_cache: bool = False
     """Drop the prefix cache too."""
     lease_s: float = Field(DEFAULT_PAUSE_LEASE_S, gt=0, le=MAX_LEASE_S)
     """The worker resumes by itself after so many seconds."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sglang_names(cls, body: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        return _without_sglangs_names(body, "mode", "clear_cache", check)
 
 
 class DoneReply(TypedDict):
@@ -199,7 +232,7 @@ class Prepare(Body):
     """What the trainer published; None: the first worker's is held against the others'."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
 
 
@@ -268,7 +301,8 @@ class UpdatePolicy(Body):
     staging: Literal["host", "none"] = "host"
     """`none`, for a model that doesn't fit twice: it is written over the served weights, so each worker is closed from
     the first byte to the commit, and a failure heals it to the committed version."""
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
+    """As the mode of `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep` without."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
     min_ready: int = Field(1, ge=1)
     """With `exclude`: how many must have prepared."""
@@ -280,6 +314,11 @@ class UpdatePolicy(Body):
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
     """To close and to open admission; a worker's NATS loop answers at once."""
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _sglang_names(cls, body: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        return _without_sglangs_names(body, "pause_mode", "flush_cache", check, "policy.")
 
 
 class _Update(Body):

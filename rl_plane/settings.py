@@ -104,6 +104,12 @@ SETTINGS: dict[str, Setting] = {
             separator=";",
             metavar="K=V",
         ),
+        Setting(
+            "engine_args_file",
+            "an engine's own arguments, from a YAML file; --engine-arg wins",
+            parse.file,
+            metavar="FILE",
+        ),
         Setting("instance_id", "the worker's name, 16 hex digits; none: a new one", parse.instance_id),
         Setting(
             "copies", "workers in this one process (engine fake only)", parse.whole(1, MAX_COUNT), 1, metavar="N"
@@ -176,12 +182,13 @@ SETTINGS: dict[str, Setting] = {
         Setting("timeout_s", "how long to wait", parse.positive_seconds, metavar="SECONDS"),
         Setting(
             "pause_mode",
-            "keep freezes requests, wait lets them end, abort ends them",
+            "keep freezes requests, wait lets them end, abort ends them; SGLang's retract and in_place are keep with "
+            "and without the caches dropped",
             parse.pause_mode,
             "keep",
             metavar="MODE",
         ),
-        Setting("clear_cache", "drop the prefix caches too", None, False),
+        Setting("clear_cache", "drop the prefix caches too", None),
         Setting(
             "lease_s",
             "the fleet resumes by itself after so long",
@@ -192,7 +199,7 @@ SETTINGS: dict[str, Setting] = {
         Setting("version", "the trainer's word for the weights, such as step_17", parse.label, metavar="LABEL"),
         Setting("cast", "allow another float dtype than the engine's", None, False),
         Setting("keep_pause", "leave the fleet paused after the commit", None, False),
-        Setting("flush", "drop the prefix caches after the commit", None, True),
+        Setting("flush", "drop the prefix caches after the commit", None),
         Setting(
             "on_prepare_failure",
             "abort: all or none; exclude: go on without it",

@@ -137,14 +137,15 @@ class SyncRlClient:
 
     def pause(
         self,
-        mode: Literal["keep", "wait", "abort"] = "keep",
+        mode: Literal["keep", "wait", "abort", "retract", "in_place"] = "keep",
         *,
-        clear_cache: bool = False,
+        clear_cache: bool | None = None,
         lease_s: float = DEFAULT_PAUSE_LEASE_S,
         **select: Any,
     ) -> dict[str, Any]:
-        """The fleet resumes by itself `lease_s` seconds later."""
-        return self.run("pause", {"mode": mode, "clear_cache": clear_cache, "lease_s": lease_s, **select})
+        """The fleet resumes by itself `lease_s` seconds later. `clear_cache` None: as the mode says."""
+        cache = {} if clear_cache is None else {"clear_cache": clear_cache}
+        return self.run("pause", {"mode": mode, "lease_s": lease_s, **cache, **select})
 
     def resume(self, **select: Any) -> dict[str, Any]:
         return self.run("resume", select)

@@ -158,6 +158,8 @@ def test_pause_and_resume(facade: Facade, capsys: pytest.CaptureFixture[str]) ->
     assert main.run(["resume"]) == 0
     assert facade.asked[1]["path"] == "/v1/rl/resume"
     assert facade.asked[1]["body"] == {}
+    assert main.run(["pause", "--mode", "retract", "--lease-s", "60"]) == 0
+    assert facade.asked[2]["body"] == {"mode": "retract", "lease_s": 60.0}, "the cache is as the mode says"
 
 
 def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,9 +210,11 @@ COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases"
     [
         (["--barrier", "rolling"], {"barrier": "rolling", "staging": "host"}),
         (["--staging", "none"], {"barrier": "strict", "staging": "none"}),
+        (["--pause-mode", "retract"], {"pause_mode": "keep", "flush_cache": True}),
+        (["--pause-mode", "in_place"], {"pause_mode": "keep", "flush_cache": False}),
     ],
 )
-def test_update_says_how(facade: Facade, argv: list[str], wanted: dict[str, str]) -> None:
+def test_update_says_how(facade: Facade, argv: list[str], wanted: dict[str, Any]) -> None:
     facade.answers(COMMITTED)
     assert main.run(["update", "ckpt", *argv]) == 0
     assert facade.asked[0]["body"]["policy"].items() >= wanted.items()

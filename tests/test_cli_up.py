@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,6 +169,26 @@ def test_a_fleet_is_brought_up_steered_and_ended(
     up.process.terminate()
     up.line(event="ended")
     assert up.process.wait(GONE_S) == 0
+    assert up.marked() == set()
+
+
+def test_a_file_of_engine_arguments_is_of_every_worker(
+    fleet: Callable[..., tuple[Started, dict[str, Any]]], tmp_path: Path
+) -> None:
+    (tmp_path / "engine.yaml").write_text("vocab-size: 300\nmax-model-len: 100\n")
+    _, ready = fleet("--workers", "2", "--engine-args-file", "engine.yaml", "--engine-arg", "max_model_len=200")
+    with urllib.request.urlopen(f"{ready['rl_url']}/v1/rl/describe", timeout=GONE_S) as reply:
+        rows = json.load(reply)["workers"]
+    assert [(row["vocab_size"], row["max_model_len"]) for row in rows] == [(300, 200)] * 2
+
+
+def test_a_bad_file_of_engine_arguments_ends_it(start: Callable[..., Started], tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text("speed: 3\n")
+    up = start(
+        "up", "--engine", "fake", "--rl-port", "0", "--http-port", "0", RL_PLANE_ENGINE_ARGS_FILE="engine.yaml"
+    )
+    assert up.process.wait(READY_S) == 1
+    assert f"{tmp_path / 'engine.yaml'}: the fake engine has no argument 'speed'" in up.errors.read_text()
     assert up.marked() == set()
 
 

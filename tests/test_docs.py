@@ -29,6 +29,8 @@ BLOCK_S = 120.0
 NEEDS_MORE = {"gpu", "container"}
 RUN_ELSEWHERE = {
     "make demo": "tests/test_demo_run.py runs it",
+    ".venv/bin/rl-plane demo --engine vllm": "tests/test_demo_run.py runs a short one",
+    ".venv/bin/rl-plane demo --engine sglang": "tests/test_demo_run.py runs a short one",
     "make test": "whoever reads this runs it",
     "make test-fast": "a part of make test",
     "make setup": "make test begins with it",

@@ -164,7 +164,7 @@ async def test_closing_ends_what_runs(base: Path) -> None:
 def test_bad_engine_arguments(base: Path, key: str, value: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build(EngineOptions(base, extra={key: value}))
-    assert caught.value.facts["field"] == f"engine-arg.{key}"
+    assert caught.value.facts["field"] == f"engine_arg.{key}"
     assert caught.value.facts["fix"]
 
 

@@ -132,6 +132,8 @@ async def test_bad_input_is_refused_by_name_before_anybody_is_touched(plane: Pla
         ("pause?mode=keep&mode=wait", "", "mode"),
         ("pause?mode=wait", '{"mode": "keep"}', "mode"),
         ("pause?clear_cache=perhaps", "", "clear_cache"),
+        ("pause?mode=in_place&clear_cache=true", "", "clear_cache"),
+        ("pause", '{"mode": "retract", "clear_cache": false}', "clear_cache"),
         ("pause?lease_s=nan", "", "lease_s"),
         ("pause?wait_s=-1", "", "wait_s"),
         ("release_memory?tags=weights,other", "", "tags.1"),
@@ -264,6 +266,8 @@ async def test_pause_in_all_its_forms(plane: Plane, rl: httpx.AsyncClient) -> No
         ("pause?mode=abort&clear_cache=true", None),
         ("pause", {"mode": "wait", "clear_cache": True, "lease_s": 5}),
         ("pause?mode=keep&lease_s=5", {"clear_cache": False, "lease_s": 5}),
+        ("pause?mode=retract", None),
+        ("pause?mode=in_place&clear_cache=false", None),
     ]:
         response = await rl.post(path, json=body) if body else await rl.post(path)
         assert response.json()["workers"][0]["pause_state"] == "paused"

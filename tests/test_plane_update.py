@@ -239,6 +239,13 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker(plane: 
             {"transport": {"backend": "filesystem", "path": "/x"}, "policy": {"pause_mode": "no"}},
             "policy.pause_mode",
         ),
+        (
+            {
+                "transport": {"backend": "filesystem", "path": "/x"},
+                "policy": {"pause_mode": "in_place", "flush_cache": True},
+            },
+            "policy.flush_cache",
+        ),
         ({"transport": {"backend": "filesystem", "path": "/x"}, "wait_s": -1}, "wait_s"),
         ({"transport": {"backend": "filesystem", "path": "/x"}, "wait_s": float("nan")}, "wait_s"),
         ({"transport": {"backend": "filesystem", "path": "/x"}, "encoding": "half"}, "encoding"),

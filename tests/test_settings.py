@@ -87,6 +87,8 @@ def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("pause_mode", "nicely"),
         ("digest", "sha256:00"),
         ("engine_args", "novalue"),
+        ("engine_args_file", "/nowhere/at/all.yaml"),
+        ("engine_args_file", "/"),
         ("components", "a,b.c"),
         ("log_level", "loud"),
     ],
@@ -127,6 +129,7 @@ def test_a_child_gets_its_secrets_by_environment_only(tmp_path: Path) -> None:
         "http_port",
         "weight_roots",
         "engine_args",
+        "engine_args_file",
         "json",
         "model",
     )
@@ -136,6 +139,7 @@ def test_a_child_gets_its_secrets_by_environment_only(tmp_path: Path) -> None:
         "http_port": "off",
         "weight_roots": [str(tmp_path)],
         "engine_args": ["a=b c"],
+        "engine_args_file": __file__,
         "json": True,
     }
     values = resolve(names, flags, {})
@@ -147,6 +151,7 @@ def test_a_child_gets_its_secrets_by_environment_only(tmp_path: Path) -> None:
         "--http-port=off",
         f"--weight-root={tmp_path}",
         "--engine-arg=a=b c",
+        f"--engine-args-file={__file__}",
         "--json",
     ]
     assert env == {

@@ -24,6 +24,8 @@ class WorkerOptions:
     dtype: str | None = None
     device: str = "auto"
     engine_args: Mapping[str, str] = field(default_factory=dict)
+    engine_args_file: Path | None = None
+    """YAML; what `engine_args` say too, they say instead."""
     deterministic: bool = False
     """The same tokens whatever else is in the batch, where the engine can."""
     enable_memory_saver: bool = False

@@ -23,6 +23,7 @@ from rl_plane.process import exit_within
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.tasks import end_tasks
 from worker import exit_codes
+from worker.engine_args import EngineArguments
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.options import WorkerOptions
@@ -70,22 +71,25 @@ def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = N
 
 
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:
+    arguments = EngineArguments(options.engine_args, options.engine_args_file)
     build = _load(ENGINES, options.engine, "engine")
     engine_options = EngineOptions(
         options.model,
         options.dtype,
         options.device,
-        options.engine_args,
+        arguments.texts,
         options.weight_roots,
         options.nats_url,
         options.deterministic,
         options.enable_memory_saver,
     )
-    adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
+    with arguments.named():
+        adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
     process = WorkerProcess(options, EngineLoop(), on_ready)
     loop = asyncio.get_running_loop()
     try:
-        infos = [await adapter.start() for adapter in adapters]
+        with arguments.named():
+            infos = [await adapter.start() for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         digest = await asyncio.to_thread(model_digest, options.model)

@@ -24,6 +24,7 @@ READY = "ready"
 
 EXTRA_OF_MODULE = {
     "blake3": "worker",
+    "yaml": "worker",
     "torch": "hf",
     "transformers": "hf",
     "tokenizers": "hf",

@@ -25,6 +25,7 @@ ENGINE = (
     "dtype",
     "device",
     "engine_args",
+    "engine_args_file",
     "deterministic",
     "enable_memory_saver",
     "engine_hang_s",
@@ -91,8 +92,8 @@ def run_worker(command: Command) -> int:
         engine_args=dict(values["engine_args"]),
         **_picked(
             values,
-            "namespace component model_name dtype device weight_roots instance_id copies deterministic "
-            "enable_memory_saver engine_hang_s drain_s",
+            "namespace component model_name dtype device engine_args_file weight_roots instance_id copies "
+            "deterministic enable_memory_saver engine_hang_s drain_s",
         ),
     )
 

@@ -132,7 +132,9 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
     if op in ("state", "workers", "updates"):
         return body, timeout_s or READ_S
     if op == "pause":
-        body |= {"mode": values["pause_mode"], "clear_cache": values["clear_cache"], "lease_s": values["lease_s"]}
+        body |= {"mode": values["pause_mode"], "lease_s": values["lease_s"]}
+        if values["clear_cache"] is not None:
+            body["clear_cache"] = values["clear_cache"]
     elif op == "check_weights":
         body["action"] = values["action"]
     elif op in ("enable", "disable"):
@@ -161,7 +163,7 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
         on_prepare_failure=values["on_prepare_failure"],
         min_ready=values["min_ready"],
         keep_pause=values["keep_pause"],
-        flush_cache=values["flush"],
+        **({} if values["flush"] is None else {"flush_cache": values["flush"]}),
         prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import LABEL_CHARS, MAX_TIMEOUT_S
+from rl_plane.ops import LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS
 from rl_plane.subjects import check_instance_id, check_name
 
 Parse = Callable[[str], Any]
@@ -107,6 +107,13 @@ def directory(text: str) -> Path:
     return found
 
 
+def file(text: str) -> Path:
+    found = path(text)
+    if not found.is_file():
+        raise Refused("name an existing file")
+    return found
+
+
 def url(schemes: tuple[str, ...], such_as: str) -> Parse:
     def parse(text: str) -> str:
         try:
@@ -136,4 +143,4 @@ def pair(text: str) -> tuple[str, str]:
 
 label = matching(rf"(?s).{{1,{LABEL_CHARS}}}", f"give 1 to {LABEL_CHARS} characters")
 host = matching(r"[A-Za-z0-9._:%\[\]-]{1,255}", "give an address or a host name, such as 127.0.0.1")
-pause_mode = one_of("keep", "wait", "abort")
+pause_mode = one_of(*PAUSE_WORDS)

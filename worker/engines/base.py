@@ -41,7 +41,8 @@ class EngineOptions:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """`--engine-arg key=value`, as given. An unknown key is an InvalidRequest."""
+    """`--engine-arg key=value` and `--engine-args-file`, as typed, keys with `_`. An unknown key is an InvalidRequest
+    of the field `engine_arg.<key>`, and so is a value that the key can't have: from `build`, where it can be told."""
     weight_roots: tuple[Path, ...] = ()
     """The only directories, besides the model's, that weights are read from."""
     nats_url: str = DEFAULT_NATS_URL

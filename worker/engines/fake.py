@@ -103,7 +103,7 @@ class FakeConfig:
             if key not in known:
                 raise InvalidRequest(
                     f"the fake engine has no argument {key[:64]!r}",
-                    field=f"engine-arg.{key[:64]}",
+                    field=f"engine_arg.{key[:64]}",
                     fix=f"use one of {', '.join(known)}",
                 )
             values[key] = _parsed(key, text, known[key])
@@ -119,7 +119,7 @@ _INT_BOUNDS = {
 
 def _parsed(key: str, text: str, default: bool | int | float) -> bool | int | float:
     def refuse(fix: str) -> InvalidRequest:
-        return InvalidRequest(f"{key} is {text[:64]!r}", field=f"engine-arg.{key}", fix=fix)
+        return InvalidRequest(f"{key} is {text[:64]!r}", field=f"engine_arg.{key}", fix=fix)
 
     if isinstance(default, bool):
         if text not in ("true", "false"):

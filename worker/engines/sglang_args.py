@@ -53,37 +53,52 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
     from sglang.srt.server_args import ServerArgs
 
     hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    known = set(ServerArgs.__struct_fields__)
+    fields = {
+        name: field for field in ServerArgs.__struct_fields__ for name in (field, *_other_names(hints[field]))
+    }
     values: dict[str, Any] = dict(WITH_LORA) if "max_lora_rank" in extra else {}
-    for key, text in extra.items():
+    for name, text in extra.items():
+        key = fields.get(name, name)
         if key in OURS:
-            raise InvalidRequest(f"{key} can't be set here", field=f"engine_arg.{key}", fix=OURS[key])
-        if key not in known:
+            raise InvalidRequest(f"{name} can't be set here", field=f"engine_arg.{name}", fix=OURS[key])
+        if name not in fields:
             raise InvalidRequest(
-                f"SGLang has no argument {key[:64]!r}",
-                field=f"engine_arg.{key[:64]}",
+                f"SGLang has no argument {name[:64]!r}",
+                field=f"engine_arg.{name[:64]}",
                 fix="name a field of its ServerArgs, such as tp_size or mem_fraction_static",
             )
-        values[key] = _typed(key, text, hints[key])
+        values[key] = _typed(name, text, hints[key])
     return values
 
 
-def _typed(key: str, text: str, annotated: Any) -> Any:
-    kind, details = annotated, None
+def _other_names(annotated: Any) -> list[str]:
+    """How its command line calls a field that has another name here: `tensor_parallel_size` is `tp_size`."""
+    _, details = _parts(annotated)
+    options = [getattr(details, "cli_name", None), *(getattr(details, "aliases", None) or ())]
+    return [option.lstrip("-").replace("-", "_") for option in options if option]
+
+
+def _parts(annotated: Any) -> tuple[Any, Any]:
+    """A field's type, and what else SGLang says of it."""
     if typing.get_origin(annotated) is typing.Annotated:
-        kind, *rest = typing.get_args(annotated)
-        details = rest[0]
+        kind, details, *_ = typing.get_args(annotated)
+        return kind, details
+    return annotated, None
+
+
+def _typed(name: str, text: str, annotated: Any) -> Any:
+    kind, details = _parts(annotated)
     choices = getattr(details, "choices", None)
     try:
         value = (getattr(details, "type_parser", None) or _reader(kind))(text)
     except (ValueError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
         raise InvalidRequest(
-            f"{key}={text[:64]} is not {_shown(kind)}", field=f"engine_arg.{key}", fix="give such a value"
+            f"{name}={text[:64]} is not {_shown(kind)}", field=f"engine_arg.{name}", fix="give such a value"
         ) from error
     if choices and value not in choices and not isinstance(value, (list, set)):
         raise InvalidRequest(
-            f"{key}={text[:64]} is not known to SGLang",
-            field=f"engine_arg.{key}",
+            f"{name}={text[:64]} is not known to SGLang",
+            field=f"engine_arg.{name}",
             fix=f"one of {', '.join(map(str, choices))}",
         )
     return value

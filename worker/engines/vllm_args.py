@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -68,13 +69,21 @@ def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:
 
 def _as_typed_in(action: Any, text: str) -> list[str]:
     option = max(action.option_strings, key=lambda one: (not one.startswith("--no-"), len(one)))
-    if isinstance(action, argparse.BooleanOptionalAction):
+    if action.nargs == 0:
         if text not in ("true", "false"):
             raise ValueError("say true or false")
-        return [option if text == "true" else f"--no-{option.removeprefix('--')}"]
+        has_off = isinstance(action, argparse.BooleanOptionalAction)
+        off = [f"--no-{option.removeprefix('--')}"] if has_off else []
+        return [option] if text == "true" else off
     if action.nargs in ("+", "*"):
-        return [option, *text.split(",")]
+        return [option, *_items(text)]
     return [f"{option}={text}"]
+
+
+def _items(text: str) -> list[str]:
+    if not text.startswith("["):
+        return text.split(",")
+    return [item if isinstance(item, str) else json.dumps(item) for item in json.loads(text)]
 
 
 def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
