@@ -35,7 +35,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
 
-    with WeightPublisher(model, args.fleet, options={"root": args.root}) as publisher:
+    with WeightPublisher(model, args.fleet, root=args.root) as publisher:
         for step in range(1, args.steps + 1):
             tokens = torch.randint(model.config.vocab_size, (4, 16))  # each rank has its own
             loss = model(input_ids=tokens, labels=tokens).loss

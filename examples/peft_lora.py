@@ -32,7 +32,7 @@ def main() -> None:
     model = get_peft_model(base, config)
     adam = torch.optim.Adam((weight for weight in model.parameters() if weight.requires_grad), lr=5e-2)
 
-    with WeightPublisher(model, args.fleet, adapter=args.adapter, options={"root": args.root}) as publisher:
+    with WeightPublisher(model, args.fleet, adapter=args.adapter, root=args.root) as publisher:
         for step in range(1, args.steps + 1):
             tokens = torch.randint(base.config.vocab_size, (4, 16))
             loss = model(input_ids=tokens, labels=tokens).loss

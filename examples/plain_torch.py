@@ -25,7 +25,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with WeightPublisher(model, args.fleet, options={"root": args.root}) as publisher:
+    with WeightPublisher(model, args.fleet, root=args.root) as publisher:
         publication = publisher.publish("step_0")  # from here on the engines have the trainer's weights
         for step in range(1, args.steps + 1):
             tokens = torch.randint(model.config.vocab_size, (4, 16))  # yours come from the fleet

@@ -249,9 +249,6 @@ SETTINGS: dict[str, Setting] = {
             env="PUBLISH_ROOT",
             metavar="DIR",
         ),
-        Setting(
-            "keep", "the newest versions that stay beneath --root", parse.whole(1, 1000), 2, env="PUBLISH_KEEP"
-        ),
         Setting("limit", "the newest so many", parse.whole(1, 256), 20, env="UPDATES_LIMIT", metavar="N"),
         Setting(
             "sequence",

@@ -105,8 +105,9 @@ class SyncRlClient:
         self.close()
 
     @property
-    def nats_url(self) -> str:
-        return self._client.bus.url
+    def client(self) -> RlClient:
+        """What this wraps; its coroutines belong to another thread's loop."""
+        return self._client
 
     # ---- membership ----
 

@@ -98,6 +98,10 @@ def made(kind: str) -> tuple[Source, Source]:
         return AdapterSource(fsdp2(lora())), AdapterSource(lora())
     if kind == "fsdp1":
         return ModuleSource(fsdp1(fresh())), ModuleSource(fresh())
+    if kind == "fsdp1_lora":
+        model = lora()
+        model.base_model.model = fsdp1(model.base_model.model)
+        return AdapterSource(model), AdapterSource(lora())
     if kind == "zero3":
         return ModuleSource(zero3(fresh())), ModuleSource(fresh())
     if kind == "zero3_lora":

@@ -35,7 +35,7 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
     nats = ["--nats-url", plane.url, "--namespace", plane.namespace]
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     async with started(options) as urls:
-        facade = ["--url", urls["rl_url"]]
+        facade = ["--url", urls["rl_url"], "--component", plane.component]
         argv = ["publish", str(elsewhere), *root, "--version", "one", *facade]
         assert await asyncio.to_thread(main.run, argv) == 0
         out, err = capsys.readouterr()
@@ -67,8 +67,8 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
         (["MODEL", "--transport", "filesystem"], "--root DIR"),
         (["MODEL", "--adapter", "a"], "leave --adapter out"),
         (["ADAPTER"], "--adapter NAME"),
-        (["MODEL", "--keep", "0"], "whole number"),
         (["MODEL", "--transport", "a b"], "transport's name"),
+        (["MODEL", "--component", "a,b"], "one component"),
     ],
 )
 def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
             {"colocate_all": True, "weight_transfer_threshold_cuda_ipc_GB": 0.5},
             {"transport": "ipc", "bucket_bytes": 1 << 29},
         ),
-        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "options": {"root": "/tmp/sync"}}),
+        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "root": "/tmp/sync"}),
         ({"override_existing_update_group": "enable"}, {"transport": "nccl"}),
     ],
 )

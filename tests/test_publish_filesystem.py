@@ -153,17 +153,16 @@ def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field"),
+    ("root", "options", "field"),
     [
-        ({}, "options.root"),
-        ({"root": 3}, "options.root"),
-        ({"root": "/x", "keep": 0}, "keep"),
-        ({"root": "/x", "keep": "2"}, "options.keep"),
-        ({"root": "/x", "colour": 1}, "options.colour"),
+        (None, {}, "root"),
+        ("/x", {"keep": 0}, "keep"),
+        ("/x", {"keep": "2"}, "options.keep"),
+        ("/x", {"colour": 1}, "options.colour"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, object], field: str) -> None:
+def test_wrong_options_are_named(root: str | None, options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        build(Surroundings(lambda op, body: {}, options))
+        build(Surroundings(lambda op, body: {}, Path(root) if root else None, options))
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,18 +15,21 @@ import rl_plane.publish.publisher as publishers
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 from rl_plane.manifest import Manifest
 from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish.filesystem import FilesystemSender
+from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import choose, installed
 from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
+from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
 BOUND_S = 60.0
 
 
-def options(plane: Plane) -> dict[str, Any]:
-    return {"root": str(plane.tmp / "weights" / "published")}
+def root_of(plane: Plane) -> Path:
+    return plane.tmp / "weights" / "published"
 
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
@@ -40,7 +44,7 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     first, second, third = (plane.model(seed) for seed in (1, 2, 3))
     told: list[Progress] = []
     async with await plane.client() as client:
-        publisher = WeightPublisher(first, client, options=options(plane), workers=2, progress=told.append)
+        publisher = WeightPublisher(first, client, root=root_of(plane), workers=2, progress=told.append)
         done = await publisher.publish_async("one")
         assert done.result()["version"]["label"] == "one"
         assert publisher.backend == "filesystem"
@@ -51,10 +55,10 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
 
     def plain() -> None:
         fleet = SyncRlClient.connect(plane.url, plane.namespace)
-        with fleet, WeightPublisher(second, fleet, options=options(plane), transport="filesystem") as publisher:
+        with fleet, WeightPublisher(second, fleet, root=root_of(plane), transport="filesystem") as publisher:
             assert publisher.publish("two").read
         url = {"namespace": plane.namespace, "component": plane.component}
-        with WeightPublisher(third, plane.url, options=options(plane), **url) as publisher:  # type: ignore[arg-type]
+        with WeightPublisher(third, plane.url, root=root_of(plane), **url) as publisher:  # type: ignore[arg-type]
             assert publisher.publish().result()["version"]["label"] == "3"
 
     await asyncio.to_thread(plain)
@@ -64,7 +68,47 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     assert told[-1].buckets == told[-1].of_buckets > 0
     assert told[-1].nbytes == told[-1].of_nbytes > 0
     # The committed one and the newest stay on the disk.
-    assert len(list((plane.tmp / "weights" / "published").iterdir())) == 2
+    assert len(list(root_of(plane).iterdir())) == 2
+
+
+class Broken(DirectorySource):
+    """Fails after some tensors."""
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            yield from itertools.islice(taken.tensors, 10)
+            raise RuntimeError("out of memory, say")
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize("backend", sorted(installed().keys() - {"nccl"}))
+async def test_every_sender_publishes_and_fails_cleanly(backend: str, plane: Plane) -> None:
+    """By many buckets; with a GPU's transport left out."""
+    shape = {"tensors": 40, "nbytes": 65536}
+    plane.spawn_many(2, model=plane.model(0, **shape))
+    one, two = plane.model(1, **shape), plane.model(2, **shape)
+    common: dict[str, Any] = {"root": root_of(plane), "transport": backend, "bucket_bytes": 1 << 18, "workers": 2}
+    fleet = await plane.fleet()
+
+    async def publish(source: Any, version: str) -> None:
+        publisher = WeightPublisher(source, fleet, **common)
+        try:
+            await publisher.publish_async(version)
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+    await publish(one, "one")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await publish(Broken(two), "two")
+    with pytest.raises(PlaneError) as caught:
+        await publish(plane.model(3, tensors=40, nbytes=131072), "three")
+    assert caught.value.facts["workers"]
+    assert await served(plane) == {("one", model_digest(one), 1)}
+    await publish(two, "four")
+    assert {digest for _, digest, _ in await served(plane)} == {model_digest(two)}
 
 
 class Held:
@@ -89,11 +133,37 @@ class Held:
         return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
 
 
+async def test_a_sender_that_keeps_is_told_what_is_committed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    events: list[Any] = []
+
+    class Keeping(FilesystemSender):
+        def keep(self, adapter: str | None = None) -> None:
+            events.append(("kept", adapter))
+
+        def close(self) -> None:
+            events.append("closed")
+            super().close()
+
+    monkeypatch.setattr(publishers, "make_sender", lambda backend, around: Keeping(around.root))
+    fleet = await plane.fleet()
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
+    await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
+    assert events[0] == ("kept", "a")
+    assert set(events[1:]) == {"closed"}
+    events.clear()
+    with pytest.raises(InvalidWeights):
+        await WeightPublisher(plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
+    assert set(events) == {"closed"}
+
+
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     source = Held(plane.model(1))
     fleet = await plane.fleet()
-    publisher = WeightPublisher(source, fleet, options=options(plane))
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
     one = publisher.publish("one", wait=False)
     await asyncio.to_thread(source.begun.wait, BOUND_S)
     assert not one.read
@@ -122,9 +192,9 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     plane.spawn_many(2)
     fleet = await plane.fleet()
     good, other = plane.model(1), plane.model(2, nbytes=2048)
-    await WeightPublisher(good, fleet, options=options(plane)).publish_async("good")
+    await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("good")
     before = await served(plane)
-    publisher = WeightPublisher(other, fleet, options=options(plane))
+    publisher = WeightPublisher(other, fleet, root=root_of(plane))
     with pytest.raises(InvalidWeights) as caught:
         await publisher.publish_async("other")
     assert any(one.instance_id in str(caught.value) for one in plane.spawned)
@@ -140,11 +210,47 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     broken = Broken(good)
     broken.go.set()
     with pytest.raises(InvalidRequest, match="announced next"):
-        await WeightPublisher(broken, fleet, options=options(plane)).publish_async("broken")
+        await WeightPublisher(broken, fleet, root=root_of(plane)).publish_async("broken")
     with pytest.raises(InvalidRequest, match="version"):
-        await WeightPublisher(good, fleet, options=options(plane)).publish_async("bad\nlabel")
+        await WeightPublisher(good, fleet, root=root_of(plane)).publish_async("bad\nlabel")
     assert await served(plane) == before
-    assert not [path for path in (plane.tmp / "weights" / "published").iterdir() if path.name.startswith(".")]
+    assert not [path for path in root_of(plane).iterdir() if path.name.startswith(".")]
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the same id: the version is committed once."""
+    plane.spawn()
+    asked: list[str] = []
+    run = BlockingFleet.run
+
+    def losing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        reply = run(self, op, body, request_id)
+        if op == "update_weights":
+            asked.append(request_id)
+            if len(asked) == 1:
+                raise Unavailable("the answer was lost")
+        return reply
+
+    monkeypatch.setattr(BlockingFleet, "run", losing)
+    monkeypatch.setattr(publishers, "AGAIN_S", 0.01)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    reply = (await publisher.publish_async("one")).result()
+    assert reply["version"]["sequence"] == 1
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+
+
+async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
+    plane.spawn()
+
+    def refuse(progress: Progress) -> None:
+        raise RuntimeError("enough")
+
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), progress=refuse)
+    with pytest.raises(RuntimeError, match="enough"):
+        await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
 
 
 class Streaming:
@@ -154,7 +260,7 @@ class Streaming:
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
 
     def __init__(self, around: Surroundings) -> None:
-        self._root = around.options["root"]
+        self._root = around.root
         self._closed = threading.Event()
         self.events: list[str] = []
 
@@ -191,7 +297,7 @@ async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: py
         return senders[-1]
 
     monkeypatch.setattr(publishers, "make_sender", make)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane))
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
     assert worker.instance_id in str(caught.value)
@@ -241,7 +347,7 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     plane.spawn()
     fleet = await plane.fleet()
     source = Gathering(plane.model(1))
-    publisher = WeightPublisher(source, fleet, options=options(plane))
+    publisher = WeightPublisher(source, fleet, root=root_of(plane))
 
     def publish(label: str) -> threading.Thread:
         publication = publisher.publish(label, wait=False)
@@ -320,7 +426,7 @@ def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: 
 
 
 async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), options=options(plane), wait_s=0.1)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")
 

@@ -183,7 +183,7 @@ def test_directories_need_no_torch(tmp_path: Path) -> None:
     assert int(done.stdout) > 0
 
 
-@pytest.mark.parametrize("what", [7, None, [("a", 1)]])
+@pytest.mark.parametrize("what", [7, None, [("a", 1)], torch.zeros(3)])
 def test_what_is_no_source_is_refused(what: Any) -> None:
     with pytest.raises(InvalidRequest, match="can't be taken"):
         as_source(what)
@@ -198,7 +198,7 @@ def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
         as_source(lora(), names={"a": "b"})
 
 
-FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1"]
+FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1", "fsdp1_lora"]
 ZERO = ["zero3", "zero3_lora"]
 
 

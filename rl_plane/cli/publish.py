@@ -22,7 +22,7 @@ def add_to(commands: Subparsers) -> None:
         "publish",
         "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
         publish,
-        ("transport", "root", "keep", "adapter", "cast", *POLICY, *REACH),
+        ("transport", "root", "adapter", "cast", *POLICY, "components", *REACH),
     )
     parser.add_argument(
         "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
@@ -41,15 +41,15 @@ def publish(command: Command) -> int:
     if adapter != (values["adapter"] is not None):
         fix = "name it: --adapter NAME" if adapter else "leave --adapter out"
         raise BadSetting(f"DIR holds {'an adapter' if adapter else 'no adapter'}", field="--adapter", fix=fix)
-    options: dict[str, Any] = {}
-    if values["root"] is not None:
-        options = {"root": str(values["root"]), "keep": values["keep"]}
-    elif values["transport"] == "filesystem":
+    if values["root"] is None and values["transport"] == "filesystem":
         raise BadSetting(
             "no root is named",
             field="--root",
             fix="--root DIR, beneath the workers' weight roots; for a DIR that is there already: `rl-plane update`",
         )
+    components = values["components"] or (None,)
+    if len(components) > 1:
+        raise BadSetting("weights go to one component", field="--component", fix="name one, command by command")
     policy: UpdatePolicy = policy_of(values)
     reach: dict[str, Any] = {"fleet": values["url"], "admin_key": values["admin_key"]}
     if "nats_url" in command.flags:
@@ -59,10 +59,11 @@ def publish(command: Command) -> int:
         publisher = WeightPublisher(
             path,
             transport=values["transport"],
-            options=options,
+            root=values["root"],
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],
+            component=components[0],
             **reach,
         )
         with publisher:

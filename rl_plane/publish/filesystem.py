@@ -40,6 +40,8 @@ _UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-[0-9a-f]{{8}}\.writing")
 class FilesystemSender:
     backend = "filesystem"
     receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    bucket_bytes: ClassVar[int] = 64 << 20
+    """Two are in memory; larger ones are written no faster."""
 
     def __init__(
         self, root: Path | str, *, keep: int = DEFAULT_KEEP, committed: Callable[[], set[str]] = set
@@ -251,21 +253,20 @@ def _unwritable(path: Path, error: OSError) -> PlaneError:
 
 
 def build(around: Surroundings) -> FilesystemSender:
-    """Options: `root` (it must be beneath the workers' weight roots), `keep`."""
-    options = dict(around.options)
-    root = options.pop("root", None)
-    if not isinstance(root, (str, Path)):
+    """Its option: `keep`."""
+    if around.root is None:
         raise InvalidRequest(
             "the filesystem transport needs a root",
-            field="options.root",
-            fix="options={'root': DIR}, beneath a weight root of the workers",
+            field="root",
+            fix="root=DIR (--root DIR), beneath a weight root of the workers",
         )
+    options = dict(around.options)
     keep = options.pop("keep", DEFAULT_KEEP)
     if type(keep) is not int:
         raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
     if options:
         name = sorted(options)[0]
         raise InvalidRequest(
-            f"the filesystem transport has no option {name!r}", field=f"options.{name}", fix="use root and keep"
+            f"the filesystem transport has no option {name!r}", field=f"options.{name}", fix="use keep"
         )
-    return FilesystemSender(root, keep=keep, committed=around.committed)
+    return FilesystemSender(around.root, keep=keep, committed=around.committed)

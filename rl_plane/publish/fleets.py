@@ -27,29 +27,32 @@ class BlockingFleet:
         *,
         admin_key: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
-        component: str = DEFAULT_COMPONENT,
+        component: str | None = None,
     ) -> None:
-        """An asynchronous client is given in the loop that runs it."""
+        """An asynchronous client is given in the loop that runs it. `component`: of a URL; None: the default one."""
         self.nats_url: str | None = None
+        self.namespace: str | None = None
+        self.component: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._close: Callable[[], None] | None = None
         if isinstance(fleet, str) and fleet.startswith(("http://", "https://")):
             url = fleet
+            select = {"component": component} if component is not None else {}
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-                return call_facade(url, admin_key, op, body, call_bound_s(op, body), request_id)
+                return call_facade(url, admin_key, op, {**body, **select}, call_bound_s(op, body), request_id)
         elif isinstance(fleet, (str, SyncRlClient)):
             if isinstance(fleet, str):
-                fleet = SyncRlClient.connect(fleet, namespace, component, name="publisher")
+                fleet = SyncRlClient.connect(fleet, namespace, component or DEFAULT_COMPONENT, name="publisher")
                 self._close = fleet.close
             client = fleet
-            self.nats_url = client.nats_url
+            self._is_reached_by(client.client)
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
                 return client.run(op, body, request_id=request_id)
         elif isinstance(fleet, (RlClient, Fleet)):
             merged = fleet if isinstance(fleet, Fleet) else Fleet(fleet)
-            self.nats_url = merged.client.bus.url
+            self._is_reached_by(merged.client)
             try:
                 loop = self.loop = asyncio.get_running_loop()
             except RuntimeError as error:
@@ -68,6 +71,9 @@ class BlockingFleet:
                 fix=f"give an RlClient, a Fleet, a SyncRlClient, the facade's URL, or {DEFAULT_NATS_URL}",
             )
         self._run = run
+
+    def _is_reached_by(self, client: RlClient) -> None:
+        self.nats_url, self.namespace, self.component = client.bus.url, client.namespace, client.component
 
     def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
         return self._run(op, body, request_id)

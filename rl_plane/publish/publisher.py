@@ -1,6 +1,6 @@
 """WeightPublisher: a training loop says `publisher.publish(version="step_17")`, and the fleet serves these weights.
 
-    with WeightPublisher(model, "http://127.0.0.1:8002", options={"root": "/shared/weights"}) as publisher:
+    with WeightPublisher(model, "http://127.0.0.1:8002", root="/shared/weights") as publisher:
         publisher.publish("step_0")
         for step in range(1, 100):
             ...
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
@@ -22,15 +23,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rl_plane.client import DEFAULT_NAMESPACE
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import Sender, Surroundings
+from rl_plane.publish.sender import KeepingSender, Sender, Surroundings
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -126,26 +129,29 @@ class WeightPublisher:
         fleet: FleetLike,
         *,
         transport: str = AUTO,
+        root: Path | str | None = None,
         options: Mapping[str, Any] | None = None,
         adapter: str | None = None,
         dtype: Any = None,
         names: Names = None,
         policy: Mapping[str, Any] | None = None,
         cast: bool = False,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
         progress: Callable[[Progress], None] | None = None,
         admin_key: str | None = None,
-        namespace: str = "demo",
-        component: str = "engine",
+        namespace: str = DEFAULT_NAMESPACE,
+        component: str | None = None,
         rank: int | None = None,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
-        facade, with `admin_key`; `nats://…`, with `namespace` and `component`). `transport`: a backend, or `auto`;
-        `options`: its own, such as `{"root": DIR}` of filesystem. `adapter`: under which name a LoRA adapter is
-        served. `policy`, `cast`: of the update. `workers`, `wait_s`: for how many to wait, and how long. `progress`:
-        called on the publisher's threads. `rank`: None: torch.distributed's."""
+        facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
+        `transport`: a backend, or `auto`; `root`: a directory that trainer and workers share, for filesystem;
+        `options`: the transport's own. `adapter`: under which name a LoRA adapter is served. `policy`, `cast`: of the
+        update. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`: for how many to wait, and how
+        long. `progress`: called on the publisher's threads. `rank` None: that of torch.distributed, if it is
+        initialised by now."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -153,10 +159,11 @@ class WeightPublisher:
                 field="adapter",
                 fix="adapter='policy'" if self._source.adapter else "leave adapter out",
             )
-        if bucket_bytes < 1:
+        if bucket_bytes is not None and bucket_bytes < 1:
             raise InvalidRequest(f"bucket_bytes is {bucket_bytes}", field="bucket_bytes", fix="give at least 1")
         self._adapter = adapter
         self._told = transport
+        self._root = Path(os.path.abspath(os.path.expanduser(root))) if root is not None else None
         self._options = dict(options or {})
         self._policy = dict(policy or {})
         self._cast = cast
@@ -199,7 +206,7 @@ class WeightPublisher:
             _thread(attempt.end)
         else:
             _thread(attempt.read_and_end)
-        if wait:
+        if wait or attempt.interrupted:
             publication.result()
         return publication
 
@@ -256,11 +263,13 @@ class WeightPublisher:
     def _ready_sender(self, fleet: BlockingFleet) -> Sender:
         """Of the way that the fleet of this moment can take."""
         workers = fleet.run("workers", self._select)["workers"]
-        backend = choose(self._told, workers, installed(), with_root="root" in self._options)
+        backend = choose(self._told, workers, installed(), with_root=self._root is not None)
         if self._sender is None or backend != self._backend:
             if self._sender is not None:
                 self._sender.destroy()
-            around = Surroundings(fleet.run, self._options, fleet.nats_url)
+            around = Surroundings(
+                fleet.run, self._root, self._options, fleet.nats_url, fleet.namespace, fleet.component
+            )
             self._sender, self._backend = make_sender(backend, around), backend
         return self._sender
 
@@ -304,13 +313,18 @@ class _Attempt:
 
     def _send(self, taken: Taken) -> None:
         publisher, publication = self._publisher, self._publication
+        if not taken.specs:
+            raise InvalidRequest("there are no tensors", field="source", fix="give weights")
         self._body = publisher._body(publication.version)
         if self._previous is not None and not _ended(self._previous, publisher._bound_s()):
             raise Locked(
                 f"{self._previous.version} is still under way", fix="wait for its result before the next publish"
             )
-        manifest = self._manifest = Manifest(pack(taken.specs, publisher._bucket_bytes), taken.adapter_config)
         sender = self._sender = publisher._ready_sender(self._fleet)
+        bucket_bytes = publisher._bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
+        manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
         self._body["transport"] = sender.open(manifest)
         if sender.receivers_from == "open":
             self._update = self._ask()
@@ -323,6 +337,11 @@ class _Attempt:
         for number in fill(manifest, taken.tensors, buffer, self._digests):
             _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
             publication._tells("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, while it gathered."""
+        return self._error is not None and not isinstance(self._error, Exception)
 
     def read_and_end(self) -> None:
         self.read()
@@ -344,19 +363,29 @@ class _Attempt:
         except BaseException as error:
             self._error = error
         try:
-            if isinstance(self._error, _SendFailed):
-                if self._update is None:
-                    raise self._error.__cause__ or self._error
-                return self._update.result()
-            if self._error is not None:
-                raise self._error
-            assert self._update is not None
-            return self._update.result()
+            reply = self._answered()
+            self._keep()
+            return reply
         finally:
             if self._sender is not None:
                 self._sender.close()  # ends the update, if it still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _keep(self) -> None:
+        """It is committed: what fails now is no failure of the publication."""
+        if not isinstance(self._sender, KeepingSender) or self._error is not None:
+            return
+        try:
+            self._sender.keep(self._publisher._adapter)
+        except Exception:
+            log.exception("workers that come late can't fetch %s from here", self._publication.version)
+
+    def _answered(self) -> dict[str, Any]:
+        if self._error is not None and (self._update is None or not isinstance(self._error, _SendFailed)):
+            raise self._error.__cause__ or self._error if isinstance(self._error, _SendFailed) else self._error
+        assert self._update is not None
+        return self._update.result()
 
     def _finish(self) -> None:
         sender, manifest = self._sender, self._manifest

@@ -9,6 +9,9 @@ update (a group, registered memory) goes with `destroy()`.
 All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
 Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
 
+From a KeepingSender workers may fetch whenever they like, late ones too: once the update is committed, and before it is
+closed, `keep` holds on to the weights; without it `close` withdraws them, and those kept before stay.
+
 A sender is made by an entry point of the group `rl_plane.senders`, called `<backend>`: a function that takes
 Surroundings.
 """
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rl_plane.manifest import Manifest
 
@@ -25,6 +29,8 @@ Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class Sender(Protocol):
+    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise."""
+
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
     """When the fleet is asked to fetch: at once, or when everything is there to be fetched."""
@@ -39,8 +45,13 @@ class Sender(Protocol):
 
     def close(self) -> None: ...
 
-    def destroy(self) -> None:
-        """After the last update. Nothing, unless something outlasts an update."""
+    def destroy(self) -> None: ...
+
+
+@runtime_checkable
+class KeepingSender(Sender, Protocol):
+    def keep(self, adapter: str | None = None) -> None:
+        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +60,14 @@ class Surroundings:
 
     run: Run
     """An op of the fleet, such as `workers` or `init_transport`: its body in, its merged reply out; it blocks."""
+    root: Path | None = None
+    """A directory that trainer and workers share, if the trainer named one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The transport's own, as the trainer gave them; a sender refuses those that it doesn't know."""
     nats_url: str | None = None
-    """Where known."""
+    """Of the fleet, as its namespace and component; None where the trainer knows only the facade."""
+    namespace: str | None = None
+    component: str | None = None
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""

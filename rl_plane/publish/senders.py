@@ -58,7 +58,7 @@ def choose(
     raise Unsupported(
         f"of the senders here ({', '.join(sorted(senders))}) the workers have {', '.join(common) or 'none'}",
         field="transport",
-        fix="for filesystem, name a directory beneath the workers' weight roots (options={'root': DIR}, --root DIR)",
+        fix="for filesystem, name a directory beneath the workers' weight roots: root=DIR (--root DIR)",
     )
 
 

@@ -34,7 +34,7 @@ def publisher_options(
     if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1024:
         raise _refuse("weight_transfer_threshold_cuda_ipc_GB", threshold, "give GiB, above 0 and at most 1024")
     if lora_sync_path is not None:
-        return {"transport": "filesystem", "options": {"root": lora_sync_path}}
+        return {"transport": "filesystem", "root": lora_sync_path}
     if weight_sync_backend == "nccl" and colocate_all:
         return {"transport": "ipc", "bucket_bytes": max(1, int(threshold * GIB))}
     return {"transport": weight_sync_backend}

@@ -13,6 +13,7 @@ rank 0 gets tensors that it may keep.
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish.packing import Tensor, spec_of
-from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, checked_name
+from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
 if TYPE_CHECKING:
     import torch
@@ -135,8 +136,12 @@ class ExportSource:
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._export():
             sent = _renamed(name, self._names)
-            if sent is not None:
-                yield sent, tensor if self._dtype is None else _converted(tensor, self._dtype)
+            if sent is None:
+                continue
+            if isinstance(tensor, HostTensor):
+                yield sent, tensor
+            else:
+                yield from _whole([(sent, tensor)], self._dtype)
 
 
 class AdapterSource:
@@ -165,13 +170,20 @@ class AdapterSource:
     def take(self) -> Taken:
         from peft import get_peft_model_state_dict
 
-        state = get_peft_model_state_dict(
-            self._model,
-            state_dict=_named_parameters(self._model),
-            adapter_name=self._adapter_name,
-            save_embedding_layers=False,
-        )
+        state = _named_parameters(self._model)
+        if _is_fsdp1(self._model):
+            state = self._lora_of(state)  # PEFT looks for its layers by names that FSDP1's modules don't have
+        else:
+            state = get_peft_model_state_dict(
+                self._model, state_dict=state, adapter_name=self._adapter_name, save_embedding_layers=False
+            )
         return _taken(state, self._dtype, None, self._config())
+
+    def _lora_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`….lora_A.<adapter>.weight` as `….lora_A.weight`, as PEFT saves it."""
+        pattern = re.compile(rf"(.*\.lora_\w+)\.{re.escape(self._adapter_name)}((?:\.weight|\.bias)?)")
+        found = ((pattern.fullmatch(name), tensor) for name, tensor in state.items())
+        return {match[1] + match[2]: tensor for match, tensor in found if match}
 
     def _config(self) -> bytes:
         config = copy.copy(self._model.peft_config[self._adapter_name])
@@ -199,7 +211,7 @@ class DirectorySource:
 def as_source(weights: Any, *, dtype: torch.dtype | None = None, names: Names = None) -> Source:
     """The source that fits: of a module, a PEFT model (its adapter `default`), a mapping, a callable that gives an
     iterator, or a path. A source stays as it is."""
-    if hasattr(weights, "take"):
+    if hasattr(weights, "take") and hasattr(weights, "collective"):
         if dtype is not None or names is not None:
             raise InvalidRequest("dtype and names belong to the source", field="dtype", fix="give them to it")
         return weights  # type: ignore[no-any-return]
@@ -254,7 +266,12 @@ def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[s
             with deepspeed.zero.GatheredParameters([tensor]):
                 yield name, _converted(tensor, dtype)
         elif hasattr(tensor, "full_tensor"):
-            yield name, _converted(tensor, dtype).full_tensor()  # converted first: fewer bytes travel
+            part = _converted(tensor, dtype)  # before it is gathered: fewer bytes travel
+            if (
+                part.device.type != part.device_mesh.device_type
+            ):  # CPU offload: the ranks' group has no CPU tensors
+                part = part.to(part.device_mesh.device_type)
+            yield name, part.full_tensor()
         elif hasattr(tensor, "local_shards"):
             yield name, _converted(_gathered_shards(tensor), dtype)
         else:
