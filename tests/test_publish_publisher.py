@@ -440,10 +440,10 @@ async def test_every_transport_brings_one_version_after_another(transport: str, 
     versions = [plane.model(seed) for seed in (2, 3, 2)]
 
     def publish() -> None:
-        root = options(plane) if transport == "filesystem" else {}
+        root = root_of(plane) if transport == "filesystem" else None
         for number, path in enumerate(versions):
             with WeightPublisher(
-                path, plane.url, namespace=plane.namespace, transport=transport, options=root, bucket_bytes=1500
+                path, plane.url, namespace=plane.namespace, transport=transport, root=root, bucket_bytes=1500
             ) as publisher:
                 publisher.publish(f"step {number}")
                 assert publisher.backend == transport
