@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgpack
 
@@ -87,6 +87,9 @@ class IpcSender:
     The buffers stay for the next update."""
 
     backend = BACKEND
+
+    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    """When the fleet is to be asked: the buffers hold two buckets, and receivers make room for more."""
 
     def __init__(
         self,
