@@ -12,6 +12,7 @@ from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
+from bench.shared_memory import IpcTimes
 from rl_plane.update_steps import Phase
 
 AIM_FROM_WORKERS = 8
@@ -24,6 +25,8 @@ KILL_AIM_S = 0.01
 PROBED_KILL_AIM_S = 2.0
 CONTROL_AIM = 2.0
 GAP_AIM = 2.0
+COPY_AIM = 1.25
+"""0.8 × the speed of a copy."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -126,6 +129,19 @@ def gap_rows(times: GapTimes) -> list[Row]:
         row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
         row("slowest step while staged", times.meanwhile, times.copies["host"], None),
         row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+    ]
+
+
+def ipc_rows(times: IpcTimes) -> list[Row]:
+    def row(what: str, way: str, beside: str, copy: str, aim: float | None = None) -> Row:
+        words = f"ipc{what}, {times.nbytes / 1e6:,.0f} MB"
+        return _beside(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
+
+    return [
+        row("", "checked", "copy", "copy", COPY_AIM),
+        row("", "checked", "copy into new memory", "new copy"),
+        row(" without digests", "unchecked", "copy", "copy", COPY_AIM),
+        row(" without digests", "unchecked", "copy into new memory", "new copy"),
     ]
 
 

@@ -25,6 +25,11 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
     for phase in ("prepare", "gate", "commit", "open")
     for what in ("answer", "all others serve")
 ]
+SHARED_MEMORY = [
+    (what, beside)
+    for what in ("ipc, 67 MB", "ipc without digests, 67 MB")
+    for beside in ("copy", "copy into new memory")
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +65,13 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     ]
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
-    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"]]:
+    assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
+    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"], *rows["shared_memory"]]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
-    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"]]:
+    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"], *ran[1]["shared_memory"]]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 
