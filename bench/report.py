@@ -134,14 +134,14 @@ def gap_rows(times: GapTimes) -> list[Row]:
 
 def ipc_rows(times: IpcTimes) -> list[Row]:
     def row(what: str, way: str, beside: str, copy: str, aim: float | None = None) -> Row:
-        words = f"ipc{what}, {times.nbytes / 1e6:,.0f} MB"
+        words = f"ipc, {times.nbytes / 1e6:,.0f} MB{what}"
         return _beside(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
 
     return [
+        row(", digests not checked", "received", "copy", "copy", COPY_AIM),
         row("", "checked", "copy", "copy", COPY_AIM),
-        row("", "checked", "copy into new memory", "new copy"),
-        row(" without digests", "unchecked", "copy", "copy", COPY_AIM),
-        row(" without digests", "unchecked", "copy into new memory", "new copy"),
+        row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
+        row(", staged", "checked and staged", "copy into new memory", "new copy"),
     ]
 
 

@@ -1,6 +1,6 @@
-"""How fast `ipc` brings weights into the staging of an engine in another process, beside a bare copy.
+"""How fast `ipc` brings weights into another process, beside a bare copy.
 
-`python -m bench.shared_memory` is that process: for each line of JSON it receives once, as the `hf` engine does.
+`python -m bench.shared_memory` is that process: for each line of JSON it receives once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ TENSOR_BYTES = 16 << 20
 """A matrix of a small model."""
 
 
-WAYS = ("checked", "unchecked", "copy", "new copy")
-"""Both sides hash, or nobody does · a copy between two buffers that are there already, or into new memory, as staging
-is."""
+WAYS = ("received", "checked", "staged", "checked and staged")
+"""Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it."""
+COPIES = ("copy", "new copy")
+"""Between two buffers that are there already · into new memory, as staging is."""
 
 
 @dataclass(slots=True)
@@ -36,11 +37,11 @@ class IpcTimes:
     """Seconds, a number for each round."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, *COPIES)})
 
 
 def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
-    """From the opening of an update until one receiver has staged all of it."""
+    """From the opening of an update until one receiver has all of it."""
     data = [np.full(TENSOR_BYTES, number % 251, np.uint8) for number in range(nbytes // TENSOR_BYTES)]
     spec = TensorSpec("U8", (TENSOR_BYTES,))
     tensors = [(f"layer.{number}", HostTensor(spec, one.data)) for number, one in enumerate(data)]
@@ -48,14 +49,12 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
     target = np.ones(nbytes, np.uint8)
     times, sender = IpcTimes(nbytes), IpcSender(lambda: 1)
 
-    def sent(receiver: subprocess.Popen[str], checked: bool) -> float:
+    def sent(receiver: subprocess.Popen[str], way: str) -> float:
         assert receiver.stdin is not None
         assert receiver.stdout is not None
-        digests: dict[str, str] | None = {} if checked else None
+        digests: dict[str, str] | None = {} if "checked" in way else None
         start = time.perf_counter()
-        print(
-            json.dumps({"transport": sender.open(manifest), "checked": checked}), file=receiver.stdin, flush=True
-        )
+        print(json.dumps({"transport": sender.open(manifest), "way": way}), file=receiver.stdin, flush=True)
         for number in fill(manifest, tensors, sender.buffer, digests):
             sender.send(number)
         sender.finish(digests)
@@ -73,12 +72,9 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
 
     with _receiver() as receiver:
         for number in range(-1, rounds):  # the first one warms the buffers
-            seconds = {
-                "checked": sent(receiver, True),
-                "unchecked": sent(receiver, False),
-                "copy": copied(target),
-                "new copy": copied(np.empty(nbytes, np.uint8)),
-            }
+            seconds = {way: sent(receiver, way) for way in WAYS}
+            seconds["copy"] = copied(target)
+            seconds["new copy"] = copied(np.empty(nbytes, np.uint8))
             if number >= 0:
                 for way, took in seconds.items():
                     times.seconds[way].append(took)
@@ -108,13 +104,18 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         delivery = IpcTransport(Places()).open(asked["transport"], "base")
-        stream = DigestingStream(delivery) if asked["checked"] else None
+        stream = DigestingStream(delivery) if "checked" in asked["way"] else None
         tensors = delivery.tensors() if stream is None else stream
-        staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+        staged = {}
+        if "staged" in asked["way"]:
+            staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+        else:
+            for _ in tensors:
+                pass
         if stream is not None:
             stream.finish()
         delivery.close()
-        del staged
+        staged.clear()
         print("{}", flush=True)
 
 

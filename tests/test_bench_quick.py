@@ -26,9 +26,10 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
     for what in ("answer", "all others serve")
 ]
 SHARED_MEMORY = [
-    (what, beside)
-    for what in ("ipc, 67 MB", "ipc without digests, 67 MB")
-    for beside in ("copy", "copy into new memory")
+    ("ipc, 67 MB, digests not checked", "copy"),
+    ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
+    ("ipc, 67 MB, staged", "copy into new memory"),
 ]
 
 
