@@ -29,12 +29,14 @@ from bench.report import (
     commit_rows,
     fan_out_rows,
     gap_rows,
+    ipc_rows,
     kill_rows,
     ratio_table,
     stored_rows,
     time_row,
     times_table,
 )
+from bench.shared_memory import measure_ipc
 from bench.stored import SHAPE_1_GB, measure_stored
 from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
@@ -49,6 +51,8 @@ QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
 STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
+SHARED_BYTES, QUICK_SHARED_BYTES = 1 << 30, 64 << 20
+SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
@@ -111,7 +115,19 @@ async def stored(scratch: Path, quick: bool) -> list[Row]:
     return stored_rows(await measure_stored(models, QUICK_STORED_ROUNDS if quick else STORED_ROUNDS))
 
 
-MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates, "stored": stored}
+async def shared_memory(scratch: Path, quick: bool) -> list[Row]:
+    nbytes = QUICK_SHARED_BYTES if quick else SHARED_BYTES
+    _say(f"shared memory, updates of {nbytes / 1e6:,.0f} MB …")
+    return ipc_rows(measure_ipc(nbytes, QUICK_SHARED_ROUNDS if quick else SHARED_ROUNDS))
+
+
+MEASURED = {
+    "fan_outs": fan_outs,
+    "times": times,
+    "updates": updates,
+    "stored": stored,
+    "shared_memory": shared_memory,
+}
 
 
 async def bench(scratch: Path, quick: bool, only: str | None) -> dict[str, list[Row]]:

@@ -12,6 +12,7 @@ from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
+from bench.shared_memory import IpcTimes
 from bench.stored import StoredTimes
 from rl_plane.update_steps import Phase
 
@@ -29,6 +30,8 @@ FILE_AIM = 1.25
 """0.8 × the speed of a plain read."""
 OBJECT_AIM = 0.1
 """Ten times as fast as nats-py's own get."""
+COPY_AIM = 1.25
+"""0.8 × the speed of a copy."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -145,6 +148,19 @@ def stored_rows(times: StoredTimes) -> list[Row]:
         row("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
         row("object_store", "object", "plain read", "plain"),
         row("object_store, publishing", "publish", "nats-py put", "nats_put"),
+    ]
+
+
+def ipc_rows(times: IpcTimes) -> list[Row]:
+    def row(what: str, way: str, beside: str, copy: str, aim: float | None = None) -> Row:
+        words = f"ipc, {times.nbytes / 1e6:,.0f} MB{what}"
+        return _beside(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
+
+    return [
+        row(", digests not checked", "received", "copy", "copy", COPY_AIM),
+        row("", "checked", "copy", "copy", COPY_AIM),
+        row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
+        row(", staged", "checked and staged", "copy into new memory", "new copy"),
     ]
 
 

@@ -89,7 +89,7 @@ class Manifest:
     """Per tensor, blake3 hex of its bytes; None while the publisher has not read them yet."""
 
     @property
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         return {placed.name: placed.spec for bucket in self.buckets for placed in bucket.tensors}
 
     @property

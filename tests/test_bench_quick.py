@@ -32,6 +32,12 @@ STORED = (
     ("object_store", "plain read"),
     ("object_store, publishing", "nats-py put"),
 )
+SHARED_MEMORY = [
+    ("ipc, 67 MB, digests not checked", "copy"),
+    ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
+    ("ipc, 67 MB, staged", "copy into new memory"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +74,14 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
     assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
-    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"], *rows["stored"]]:
+    assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
+    every = ("fan_outs", "times", "updates", "stored", "shared_memory")
+    for row in [row for name in every for row in rows[name]]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
-    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"]]:
+    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"], *ran[1]["shared_memory"]]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 

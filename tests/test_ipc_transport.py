@@ -190,6 +190,15 @@ def test_a_wrong_request_names_its_field(request_: dict[str, Any], field: str) -
     assert descriptors() == before
 
 
+def test_an_adapter_whose_config_is_none_is_refused() -> None:
+    sender = IpcSender(lambda: 1)
+    transport = sender.open(Manifest(MANIFEST.buckets, adapter_config=b"["))
+    with pytest.raises(InvalidWeights, match="config"):
+        IpcTransport(Places()).open(transport, "lora")
+    sender.destroy()
+    assert shared_memory() == []
+
+
 def test_an_adapter_is_not_taken_for_base_weights() -> None:
     with sender_of(1) as (_, transport), pytest.raises(InvalidWeights, match="base weights came"):
         IpcTransport(Places()).open(transport, "lora")
@@ -412,7 +421,7 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     assert caught.value.facts["field"] == "receivers"
     sender.destroy()
     with pytest.raises(InvalidRequest, match="no option") as caught:
-        build(Surroundings(lambda op, body: {}, {"size": 1}))
+        build(Surroundings(lambda op, body: {}, options={"size": 1}))
     assert caught.value.facts["field"] == "options.size"
 
 
@@ -766,3 +775,28 @@ async def test_other_engines(plane: Plane, trainer_of: Callable[..., Trainer], e
         await mixed.proven(http, 2, mixed.tiny(1))
         await published(client, trainer_of(mixed.adapter(1), 1, kind="lora"), LOAD)
         await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
+)
+@pytest.mark.timeout(600)
+async def test_every_rank_receives_by_itself(
+    plane: Plane, trainer_of: Callable[..., Trainer], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tests.test_engine_fleet as engines
+    from tests.test_frontend_generation import frontend
+
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    ranks = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}[engine]
+    monkeypatch.setitem(engines.ENGINES, engine, {**engines.ENGINES[engine], ranks: 2})
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    client, mixed = await plane.client(), engines.Mixed(plane)
+    await mixed.start(engine)
+    async with frontend(plane) as http:
+        await published(client, trainer_of(mixed.tiny(1), 2), {})
+        await mixed.proven(http, 1, mixed.tiny(1))
+        await published(client, trainer_of(mixed.adapter(1), 2, kind="lora"), LOAD)
+        await mixed.proven(http, 1, mixed.tiny(1), mixed.adapter(1))

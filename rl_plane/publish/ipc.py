@@ -89,6 +89,7 @@ class IpcSender:
 
     backend = BACKEND
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    """When the fleet is to be asked: the buffers hold two buckets, and receivers make room for more."""
 
     def __init__(
         self,

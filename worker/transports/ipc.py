@@ -194,7 +194,12 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"]) -> IpcDeli
         maps = [mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors[1:]]
     finally:
         close_all(descriptors)
-    return IpcDelivery(manifest, connection, maps)
+    try:
+        return IpcDelivery(manifest, connection, maps)
+    except BaseException:
+        for one in maps:
+            one.close()
+        raise
 
 
 def _manifest(descriptor: int, nbytes: int) -> Manifest:

@@ -1,0 +1,123 @@
+"""How fast `ipc` brings weights into another process, beside a bare copy.
+
+`python -m bench.shared_memory` is that process: for each line of JSON it receives once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.ipc import IpcSender
+from rl_plane.publish.packing import fill
+from rl_plane.versions import HostTensor, TensorSpec
+
+BUCKET_BYTES = 32 << 20
+TENSOR_BYTES = 16 << 20
+"""A matrix of a small model."""
+
+
+WAYS = ("received", "checked", "staged", "checked and staged")
+"""Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it."""
+COPIES = ("copy", "new copy")
+"""Between two buffers that are there already · into new memory, as staging is."""
+
+
+@dataclass(slots=True)
+class IpcTimes:
+    """Seconds, a number for each round."""
+
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, *COPIES)})
+
+
+def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
+    """From the opening of an update until one receiver has all of it."""
+    data = [np.full(TENSOR_BYTES, number % 251, np.uint8) for number in range(nbytes // TENSOR_BYTES)]
+    spec = TensorSpec("U8", (TENSOR_BYTES,))
+    tensors = [(f"layer.{number}", HostTensor(spec, one.data)) for number, one in enumerate(data)]
+    manifest = Manifest(pack(((name, tensor.spec) for name, tensor in tensors), BUCKET_BYTES))
+    target = np.ones(nbytes, np.uint8)
+    times, sender = IpcTimes(nbytes), IpcSender(lambda: 1)
+
+    def sent(receiver: subprocess.Popen[str], way: str) -> float:
+        assert receiver.stdin is not None
+        assert receiver.stdout is not None
+        digests: dict[str, str] | None = {} if "checked" in way else None
+        start = time.perf_counter()
+        print(json.dumps({"transport": sender.open(manifest), "way": way}), file=receiver.stdin, flush=True)
+        for number in fill(manifest, tensors, sender.buffer, digests):
+            sender.send(number)
+        sender.finish(digests)
+        took = time.perf_counter() - start
+        sender.close()
+        if not receiver.stdout.readline():
+            raise SystemExit("the receiver failed")
+        return took
+
+    def copied(place: np.ndarray) -> float:
+        start = time.perf_counter()
+        for number, one in enumerate(data):
+            place[number * TENSOR_BYTES : (number + 1) * TENSOR_BYTES] = one
+        return time.perf_counter() - start
+
+    with _receiver() as receiver:
+        for number in range(-1, rounds):  # the first one warms the buffers
+            seconds = {way: sent(receiver, way) for way in WAYS}
+            seconds["copy"] = copied(target)
+            seconds["new copy"] = copied(np.empty(nbytes, np.uint8))
+            if number >= 0:
+                for way, took in seconds.items():
+                    times.seconds[way].append(took)
+    sender.destroy()
+    return times
+
+
+@contextmanager
+def _receiver() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.shared_memory"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+    with process:  # the end of its input ends it
+        yield process
+
+
+def main() -> None:
+    from worker.engines.hf_weights import host_copies
+    from worker.staging import DigestingStream
+    from worker.transports.base import Places
+    from worker.transports.ipc import IpcTransport
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        delivery = IpcTransport(Places()).open(asked["transport"], "base")
+        stream = DigestingStream(delivery) if "checked" in asked["way"] else None
+        tensors = delivery.tensors() if stream is None else stream
+        staged = {}
+        if "staged" in asked["way"]:
+            staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+        else:
+            for _ in tensors:
+                pass
+        if stream is not None:
+            stream.finish()
+        delivery.close()
+        staged.clear()
+        print("{}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
