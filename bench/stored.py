@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import nats
-import numpy as np
 
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import peers, start_peer
 from bench.phases import phases_seen
+from rl_plane.buffers import fresh
 from rl_plane.client import RlClient
 from rl_plane.manifest import Manifest, pack
 from rl_plane.nats_server import NatsServer
@@ -56,7 +56,7 @@ class StoredTimes:
 def plain_read(path: Path) -> float:
     """Into memory that nobody has used before, as every receiver needs."""
     start = time.perf_counter()
-    place = np.empty(path.stat().st_size, dtype=np.uint8).data
+    place = fresh(path.stat().st_size)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
