@@ -237,6 +237,27 @@ async def test_nats_killed_under_the_publisher_and_under_a_receiver(
     assert delivery.digest == digest == model_digest(model)
 
 
+def test_answers_that_are_lost_change_nothing(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[str] = []
+
+    def ask_in_vain(connection: NatsSocket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        answer = ask(connection, call, body)
+        if call not in lost and not call.startswith("STREAM.MSG"):
+            lost.append(call)
+            raise ConnectionError("lost")
+        return answer
+
+    monkeypatch.setattr("rl_plane.publish.object_store.ask", ask_in_vain)
+    sender = ObjectStoreSender(plane.url, plane.namespace, plane.component)
+    transport = sender.open(Manifest(pack([("a", TensorSpec("U8", (10,)))])))
+    sender.send(0)
+    sender.finish(None)
+    sender.remove(transport["object"])
+    sender.close()
+    assert [call.split(".")[1] for call in lost] == ["LIST", "CREATE", "UPDATE", "DELETE"]
+    assert not stored(plane)
+
+
 async def test_a_server_that_stays_away_ends_a_receive(
     own_nats: tuple[NatsServer, Plane], publisher: MakePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,7 +131,8 @@ class ObjectStoreSender:
     def finish(self, digests: Mapping[str, str] | None) -> None:
         made = self._writing()
         self._append(memoryview(encode_digests(self._manifest, digests)))
-        sealed = {**self._config, "max_age": 0, "sealed": True}
+        # Sealing denies both: said again, in case that the first answer is lost.
+        sealed = {**self._config, "max_age": 0, "sealed": True, "deny_delete": True, "deny_purge": True}
         self._persistently(lambda connection: ask(connection, f"STREAM.UPDATE.{made.stream}", sealed))
         self._object = None
 
