@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--json FILE]`: the plane's speed beside raw nats-py (docs/benchmarks.md).
+"""`python -m bench [--quick] [--json FILE]`: the plane's speed beside its limits (docs/benchmarks.md).
 
 Exit code 0 whenever it could measure: a missed aim is said in the table.
 """
@@ -22,6 +22,7 @@ from bench.deaths import measure_deaths, measure_joins
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.kills import measure_kills
+from bench.pulls import measure_pulls
 from bench.report import (
     KILL_AIM_S,
     PROBED_KILL_AIM_S,
@@ -30,12 +31,14 @@ from bench.report import (
     fan_out_rows,
     gap_rows,
     kill_rows,
+    pull_rows,
     ratio_table,
     time_row,
     times_table,
 )
 from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
+from rl_plane.publish.nixl_wire import have_nixl
 from worker.engines.fake import make_fake_model
 from worker.tiny_model import make_tiny_model
 
@@ -46,6 +49,9 @@ UPDATE_ROUNDS = {1: 100, 8: 60, 64: 30, 256: 12, 1024: 6}
 QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
+PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
+PULL_ROUNDS, QUICK_PULL_ROUNDS = 7, 1
+RECEIVERS = (1, 3)
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
@@ -101,7 +107,19 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
-MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates}
+async def transports(scratch: Path, quick: bool) -> list[Row]:
+    found: list[Row] = []
+    if not have_nixl():
+        _say("nixl is not installed, so it is not measured: make engines")
+        return found
+    nbytes, rounds = (QUICK_PULLED_BYTES, QUICK_PULL_ROUNDS) if quick else (PULLED_BYTES, PULL_ROUNDS)
+    for receivers in RECEIVERS:
+        _say(f"pulls by nixl into {receivers}, {rounds} rounds …")
+        found += pull_rows(await asyncio.to_thread(measure_pulls, nbytes, receivers, rounds))
+    return found
+
+
+MEASURED = {"fan_outs": fan_outs, "times": times, "updates": updates, "transports": transports}
 
 
 async def bench(scratch: Path, quick: bool, only: str | None) -> dict[str, list[Row]]:

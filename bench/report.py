@@ -12,6 +12,7 @@ from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
+from bench.pulls import PullTimes
 from rl_plane.update_steps import Phase
 
 AIM_FROM_WORKERS = 8
@@ -24,6 +25,8 @@ KILL_AIM_S = 0.01
 PROBED_KILL_AIM_S = 2.0
 CONTROL_AIM = 2.0
 GAP_AIM = 2.0
+PULL_AIM = 1.25
+"""0.8 × the speed of a bare read."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -126,6 +129,19 @@ def gap_rows(times: GapTimes) -> list[Row]:
         row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
         row("slowest step while staged", times.meanwhile, times.copies["host"], None),
         row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+    ]
+
+
+def pull_rows(times: PullTimes) -> list[Row]:
+    bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
+
+    def row(what: str, way: str, aim: float | None) -> Row:
+        return _beside(f"nixl, {size}{what}", times.receivers, times.seconds[way], "bare nixl reads", bare, aim)
+
+    return [
+        row(", digests not checked", "pull", PULL_AIM),
+        row("", "verified", PULL_AIM),
+        row(", staged", "staged", None),
     ]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rl_plane.publish.nixl_wire import have_nixl
+
 ROOT = Path(__file__).parent.parent
 SIZES = (1, 8, 32)
 FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
@@ -24,6 +26,13 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
     (f"killed in {phase} → {what}", 4)
     for phase in ("prepare", "gate", "commit", "open")
     for what in ("answer", "all others serve")
+]
+
+PULLS = [
+    (f"nixl, 34 MB{what}", receivers)
+    for receivers in (1, 3)
+    for what in (", digests not checked", "", ", staged")
+    if have_nixl()
 ]
 
 
@@ -60,12 +69,13 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     ]
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
-    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"]]:
+    assert [(row["what"], row["workers"]) for row in rows["transports"]] == PULLS
+    for row in [*rows["fan_outs"], *rows["times"], *rows["updates"], *rows["transports"]]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
-    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"]]:
+    for row in [row for rows in ran[1].values() for row in rows]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_plane.errors import InvalidWeights
 from rl_plane.manifest import Manifest
-from rl_plane.versions import HostTensor
+from rl_plane.versions import HostTensor, TensorSpec
 from worker.safetensors_file import load_json_object
 
 
@@ -24,7 +24,7 @@ class PackedDelivery:
         refetchable: bool,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.specs = manifest.specs
+        self.specs: Mapping[str, TensorSpec] = manifest.specs
         self.tensor_digests: Mapping[str, str] | None = manifest.tensor_digests
         self.digest: str | None = manifest.digest
         self.adapter_config_raw = manifest.adapter_config
