@@ -82,7 +82,7 @@ def staged(engine: FakeEngine) -> list[str]:
 def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     new = make_fake_model(tmp_path / "new", 1)
     assert ranks.weight_spec() == engines[0].weight_spec()
-    assert ranks.transports == ("filesystem",)
+    assert "filesystem" in ranks.transports
     ranks.open(reception(new, digest=model_digest(new)))
     reply = ranks.receive("s", never)
     assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}

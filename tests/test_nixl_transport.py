@@ -46,9 +46,6 @@ needs_nixl = pytest.mark.engines("nixl")
 
 pytestmark = pytest.mark.timeout(400)
 
-START_S = 240.0
-"""Of a real engine, on two busy cores."""
-
 HEAL_S = 60.0
 """A worker's first pull imports nixl, and with it torch."""
 
@@ -488,6 +485,8 @@ async def test_an_update_in_place_and_an_adapter(plane: Plane, trainer: Callable
     await until_open(plane, client, again.instance_id, "one", HEAL_S)
     state = (await states(client))[again.instance_id]
     assert list(state["loras"]) == ["a"]
+    again.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(again.process.wait, HEAL_S) == 0
 
 
 async def test_without_nixl_it_is_not_offered_and_the_error_names_the_extra(plane: Plane) -> None:
@@ -542,37 +541,28 @@ async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
 @needs_nixl
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("engine", "arguments"),
-    [
-        pytest.param(
-            "vllm",
-            {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 512},
-            marks=pytest.mark.engines("vllm"),
-        ),
-        pytest.param("sglang", {"max_total_tokens": 4096}, marks=pytest.mark.engines("sglang")),
-    ],
+    "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
 )
-async def test_an_engine_with_processes_takes_a_base(
-    plane: Plane, trainer: Callable[..., Trainer], engine: str, arguments: dict[str, Any]
+async def test_an_engine_with_processes_takes_base_and_adapter(
+    plane: Plane, trainer: Callable[..., Trainer], engine: str
 ) -> None:
+    from tests.test_engine_fleet import Mixed
     from tests.test_frontend_generation import frontend
-    from tests.test_hf_fleet import proven
-    from worker.tiny_model import make_witness_model
 
-    def base(seed: int) -> Path:
-        return make_witness_model(plane.tmp / "weights" / f"witness{seed}", seed, dtype="bfloat16")
-
-    source, client = trainer(), await plane.client()
-    worker = plane.spawn(ready=False, engine=engine, model=base(1), **arguments)
-    await asyncio.to_thread(worker.wait_ready, START_S)
+    mixed, source, client = Mixed(plane), trainer(), await plane.client()
+    await mixed.start(engine)
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
-        for seed in (2, 3):
-            transport = await source.offers(base(seed), bucket_bytes=1 << 16)
-            await client.run("update_weights", update_of(transport, f"step {seed}"))
+        for sequence, base in ((1, mixed.witness(2)), (2, mixed.tiny(1))):
+            transport = await source.offers(base, bucket_bytes=1 << 16)
+            await client.run("update_weights", update_of(transport, base.name))
             await source.keeps()
-            await proven(http, [worker.instance_id], seed)
-        transport = await source.offers(base(4), bucket_bytes=1 << 16)
+            await mixed.proven(http, sequence, base)
+        transport = await source.offers(mixed.adapter(1), "lora", bucket_bytes=1 << 16)
+        target = {"kind": "lora", "op": "load", "name": "a"}
+        await client.run("update_weights", {"target": target, **update_of(transport, "a1")})
+        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
+        transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
         source.kill()
         with pytest.raises(PlaneError, match="source_gone"):
             await client.run("update_weights", update_of(transport, "never"))
-        await proven(http, [worker.instance_id], 3)
+        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
