@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--json FILE]`: the plane's speed beside raw nats-py (docs/benchmarks.md).
+"""`python -m bench [--quick] [--json FILE]`: the plane's speed beside its limits (docs/benchmarks.md).
 
 Exit code 0 whenever it could measure: a missed aim is said in the table.
 """
@@ -22,6 +22,7 @@ from bench.deaths import measure_deaths, measure_joins
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.kills import measure_kills
+from bench.pulls import measure_pulls
 from bench.report import (
     KILL_AIM_S,
     PROBED_KILL_AIM_S,
@@ -31,6 +32,7 @@ from bench.report import (
     gap_rows,
     ipc_rows,
     kill_rows,
+    pull_rows,
     ratio_table,
     stored_rows,
     time_row,
@@ -40,6 +42,7 @@ from bench.shared_memory import measure_ipc
 from bench.stored import SHAPE_1_GB, measure_stored
 from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
+from rl_plane.publish.nixl_wire import have_nixl
 from worker.engines.fake import make_fake_model
 from worker.tiny_model import make_tiny_model
 
@@ -53,6 +56,9 @@ STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
 SHARED_BYTES, QUICK_SHARED_BYTES = 1 << 30, 64 << 20
 SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
+PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
+PULL_ROUNDS, QUICK_PULL_ROUNDS = 7, 1
+RECEIVERS = (1, 3)
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
@@ -121,12 +127,25 @@ async def shared_memory(scratch: Path, quick: bool) -> list[Row]:
     return ipc_rows(measure_ipc(nbytes, QUICK_SHARED_ROUNDS if quick else SHARED_ROUNDS))
 
 
+async def pulls(scratch: Path, quick: bool) -> list[Row]:
+    found: list[Row] = []
+    if not have_nixl():
+        _say("nixl is not installed, so it is not measured: make engines")
+        return found
+    nbytes, rounds = (QUICK_PULLED_BYTES, QUICK_PULL_ROUNDS) if quick else (PULLED_BYTES, PULL_ROUNDS)
+    for receivers in RECEIVERS:
+        _say(f"pulls by nixl into {receivers}, {rounds} rounds …")
+        found += pull_rows(await asyncio.to_thread(measure_pulls, nbytes, receivers, rounds))
+    return found
+
+
 MEASURED = {
     "fan_outs": fan_outs,
     "times": times,
     "updates": updates,
     "stored": stored,
     "shared_memory": shared_memory,
+    "pulls": pulls,
 }
 
 

@@ -12,6 +12,7 @@ from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
+from bench.pulls import PullTimes
 from bench.shared_memory import IpcTimes
 from bench.stored import StoredTimes
 from rl_plane.update_steps import Phase
@@ -32,6 +33,8 @@ OBJECT_AIM = 0.1
 """Ten times as fast as nats-py's own get."""
 COPY_AIM = 1.25
 """0.8 × the speed of a copy."""
+PULL_AIM = 1.25
+"""0.8 × the speed of a bare read."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -161,6 +164,19 @@ def ipc_rows(times: IpcTimes) -> list[Row]:
         row("", "checked", "copy", "copy", COPY_AIM),
         row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
         row(", staged", "checked and staged", "copy into new memory", "new copy"),
+    ]
+
+
+def pull_rows(times: PullTimes) -> list[Row]:
+    bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
+
+    def row(what: str, way: str, aim: float | None) -> Row:
+        return _beside(f"nixl, {size}{what}", times.receivers, times.seconds[way], "bare nixl reads", bare, aim)
+
+    return [
+        row(", digests not checked", "pull", PULL_AIM),
+        row("", "verified", PULL_AIM),
+        row(", staged", "staged", None),
     ]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rl_plane.publish.nixl_wire import have_nixl
+
 ROOT = Path(__file__).parent.parent
 SIZES = (1, 8, 32)
 FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
@@ -37,6 +39,13 @@ SHARED_MEMORY = [
     ("ipc, 67 MB", "copy"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
+]
+
+PULLS = [
+    (f"nixl, 34 MB{what}", receivers)
+    for receivers in (1, 3)
+    for what in (", digests not checked", "", ", staged")
+    if have_nixl()
 ]
 
 
@@ -75,13 +84,13 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
     assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
-    every = ("fan_outs", "times", "updates", "stored", "shared_memory")
-    for row in [row for name in every for row in rows[name]]:
+    assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
+    for row in [row for table in rows.values() for row in table]:
         assert 0 < row["median_s"] <= row["p99_s"]
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
-    for row in [*ran[1]["fan_outs"], *ran[1]["times"], *ran[1]["updates"], *ran[1]["shared_memory"]]:
+    for row in [row for rows in ran[1].values() for row in rows]:
         assert row["holds"] == (None if row["aim"] is None else row["value"] <= row["aim"])
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -14,12 +15,21 @@ from worker.staging import check_overwrite, overwrite, receive, receive_adapter
 from worker.transports.base import Delivery, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
 
+log = logging.getLogger("worker.receiver")
+
 TRANSPORTS = "rl_plane.transports"
 
 
 @cache
 def _installed() -> dict[str, type[WeightTransport]]:
-    return {point.name: point.load() for point in entry_points(group=TRANSPORTS)}
+    """Without those that lack a package of theirs."""
+    found = {}
+    for point in entry_points(group=TRANSPORTS):
+        try:
+            found[point.name] = point.load()
+        except ModuleNotFoundError as error:
+            log.info("there is no %s transport: %s", point.name, error)
+    return found
 
 
 def load_transports(places: Places) -> dict[str, WeightTransport]:

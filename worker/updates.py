@@ -21,6 +21,9 @@ log = logging.getLogger("worker.updates")
 KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
 """Names that other workers may know: not an error of the caller's."""
 
+EXTRAS = {"nixl": "install rl-plane[nixl] beside this worker, or use filesystem"}
+"""What brings a transport to a worker that lacks it."""
+
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
 
@@ -101,7 +104,9 @@ class WeightUpdates:
             return
         if backend in KNOWN_TRANSPORTS:
             raise Unsupported(
-                f"this worker has no {backend} transport", field="transport.backend", fix="use filesystem"
+                f"this worker has no {backend} transport",
+                field="transport.backend",
+                fix=EXTRAS.get(backend, "use filesystem"),
             )
         raise InvalidRequest(
             f"unknown transport {backend!r}",

@@ -8,7 +8,7 @@ from typing import Any
 from rl_plane.errors import InvalidWeights
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
-from rl_plane.versions import HostTensor
+from rl_plane.versions import HostTensor, TensorSpec
 
 
 class PackedDelivery:
@@ -25,7 +25,7 @@ class PackedDelivery:
         owned: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.specs = manifest.specs
+        self.specs: Mapping[str, TensorSpec] = manifest.specs
         self.tensor_digests: Mapping[str, str] | None = manifest.tensor_digests
         self.digest: str | None = manifest.digest
         self.adapter_config_raw = manifest.adapter_config

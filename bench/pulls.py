@@ -1,0 +1,162 @@
+"""How fast weights are pulled by the `nixl` transport, beside bare reads of the same bytes by nixl.
+
+`python -m bench.pulls '{"role": …}'` runs the source or a receiver in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.peers import Peer, await_ready, stop_peers
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.nixl import NixlSender
+from rl_plane.publish.nixl_wire import PROTOCOL, Memory, make_agent, read_frame, send_frame
+from rl_plane.publish.packing import fill
+from rl_plane.versions import HostTensor, TensorSpec
+
+TENSOR_BYTES = 16 << 20
+"""A linear layer's."""
+
+WAYS = ("bare", "pull", "verified", "staged")
+"""Reads by nixl and nothing else · the transport · and digests checked · and copied, as the `hf` engine keeps it."""
+
+
+@dataclass(slots=True)
+class PullTimes:
+    """Seconds until the last receiver had everything, a number for each round."""
+
+    nbytes: int
+    receivers: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+
+def measure_pulls(nbytes: int, receivers: int, rounds: int) -> PullTimes:
+    count = max(1, nbytes // TENSOR_BYTES)
+    times = PullTimes(count * TENSOR_BYTES, receivers)
+    with ExitStack() as stack:
+        started: list[subprocess.Popen[str]] = []
+        stack.callback(stop_peers, started)
+
+        def start(**arguments: Any) -> Peer:
+            started.append(_start(**arguments))
+            return await_ready(started[-1])
+
+        transport = start(role="source", tensors=count).said["transport"]
+        pullers = [start(role="receiver", transport=transport) for _ in range(receivers)]
+        for number in range(-1, rounds):  # the first one warms caches
+            for way in WAYS:
+                begun = time.perf_counter()
+                for puller in pullers:
+                    _tell(puller, way)
+                for puller in pullers:
+                    await_ready(puller.process)
+                if number >= 0:
+                    times.seconds[way].append(time.perf_counter() - begun)
+    return times
+
+
+def _start(**arguments: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.pulls", json.dumps(arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+
+
+def _tell(peer: Peer, way: str) -> None:
+    assert peer.process.stdin is not None
+    peer.process.stdin.write(way + "\n")
+    peer.process.stdin.flush()
+
+
+# ---- the roles ----
+
+
+def source(tensors: int) -> None:
+    spec = TensorSpec("U8", (TENSOR_BYTES,))
+    data = memoryview(os.urandom(TENSOR_BYTES))
+    names = [f"layers.{number}.weight" for number in range(tensors)]
+    with NixlSender() as sender:
+        manifest = Manifest(pack(((name, spec) for name in names), sender.bucket_bytes))
+        transport, digests = sender.open(manifest), dict[str, str]()
+        list(fill(manifest, ((name, HostTensor(spec, data)) for name in names), sender.buffer, digests))
+        sender.finish(digests)
+        _say(transport=transport)
+        sys.stdin.read()
+
+
+def receiver(transport: dict[str, Any]) -> None:
+    from worker.engines.hf_weights import host_copies
+    from worker.staging import DigestingStream
+    from worker.transports.base import Places
+    from worker.transports.nixl import NixlTransport
+
+    with socket.create_connection((transport["host"], transport["port"])) as connection:
+        send_frame(connection, {"protocol": PROTOCOL, "key": transport["key"]})
+        told = read_frame(connection)
+    agent = make_agent("bare")
+    peer = agent.add_remote_agent(told["metadata"])
+    largest = max(place[1] for place in told["places"])
+    buffers = [Memory(agent, largest) for _ in range(2)]
+
+    def bare() -> None:
+        for number, (address, nbytes, device) in enumerate(told["places"]):
+            here = agent.get_xfer_descs([(buffers[number % 2].address, nbytes, 0)], "DRAM")
+            there = agent.get_xfer_descs([(address, nbytes, device)], "DRAM")
+            handle = agent.initialize_xfer("READ", here, there, peer)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise SystemExit(f"a bare read ended as {state}")
+            handle.release()
+
+    transports = NixlTransport(Places())
+
+    def consume(verified: bool) -> None:
+        with closing(transports.open(transport, "base")) as delivery:
+            for _ in DigestingStream(delivery) if verified else delivery.tensors():
+                pass
+
+    def staged() -> None:
+        with closing(transports.open(transport, "base")) as delivery:
+            stream = DigestingStream(delivery)
+            dict(host_copies(stream, delivery.specs, frozenset(), False, lambda: False))
+            stream.finish()
+
+    ways: dict[str, Callable[[], None]] = {
+        "bare": bare,
+        "pull": lambda: consume(False),
+        "verified": lambda: consume(True),
+        "staged": staged,
+    }
+    _say(ready=True)
+    for line in sys.stdin:
+        ways[line.strip()]()
+        _say(done=True)
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    roles: dict[str, Callable[..., None]] = {"source": source, "receiver": receiver}
+    roles[arguments.pop("role")](**arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The sender of the `nixl` transport: weights that stay in the trainer's memory, for engines to pull when they like.
+
+One agent, whose registered memory holds the version that is committed beside the one that is being filled. Nobody waits
+for anybody: a receiver that is slow or dead costs the others nothing, and one that comes late, to heal, finds the
+committed version for as long as the trainer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, ClassVar, Literal, Self
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.manifest import Manifest
+from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, make_agent, read_frame, send_frame
+from rl_plane.publish.sender import Surroundings
+
+log = logging.getLogger("rl_plane.publish.nixl")
+
+REQUEST_S = 10.0
+"""A puller sends its request as soon as it has connected."""
+
+ANSWER_S = 60.0
+"""For it to take a manifest of megabytes, over any network."""
+
+MAX_REQUEST_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Area:
+    """Memory for one version."""
+
+    memory: Memory
+    metadata: bytes
+    """What an agent needs to read it, and nothing else of ours."""
+
+
+@dataclass(slots=True)
+class _Version:
+    manifest: Manifest
+    key: str
+    area: _Area
+    offsets: list[int]
+    """Of the buckets, and of their end."""
+
+
+class NixlSender:
+    """A Sender that is pulled from: fill all buckets and `finish`, and only then send the update; `keep` what is
+    committed. `host`: this machine's address, as the workers reach it. `destroy` ends it all."""
+
+    backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+
+    bucket_bytes = 32 << 20
+    """What its buckets are best packed by: a receiver has two of them."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
+        self._desk = _Desk(host, port)
+        self._free: list[_Area] = []
+        self._kept: dict[str | None, _Version] = {}
+        self._opened: _Version | None = None
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self.close()
+        offsets = [0, *accumulate(bucket.nbytes for bucket in manifest.buckets)]
+        key = secrets.token_hex(16)
+        self._opened = _Version(manifest, key, self._area(offsets[-1]), offsets)
+        return {"backend": BACKEND, "host": self._desk.host, "port": self._desk.port, "key": key}
+
+    def buffer(self, number: int) -> memoryview:
+        version = self._open_version()
+        return version.area.memory.view(version.offsets[number], version.manifest.buckets[number].nbytes)
+
+    def send(self, number: int) -> None:
+        """It is there to be pulled once all are."""
+        self._open_version()
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        version = self._open_version()
+        manifest = version.manifest if digests is None else version.manifest.digested(digests)
+        address = version.area.memory.address
+        answer = {
+            "metadata": version.area.metadata,
+            "manifest": manifest.to_wire(),
+            "places": [
+                [address + offset, bucket.nbytes, 0]
+                for offset, bucket in zip(version.offsets, manifest.buckets, strict=False)
+            ],
+        }
+        self._desk.offer(version.key, answer)
+
+    def keep(self, adapter: str | None = None) -> None:
+        """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is."""
+        version, self._opened = self._open_version(), None
+        before = self._kept.get(adapter)
+        self._kept[adapter] = version
+        if before is None:
+            return
+        self._withdraw(before)
+        if before.area.memory.nbytes != version.area.memory.nbytes:  # no next version of this target fits there
+            self._free.remove(before.area)
+            self._agent.deregister_memory(before.area.memory.registered)
+
+    def close(self) -> None:
+        """What was sent last, and not kept, can't be pulled any more."""
+        version, self._opened = self._opened, None
+        if version is not None:
+            self._withdraw(version)
+
+    def destroy(self) -> None:
+        """Nothing can be pulled any more."""
+        self._desk.close()
+        self._agent = None  # before the memory that it has registered
+        self._opened = None
+        self._kept.clear()
+        self._free.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
+
+    def _withdraw(self, version: _Version) -> None:
+        """Whoever still reads it sees that it is gone; what it read of the next version has other digests."""
+        self._desk.withdraw(version.key)
+        self._free.append(version.area)
+
+    def _area(self, nbytes: int) -> _Area:
+        for number, area in enumerate(self._free):
+            if area.memory.nbytes == max(nbytes, 1):
+                return self._free.pop(number)
+        if self._agent is None:
+            raise InvalidRequest("this sender was stopped", field="sender", fix="make another one")
+        memory = Memory(self._agent, nbytes)
+        metadata = self._agent.get_partial_agent_metadata(memory.registered, True, ["UCX"])
+        return _Area(memory, metadata)
+
+    def _open_version(self) -> _Version:
+        if self._opened is None:
+            raise InvalidRequest("no version is open", field="sender", fix="open one first")
+        return self._opened
+
+
+class _Desk:
+    """Tells those who know a version's key where it is. A thread for each that asks: they are as many as ranks."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        except OSError as error:
+            raise InvalidRequest(
+                f"can't listen at {host}:{port}: {error.strerror or error}",
+                field="host",
+                fix="give an address of this machine, and a free port or 0",
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        self._offers: dict[str, Mapping[str, Any]] = {}
+        self._pulling: dict[str, set[socket.socket]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
+
+    def offer(self, key: str, answer: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._offers[key] = answer
+            self._pulling[key] = set()
+
+    def withdraw(self, key: str) -> None:
+        with self._lock:
+            self._offers.pop(key, None)
+            for connection in self._pulling.pop(key, ()):
+                _hang_up(connection)
+
+    def close(self) -> None:
+        with self._lock:
+            keys = list(self._offers)
+        for key in keys:
+            self.withdraw(key)
+        _hang_up(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError, ValueError):
+            connection.settimeout(REQUEST_S)
+            asked = read_frame(connection, MAX_REQUEST_BYTES)
+            connection.settimeout(ANSWER_S)
+            if asked.get("protocol") != PROTOCOL:
+                send_frame(connection, {"error": f"this trainer speaks version {PROTOCOL}: update both sides"})
+                return
+            with self._held(str(asked.get("key")), connection) as answer:
+                send_frame(connection, answer or {"error": "source_gone: these weights are not kept any more"})
+                if answer is not None:
+                    connection.settimeout(None)
+                    connection.recv(1)  # until one of us hangs up
+
+    @contextlib.contextmanager
+    def _held(self, key: str, connection: socket.socket) -> Iterator[Mapping[str, Any] | None]:
+        """The answer for a key; while it is used, `withdraw` ends the connection."""
+        with self._lock:
+            answer = self._offers.get(key)
+            if answer is not None:
+                self._pulling[key].add(connection)
+        try:
+            yield answer
+        finally:
+            with self._lock:
+                self._pulling.get(key, set()).discard(connection)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def build(around: Surroundings) -> NixlSender:
+    """Options: `host`, by which the workers reach this machine, and `port`."""
+    options = dict(around.options)
+    here = all(worker["host"] == platform.node() for worker in around.workers())
+    host, port = options.pop("host", "127.0.0.1" if here else None), options.pop("port", 0)
+    if options:
+        name = sorted(options)[0]
+        raise InvalidRequest(
+            f"the {BACKEND} transport has no option {name!r}", field=f"options.{name}", fix="use host and port"
+        )
+    if not isinstance(host, str):
+        raise InvalidRequest(
+            "there are workers on other machines, and they must reach this one",
+            field="options.host",
+            fix="options={'host': ADDRESS}, of this machine",
+        )
+    if type(port) is not int or not 0 <= port < 1 << 16:
+        raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
+    return NixlSender(host, port)

@@ -1,0 +1,122 @@
+"""A trainer that offers directories' weights by `nixl`, in a process of its own: `python -m tests.nixl_trainer`.
+
+It does what the lines that it reads say, each a JSON object, and answers each with one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_plane.checkpoint import open_checkpoint
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.nixl import NixlSender
+from rl_plane.publish.packing import fill
+from tests.conftest import stop_process
+
+BOUND_S = 60.0
+"""Of a process on a busy machine that only copies."""
+
+SMALL_BUCKETS = 1024
+"""A tensor of a fake model."""
+
+
+class Trainer:
+    """The test's side."""
+
+    def __init__(self, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nixl_trainer"],
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    async def does(self, **what: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), BOUND_S)
+        assert line, f"the trainer ended with {self.process.wait()}"
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    async def offers(
+        self, directory: Path, kind: str = "base", bucket_bytes: int = SMALL_BUCKETS
+    ) -> dict[str, Any]:
+        """The `transport` of an update to it."""
+        said = await self.does(do="offer", directory=str(directory), kind=kind, bucket_bytes=bucket_bytes)
+        transport: dict[str, Any] = said["transport"]
+        return transport
+
+    async def keeps(self, adapter: str | None = None) -> int:
+        """How often it has registered memory so far."""
+        return int((await self.does(do="keep", adapter=adapter))["registrations"])
+
+    def stop(self) -> None:
+        stop_process(self.process.pid)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def offer(sender: NixlSender, directory: Path, kind: Literal["base", "lora"], bucket_bytes: int) -> dict[str, Any]:
+    checkpoint = open_checkpoint(directory, None, field="directory", kind=kind)
+    try:
+        config = checkpoint.config.raw if checkpoint.config is not None else None
+        manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
+        transport, digests = sender.open(manifest), dict[str, str]()
+        for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests):
+            sender.send(number)
+        sender.finish(digests)
+        return transport
+    finally:
+        checkpoint.close()
+
+
+def main() -> None:
+    with NixlSender() as sender:
+        registrations = 0
+        register = sender._agent.register_memory
+
+        def counted(*given: Any) -> Any:
+            nonlocal registrations
+            registrations += 1
+            return register(*given)
+
+        sender._agent.register_memory = counted
+        for line in sys.stdin:
+            what = json.loads(line)
+            match what.pop("do"):
+                case "offer":
+                    directory = Path(what.pop("directory"))
+                    _say(transport=offer(sender, directory, **what))
+                case "keep":
+                    sender.keep(**what)
+                    _say(registrations=registrations)
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()

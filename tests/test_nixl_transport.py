@@ -1,0 +1,568 @@
+"""The `nixl` transport: weights pulled out of the memory of a trainer in a process of its own, whoever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from rl_plane.errors import (
+    InvalidRequest,
+    InvalidWeights,
+    NotAdmitted,
+    PlaneError,
+    Unavailable,
+    Unsupported,
+    UpdateAborted,
+)
+from rl_plane.manifest import Manifest, pack
+from rl_plane.publish import nixl_wire
+from rl_plane.publish.nixl import NixlSender
+from rl_plane.publish.packing import fill
+from rl_plane.publish.sender import KeepingSender
+from rl_plane.versions import HostTensor, TensorSpec
+from tests.nixl_trainer import Trainer
+from tests.test_plane_update import all_serve, generated, states
+from tests.test_worker_healing import until_behind, until_open
+from worker.engines.fake import fake_token, make_fake_adapter
+from worker.staging import adapter_digest, model_digest
+from worker.transports.base import Places
+
+if TYPE_CHECKING:
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane, Spawned
+    from worker.transports.nixl import NixlTransport
+
+needs_nixl = pytest.mark.engines("nixl")
+
+pytestmark = pytest.mark.timeout(400)
+
+HEAL_S = 60.0
+"""A worker's first pull imports nixl, and with it torch."""
+
+SPECS = {f"layer.{number}": TensorSpec("U8", (100 + 30 * number,)) for number in range(12)}
+CONFIG = b'{"r": 4}'
+MANIFEST = Manifest(pack(SPECS.items(), 512))
+
+
+def tensors(seed: int = 1) -> dict[str, HostTensor]:
+    chance = random.Random(seed)
+    return {name: HostTensor(spec, memoryview(chance.randbytes(spec.nbytes))) for name, spec in SPECS.items()}
+
+
+def data_of(named: dict[str, HostTensor]) -> dict[str, bytes]:
+    return {name: bytes(tensor.data) for name, tensor in named.items()}
+
+
+def offer(sender: NixlSender, seed: int, manifest: Manifest = MANIFEST) -> dict[str, Any]:
+    transport, digests = sender.open(manifest), dict[str, str]()
+    for number in fill(manifest, tensors(seed).items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    return transport
+
+
+def pull(
+    puller: NixlTransport, transport: dict[str, Any], kind: Any = "base"
+) -> tuple[dict[str, bytes], str | None]:
+    delivery = puller.open(transport, kind)
+    try:
+        return {name: bytes(tensor.data) for name, tensor in delivery.tensors()}, delivery.digest
+    finally:
+        delivery.close()
+        delivery.close()
+
+
+@pytest.fixture
+def puller() -> NixlTransport:
+    from worker.transports.nixl import NixlTransport
+
+    return NixlTransport(Places())
+
+
+@pytest.fixture
+def sender() -> Iterator[NixlSender]:
+    with NixlSender() as sender:
+        yield sender
+
+
+# ---- one sender and its receivers ----
+
+
+@needs_nixl
+def test_what_is_offered_is_pulled_and_memory_is_registered_once(
+    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(sender, KeepingSender)
+    registered: list[int] = []
+    made = nixl_wire.Memory.__init__
+
+    def counted(self: nixl_wire.Memory, agent: Any, nbytes: int) -> None:
+        registered.append(nbytes)
+        made(self, agent, nbytes)
+
+    monkeypatch.setattr(nixl_wire.Memory, "__init__", counted)
+    for seed in range(5):
+        transport = offer(sender, seed)
+        for _ in range(2):
+            assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
+        sender.keep()
+        sender.close()
+    # Two versions at the trainer, two buckets at the receiver.
+    total, largest = (
+        sum(bucket.nbytes for bucket in MANIFEST.buckets),
+        max(bucket.nbytes for bucket in MANIFEST.buckets),
+    )
+    assert sorted(registered) == [largest, largest, total, total]
+
+
+def _digest(seed: int) -> str | None:
+    digests: dict[str, str] = {}
+    places = [memoryview(bytearray(bucket.nbytes)) for bucket in MANIFEST.buckets]
+    list(fill(MANIFEST, tensors(seed).items(), places.__getitem__, digests))
+    return MANIFEST.digested(digests).digest
+
+
+@needs_nixl
+def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTransport) -> None:
+    def gone(transport: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match="source_gone"):
+            pull(puller, transport)
+
+    first = offer(sender, 1)
+    sender.keep()
+    failed = offer(sender, 2)
+    assert pull(puller, failed)[0] == data_of(tensors(2))
+    sender.close()  # not committed
+    gone(failed)
+    adapter = offer(sender, 3)
+    sender.keep("a")
+    assert pull(puller, first)[0] == data_of(tensors(1))
+    second = offer(sender, 4)
+    assert pull(puller, first)[0] == data_of(tensors(1))
+    sender.keep()
+    gone(first)
+    assert pull(puller, adapter)[0] == data_of(tensors(3))
+    assert pull(puller, second)[0] == data_of(tensors(4))
+    sender.destroy()
+    gone(second)
+    with pytest.raises(InvalidRequest, match="stopped"):
+        sender.open(Manifest(pack(SPECS.items(), 1 << 20)))
+
+
+@needs_nixl
+def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
+    addresses = {}
+    for seed in (1, 2):
+        key = offer(sender, seed)["key"]
+        addresses[seed] = sender._desk._offers[key]
+        sender.keep(str(seed))
+    agent = nixl_wire.make_agent("reader")
+    here = nixl_wire.Memory(agent, 64)
+    source = agent.add_remote_agent(addresses[1]["metadata"])
+
+    def prepared(address: int) -> None:
+        descriptors = [agent.get_xfer_descs([(one, 64, 0)], "DRAM") for one in (here.address, address)]
+        agent.initialize_xfer("READ", *descriptors, source).release()
+
+    prepared(addresses[1]["places"][0][0])
+    for elsewhere in (addresses[2]["places"][0][0], id(SPECS)):
+        with pytest.raises(Exception, match="NIXL_ERR_NOT_FOUND"):
+            prepared(elsewhere)
+
+
+@needs_nixl
+def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, puller: NixlTransport) -> None:
+    delivery = puller.open(offer(sender, 1), "base")
+    arriving = delivery.tensors()
+    next(arriving)
+    offer(sender, 2)
+    with pytest.raises(Unavailable, match="no longer"):
+        list(arriving)
+    delivery.close()
+    assert pull(puller, offer(sender, 3))[0] == data_of(tensors(3))
+
+
+@needs_nixl
+def test_a_large_bucket_is_read_in_pieces(
+    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.transports.nixl.READ_BYTES", 100)
+    assert pull(puller, offer(sender, 1, Manifest(pack(SPECS.items(), 1 << 20))))[0] == data_of(tensors(1))
+
+
+@needs_nixl
+def test_empty_tensors_and_adapters(sender: NixlSender, puller: NixlTransport) -> None:
+    specs = {"empty": TensorSpec("F32", (0, 4))}
+    transport = sender.open(Manifest(pack(specs.items()), adapter_config=CONFIG))
+    sender.finish({"empty": "0" * 64})
+    assert pull(puller, transport, "lora")[0] == {"empty": b""}
+    with pytest.raises(InvalidWeights, match="an adapter came"):
+        pull(puller, transport)
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"host": None}, "transport.host"),
+        ({"host": "a\nb"}, "transport.host"),
+        ({"port": "80"}, "transport.port"),
+        ({"port": 0}, "transport.port"),
+        ({"port": True}, "transport.port"),
+        ({"key": ""}, "transport.key"),
+        ({"path": "/"}, "transport.path"),
+        ({"host": "host.invalid"}, "transport"),
+        ({"key": "0" * 32}, "transport"),
+    ],
+)
+def test_a_wrong_request_names_its_field(
+    sender: NixlSender, puller: NixlTransport, change: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        puller.open({**offer(sender, 1), **change}, "base")
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+@needs_nixl
+def test_an_address_that_is_none_of_ours_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="can't listen") as caught:
+        NixlSender("192.0.2.1")
+    assert caught.value.facts["field"] == "host"
+
+
+# ---- senders that are none ----
+
+
+@contextmanager
+def impostor(answer: Any) -> Iterator[dict[str, Any]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                nixl_wire.read_frame(connection)
+                if isinstance(answer, bytes):
+                    connection.sendall(answer)
+                else:
+                    nixl_wire.send_frame(connection, answer)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield {"backend": "nixl", "host": "127.0.0.1", "port": listener.getsockname()[1], "key": "k"}
+        finally:
+            thread.join()
+
+
+GOOD: dict[str, Any] = {
+    "metadata": b"none",
+    "manifest": MANIFEST.to_wire(),
+    "places": [[4096, bucket.nbytes, 0] for bucket in MANIFEST.buckets],
+}
+
+
+def _placed(*place: Any) -> dict[str, Any]:
+    return {**GOOD, "places": [list(place), *GOOD["places"][1:]]}
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\0\0\0\5\x80",
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\1\xc1",
+        b"\0\0\0\1\x90",
+        {},
+        {**GOOD, "manifest": {}},
+        {**GOOD, "metadata": "none"},
+        {**GOOD, "places": GOOD["places"][1:]},
+        _placed(4096, MANIFEST.buckets[0].nbytes - 1, 0),
+        _placed(-1, MANIFEST.buckets[0].nbytes, 0),
+        _placed(1 << 63, MANIFEST.buckets[0].nbytes, 0),
+        _placed(4096, MANIFEST.buckets[0].nbytes),
+        _placed("4096", MANIFEST.buckets[0].nbytes, 0),
+        GOOD,
+    ],
+)
+def test_a_wrong_answer_is_refused(puller: NixlTransport, answer: Any) -> None:
+    with impostor(answer) as transport, pytest.raises((InvalidWeights, Unavailable)):
+        pull(puller, transport)
+
+
+# ---- a fleet ----
+
+
+@pytest_asyncio.fixture
+async def trainer() -> AsyncIterator[Callable[..., Trainer]]:
+    started: list[Trainer] = []
+
+    def start(**environment: str) -> Trainer:
+        started.append(Trainer(**environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def update_of(transport: dict[str, Any], version: str, **policy: Any) -> dict[str, Any]:
+    return {"transport": transport, "version": version, "policy": {"prepare_timeout_s": HEAL_S, **policy}}
+
+
+async def publish(
+    client: RlClient, trainer: Trainer, directory: Path, version: str, **policy: Any
+) -> dict[str, Any]:
+    transport = await trainer.offers(directory)
+    reply: dict[str, Any] = await client.run("update_weights", update_of(transport, version, **policy))
+    return reply
+
+
+@needs_nixl
+async def test_a_stopped_and_a_killed_worker_hold_up_nobody_and_heal(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    source, client = trainer(), await plane.client()
+    stopped, killed, well = plane.spawn_many(3)
+    await publish(client, source, plane.model(1), "one")
+    assert await source.keeps() == 1
+    assert await all_serve(client, "one")
+    transport = await source.offers(plane.model(2))
+    stopped.stop()
+    killed.kill()
+    reply = await client.run("update_weights", update_of(transport, "two", on_prepare_failure="exclude"))
+    assert {row["instance_id"] for row in reply["workers"] if row["status"] == "ok"} == {well.instance_id}
+    assert await source.keeps() == 2
+    stopped.go_on()
+    again = await asyncio.to_thread(plane.spawn, instance_id=killed.instance_id)
+    late = await asyncio.to_thread(plane.spawn)
+    for one in (stopped, again, late):
+        await until_open(plane, client, one.instance_id, "two", HEAL_S)
+        expected = [fake_token(model_digest(plane.model(2)), [5, 6], position) for position in range(4)]
+        assert await plane.until(lambda one=one: _said(client, one), HEAL_S) == expected
+    await publish(client, source, plane.model(3), "three")
+    assert await source.keeps() == 2, "memory is registered once"
+    assert await all_serve(client, "three")
+
+
+async def _said(client: RlClient, worker: Spawned) -> list[int] | None:
+    """None: it has no lease yet; loading torch, beside nixl, takes a while on a busy machine."""
+    try:
+        return await generated(client, worker.instance_id, [5, 6], 4)
+    except NotAdmitted:
+        return None
+
+
+def _held_at(plane: Plane, number: int, more: str = "") -> tuple[str, Path, Path, Path]:
+    """Code for a worker that waits before it reads this bucket, and says when a read is under way."""
+    at, go, flying = (plane.tmp / name for name in ("at", "go", "flying"))
+    patch = f"""
+import os, time
+{more}
+import worker.transports.nixl as receiving
+read, look = receiving.Pull._read, receiving.Pull._look
+def held(self, number, buffer):
+    if number == {number}:
+        Path({str(at)!r}).touch()
+        give_up = time.monotonic() + {HEAL_S}
+        while not Path({str(go)!r}).exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    return read(self, number, buffer)
+def looked(self):
+    if Path({str(go)!r}).exists():
+        Path({str(flying)!r}).touch()
+    return look(self)
+receiving.Pull._read, receiving.Pull._look = held, looked
+"""
+    return patch, at, go, flying
+
+
+TCP = "os.environ['UCX_TLS'] = 'tcp'\n"
+"""Then a read needs the source's help, as it does not in one machine's memory."""
+
+
+@needs_nixl
+@pytest.mark.parametrize("flight", ["between reads", "in a read"])
+async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
+    plane: Plane, trainer: Callable[..., Trainer], flight: str
+) -> None:
+    in_flight = flight == "in a read"
+    patch, at, go, flying = _held_at(plane, 2, TCP if in_flight else "")
+    source, client = trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), await plane.client()
+    worker, _ = plane.spawn(patch=patch), plane.spawn(patch=TCP.join(["import os\n", ""]) if in_flight else "")
+    transport = await source.offers(plane.model(1))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one")))
+    await plane.until(at.exists, HEAL_S)
+    if in_flight:
+        source.stop()
+        go.touch()
+        await plane.until(flying.exists)
+        source.kill()
+    else:
+        source.kill()
+        go.touch()
+    with pytest.raises(UpdateAborted, match=worker.instance_id) as caught:
+        await asyncio.wait_for(task, HEAL_S)
+    assert "has gone" in caught.value.message
+    assert await all_serve(client, "initial")
+    # The next trainer finds workers that can pull again.
+    await publish(client, trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), plane.model(2), "two")
+    assert await all_serve(client, "two")
+    assert len(await states(client)) == 2
+
+
+@needs_nixl
+async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    patch, at, go, _ = _held_at(
+        plane, 2, TCP + "import worker.transports.nixl\nworker.transports.nixl.READ_S = 0.5"
+    )
+    source, client = trainer(UCX_TLS="tcp"), await plane.client()
+    plane.spawn(patch=patch)
+    transport = await source.offers(plane.model(1))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one")))
+    await plane.until(at.exists, HEAL_S)
+    source.stop()
+    go.touch()
+    with pytest.raises(UpdateAborted, match="did not come in"):
+        await asyncio.wait_for(task, HEAL_S)
+    assert await all_serve(client, "initial")
+    source.process.send_signal(signal.SIGCONT)
+    await publish(client, source, plane.model(2), "two")
+    assert await all_serve(client, "two")
+
+
+@needs_nixl
+async def test_when_the_trainer_is_gone_a_late_worker_waits_for_the_next_update(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    source, client = trainer(), await plane.client()
+    plane.spawn()
+    await publish(client, source, plane.model(1), "one")
+    await source.keeps()
+    source.kill()
+    late = plane.spawn(ready=False)
+    await plane.until(lambda: _listed(client, late), HEAL_S)
+    assert "source_gone" in await until_behind(plane, client, late.instance_id)
+    await publish(client, trainer(), plane.model(2), "two")
+    await until_open(plane, client, late.instance_id, "two", HEAL_S)
+
+
+async def _listed(client: RlClient, worker: Spawned) -> bool:
+    return worker.instance_id in await states(client)
+
+
+@needs_nixl
+async def test_an_update_in_place_and_an_adapter(plane: Plane, trainer: Callable[..., Trainer]) -> None:
+    source, client = trainer(), await plane.client()
+    worker = plane.spawn()
+    await publish(client, source, plane.model(1), "one", staging="none")
+    await source.keeps()
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model(1))
+    transport = await source.offers(adapter, "lora")
+    body = {"target": {"kind": "lora", "op": "load", "name": "a"}, **update_of(transport, "a1")}
+    reply = await client.run("update_weights", body)
+    assert reply["version"]["digest"] == adapter_digest(adapter)
+    await source.keeps("a")
+    worker.kill()
+    again = await asyncio.to_thread(plane.spawn, instance_id=worker.instance_id)
+    await until_open(plane, client, again.instance_id, "one", HEAL_S)
+    state = (await states(client))[again.instance_id]
+    assert list(state["loras"]) == ["a"]
+    again.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(again.process.wait, HEAL_S) == 0
+
+
+async def test_without_nixl_it_is_not_offered_and_the_error_names_the_extra(plane: Plane) -> None:
+    lacking = """
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "nixl" else find_spec(name, *more)
+"""
+    worker, client = plane.spawn(patch=lacking), await plane.client()
+    described = await client.call(worker.instance_id, "describe")
+    assert "nixl" not in described.body["transports"]
+    assert "filesystem" in described.body["transports"]
+    with pytest.raises(Unsupported) as caught:
+        await client.run("update_weights", update_of({"backend": "nixl"}, "one"))
+    assert "rl-plane[nixl]" in caught.value.facts["fix"]
+
+
+def test_without_nixl_a_sender_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_wire, "have_nixl", lambda: False)
+    with pytest.raises(PlaneError) as caught:
+        NixlSender()
+    assert "rl-plane[nixl]" in caught.value.facts["fix"]
+
+
+# ---- real models ----
+
+
+@needs_nixl
+async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    from tests.test_frontend_generation import frontend
+    from tests.test_hf_fleet import Witnesses, proven
+
+    witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 1)
+    async with frontend(plane, admission_wait_s=HEAL_S) as http:
+        transport = await source.offers(witnesses.base(2), bucket_bytes=1 << 16)
+        await client.run("update_weights", update_of(transport, "two"))
+        await source.keeps()
+        await proven(http, ids, 2)
+        transport = await source.offers(witnesses.adapter(3), "lora")
+        target = {"kind": "lora", "op": "load", "name": "a"}
+        await client.run("update_weights", {"target": target, **update_of(transport, "a3")})
+        await source.keeps("a")
+        await proven(http, ids, 2, a=3)
+        ids += await asyncio.to_thread(witnesses.spawn, 1)
+        await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+        await proven(http, ids, 2, a=3)
+
+
+@needs_nixl
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
+)
+async def test_an_engine_with_processes_takes_base_and_adapter(
+    plane: Plane, trainer: Callable[..., Trainer], engine: str
+) -> None:
+    from tests.test_engine_fleet import Mixed
+    from tests.test_frontend_generation import frontend
+
+    mixed, source, client = Mixed(plane), trainer(), await plane.client()
+    await mixed.start(engine)
+    async with frontend(plane, admission_wait_s=HEAL_S) as http:
+        for sequence, base in ((1, mixed.witness(2)), (2, mixed.tiny(1))):
+            transport = await source.offers(base, bucket_bytes=1 << 16)
+            await client.run("update_weights", update_of(transport, base.name))
+            await source.keeps()
+            await mixed.proven(http, sequence, base)
+        transport = await source.offers(mixed.adapter(1), "lora", bucket_bytes=1 << 16)
+        target = {"kind": "lora", "op": "load", "name": "a"}
+        await client.run("update_weights", {"target": target, **update_of(transport, "a1")})
+        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
+        transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
+        source.kill()
+        with pytest.raises(PlaneError, match="source_gone"):
+            await client.run("update_weights", update_of(transport, "never"))
+        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
