@@ -65,7 +65,7 @@ async def engines(tmp_path: Path) -> list[FakeEngine]:
 @pytest.fixture
 def ranks(serve: Serve, engines: list[FakeEngine]) -> Ranks:
     for rank, engine in enumerate(engines):
-        client = serve(rank, receiver_methods(engine.receiver))
+        client = serve(rank, receiver_methods(engine.receiver, rank))
     found = Ranks(client)
     found.start()
     return found
@@ -82,7 +82,7 @@ def staged(engine: FakeEngine) -> list[str]:
 def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
     new = make_fake_model(tmp_path / "new", 1)
     assert ranks.weight_spec() == engines[0].weight_spec()
-    assert ranks.transports == ("filesystem",)
+    assert "filesystem" in ranks.transports
     ranks.open(reception(new, digest=model_digest(new)))
     reply = ranks.receive("s", never)
     assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}
@@ -106,9 +106,8 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
         ranks.open(reception(tmp_path / "absent"))
     assert caught.value.facts["field"] == "transport.path"
     other = make_fake_model(tmp_path / "other", 1, tensors=5)
-    ranks.open(reception(other))
     with pytest.raises(InvalidWeights) as weights:
-        ranks.receive("s", never)
+        ranks.open(reception(other))
     assert weights.value.facts["unexpected"]["count"] == 1
 
 

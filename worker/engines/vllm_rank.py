@@ -31,7 +31,8 @@ class RankExtension:
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
             self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
             self.rl_plane_holder = holder
-            methods = receiver_methods(self.rl_plane_receiver) | _own_methods(self.rl_plane_receiver, holder)
+            methods = receiver_methods(self.rl_plane_receiver, self.rank)
+            methods |= _own_methods(self.rl_plane_receiver, holder)
             AgentServer(Path(directory), self.rank, methods).start()
 
         return _outcome(start)

@@ -30,6 +30,8 @@ class PackedDelivery:
         self.adapter_config_raw = manifest.adapter_config
         self.adapter_config: Mapping[str, Any] | None = _config(manifest.adapter_config)
         self.refetchable = refetchable
+        self.cancelled: Callable[[], bool] = never
+        """Is it not wanted any more? Whoever waits for a bucket looks."""
         self._manifest = manifest
         self._buckets = buckets
         self._close = close
@@ -51,6 +53,10 @@ class PackedDelivery:
 
     def close(self) -> None:
         self._close()
+
+
+def never() -> bool:
+    return False
 
 
 def _config(raw: bytes | None) -> Mapping[str, Any] | None:
