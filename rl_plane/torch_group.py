@@ -113,7 +113,7 @@ class Group:
             self._store = connect_store(place, join_timeout_s)
             if place.rank:
                 self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
-            self._torch_group = _make(place, self._store, join_timeout_s)
+            self._torch_group: Any = _make(place, self._store, join_timeout_s)
         except RuntimeError as error:
             raise Unavailable(
                 f"the group {place.group} was not formed within {join_timeout_s:g} s: {_first_line(error)}",
@@ -136,27 +136,30 @@ class Group:
         """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended."""
         import torch.distributed as dist
 
-        self.check()
-        there = data if self._device is None else data.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        options.asyncOp = True
-        options.timeout = timedelta(seconds=self.place.timeout_s)
-        work = self._torch_group.broadcast([there], options) if data.numel() else None
-        return Broadcast(self, work, data, there)
+        return self._begin("broadcast", data, options)
 
     def barrier(self) -> Broadcast:
         """Ends when every rank has come to it: then each has everything."""
         import torch
         import torch.distributed as dist
 
-        self.check()
-        data = torch.zeros(1, dtype=torch.uint8)
-        there = data if self._device is None else data.to(self._device)
-        options = dist.AllreduceOptions()
+        return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions())
+
+    def _begin(self, what: str, data: torch.Tensor, options: Any) -> Broadcast:
+        torch_group = self._torch_group
+        if torch_group is None:
+            raise self._broke()
         options.asyncOp = True
         options.timeout = timedelta(seconds=self.place.timeout_s)
-        return Broadcast(self, self._torch_group.allreduce([there], options), data, there)
+        there = data if self._device is None else data.to(self._device)
+        try:
+            work = getattr(torch_group, what)([there], options) if data.numel() else None
+        except RuntimeError as error:
+            self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
+            raise self._broke() from error
+        return Broadcast(self, work, data, there)
 
     def wait(self, work: Any, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
         """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
@@ -200,9 +203,10 @@ class Group:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
         with contextlib.suppress(RuntimeError):
             self._store.set("given_up", self.why_dropped)
+        torch_group, self._torch_group = self._torch_group, None
         with contextlib.suppress(RuntimeError):
-            self._torch_group.abort()
-        del self._torch_group
+            torch_group.abort()
+        del torch_group
 
     def _watch(self) -> None:
         """Looks whether another rank has given up. On a connection of its own, since the answer of a store that stands
