@@ -6,11 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from frontend.options import FrontendOptions
+from frontend.process import started
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -140,6 +143,42 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
 
 async def _is_listed(client: RlClient, instance_id: str) -> bool:
     return instance_id in await states(client)
+
+
+async def test_by_http_and_op_by_op(plane: Plane) -> None:
+    """The two calls as a trainer in another language makes them, and the ops beneath them, on each worker."""
+    client = await plane.client()
+    model, other = models(plane)
+    ids = plane.spawn_copies(2, model=model)
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    with Trainer(plane) as trainer:
+        fingerprint = await trainer.do("form")
+        transport = await trainer.do("open", [str(other), BUCKET])
+        async with (
+            started(options) as urls,
+            httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=60) as rl,
+        ):
+            body = {"transport": transport, "version": "two", "fingerprint": fingerprint}
+            prepared = (await rl.post("prepare_weights_update", json=body)).json()
+            assert (prepared["status"], prepared["ready"], prepared["digest"]) == ("ok", True, None)
+            (entry, *_) = (await client.run("updates"))["updates"]
+            assert entry["outcome"] == "prepared"
+            await _send_all(trainer)
+            done = (await rl.post("complete_weights_update", json={"num_buckets": 5})).json()
+            assert (done["status"], done["num_buckets_received"]) == ("ok", 5)
+        assert await all_serve(client, "two")
+        transport = await trainer.do("open", [str(model), BUCKET])
+        view = await client.view()
+        asked = {"update_id": "u", "transport": transport, "label": "three"}
+        async with client.lock(view) as held:
+            for one in ids:
+                row = await client.call(one, "arm_update", asked, held=held)
+                assert row.body == {"listening": True}
+            await _send_all(trainer)
+            rows = [await client.call(one, "prepare_update", asked, held=held) for one in ids]
+            assert [(row.body["tensors"], row.body["refetchable"]) for row in rows] == [(5, False)] * 2
+            await client.call_all("abort_update", {"update_id": "u"}, held=held)
+    await _is_as_before(client, ids, "two")
 
 
 # ---- what dies ----
