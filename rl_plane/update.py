@@ -87,6 +87,9 @@ LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
 
+SHOWN = 3
+"""Workers that a message names."""
+
 END_ROLL_TRIES = 3
 """Each waits until NATS is back; it may go away again at once."""
 
@@ -113,6 +116,7 @@ class UpdateMachine:
         self.phase: Phase = "survey"
         self._now = 0.0
         self._members: Members = {}
+        self._fingerprint = ""
         self._counted: set[str] = set()
         """Whose failure matters: one that says that it is closed can't fail an update."""
         self._attests: Sequence[WorkerRow] = ()
@@ -216,6 +220,13 @@ class UpdateMachine:
             prepared = Prepared(session.digest, ready, gone, session.refetchable)
             stated = self.call.digest or body.digest
             if session.armed:
+                joined = sorted(self._members.keys() - session.prepared.keys())
+                if joined and body.policy.on_prepare_failure == "abort":
+                    raise MembershipChanged(
+                        f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
+                        fix="form the group again, and send the update again; or let them wait for the next one "
+                        "(policy.on_prepare_failure=exclude)",
+                    )
                 rows = yield from self._ask_to_prepare(
                     "prepare_update", session.update_id, session.label, body, ready
                 )
@@ -336,7 +347,7 @@ class UpdateMachine:
         return session, base, outcome
 
     def _see(self, seen: Surveyed) -> None:
-        self._members, self._attests = seen.members, seen.attests
+        self._members, self._fingerprint, self._attests = seen.members, seen.fingerprint, seen.attests
         self._pause, self._pause_written = seen.pause, seen.pause_written
         closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
         self._counted = seen.members.keys() - closed
@@ -352,9 +363,11 @@ class UpdateMachine:
         update_id, label = self.call.update_id, label_of(base, body)
         rows = yield from self._ask_to_prepare("prepare_update", update_id, label, body, self._members)
         with _telling_of(rows):
-            if self.call.fingerprint is not None:
+            all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
+            pinned = self.call.fingerprint or (self._fingerprint if all_or_none else None)
+            if pinned is not None:
                 again: Surveyed = yield Survey("recheck")
-                if again.fingerprint != self.call.fingerprint:
+                if again.fingerprint != pinned:
                     raise MembershipChanged(after_epoch=again.epoch)
             return judge_prepare(rows, self._counted, body.policy, body.digest)
 

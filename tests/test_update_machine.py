@@ -791,6 +791,26 @@ def test_one_that_listened_and_is_gone_is_not_asked() -> None:
     assert driver.phases == ["survey", "session", "abort"]
 
 
+def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
+    driver = with_session(COMPLETE, ARMED)
+    driver.members = {**MEMBERS, "d": "id"}
+    assert "d joined" in driver.error(MembershipChanged).message
+    assert driver.phases == ["survey", "session", "abort"]
+    noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
+    driver = with_session(COMPLETE, noted)
+    driver.members = {**MEMBERS, "d": "id"}
+    assert driver.outcome().excluded == ["d"]
+    assert list(driver.one(Ask, "prepare").workers) == ["a", "b", "c"]
+    # In one call.
+    other = replace(Driver(update()).surveyed(), fingerprint="other")
+    driver = Driver(update(transport=PUSH), recheck=other)
+    driver.error(MembershipChanged)
+    assert driver.phases == ["survey", "begin", "prepare", "recheck", "abort"]
+    driver = Driver(update(transport=PUSH, policy={"on_prepare_failure": "exclude"}))
+    driver.outcome()
+    assert driver.phases == WHOLE
+
+
 def test_what_is_staged_is_not_what_the_caller_states() -> None:
     driver = with_session(Call("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
     assert driver.error(UpdateAborted).facts["field"] == "digest"
