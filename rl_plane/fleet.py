@@ -36,6 +36,7 @@ from rl_plane.fleet_replies import (
     common,
     ended,
     facts_of,
+    group_places,
     head,
     in_order,
     is_serving,
@@ -89,6 +90,7 @@ class Fleet:
             "weight_version": self._weight_version,
             "describe": self._read,
             "updates": self._updates,
+            "init_transport": self._init_transport,
             "pause": self._pause,
             "resume": self._resume,
             "update_weights": self._update,
@@ -314,6 +316,26 @@ class Fleet:
             raise change_error(call, op, out)
         return merged(call, out)
 
+    async def _init_transport(self, call: Call) -> dict[str, Any]:
+        """A group is formed by every rank of the fleet, each at its own place in it."""
+        if call.body["backend"] not in ops.PUSHED:
+            return await self._change(call)
+        await self._whole_fleet(call)
+        async with self.client.lock(call.view) as held:
+            snapshot = await call.view.barrier()
+            places = group_places(snapshot, call.body)
+            out = await self.client.call_all(
+                "init_transport",
+                {**call.body, **places},
+                component=call.view.subjects.component,
+                fingerprint=snapshot.fingerprint,
+                empty="ok",
+                held=held,
+            )
+        if out.failed:
+            raise change_error(call, "init_transport", out)
+        return merged(call, out, **places)
+
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
         desired = DesiredPause(True, pause.mode, time.time() + pause.lease_s)
@@ -438,11 +460,12 @@ class Fleet:
                 {"instance_id": key, "incarnation": incarnation, "status": "ok"}
                 for key, incarnation in sorted(prepared.ready.items())
             ]
-            await journal.prepared(rows, prepared.digest, time.monotonic() - start)
+            await journal.prepared(rows, prepared.digest or None, time.monotonic() - start)
         return {
             **head(call, call.view.snapshot()),
             "update_id": call.request_id,
-            "digest": prepared.digest,
+            "ready": True,
+            "digest": prepared.digest or None,
             "workers": rows,
             "excluded": prepared.excluded,
         }
@@ -456,18 +479,33 @@ class Fleet:
                 return answered(call, entry)
         await self._whole_fleet(call)
         async with self.client.lock(call.view) as held:
-            journal = await self._prepared_journal(call, held, update_id)
+            session = await self._session(call, update_id)
+            pushed = _pushed_buckets(session)
+            asked = call.body.get("num_buckets")
+            if session is not None and asked is not None and asked != pushed:
+                raise InvalidRequest(
+                    f"{asked} buckets are said to be sent; "
+                    + ("none are awaited" if pushed is None else f"{pushed} were announced"),
+                    field="num_buckets",
+                    fix="send what the manifest lists, or abort_weights_update",
+                )
+            journal = await self._prepared_journal(call, held, session)
+            asked_for = Coordination("complete", update_id or "", digest=call.body.get("digest"))
             try:
-                return await self._committed(call, held, journal, Coordination("complete", update_id or ""))
+                reply = await self._committed(call, held, journal, asked_for)
             except PlaneError as error:
                 if journal is not None:
                     await journal.failed(error)
                 raise
+        return reply if pushed is None else {**reply, "num_buckets_received": pushed}
 
-    async def _prepared_journal(self, call: Call, held: HeldLock, update_id: str | None) -> Journal | None:
-        """Of the update that waits for complete or abort."""
+    async def _session(self, call: Call, update_id: str | None) -> UpdateSession | None:
+        """The update that waits for complete or abort, if it is the one that is meant."""
         session = await read_session(self.client.bus, call.view.subjects.state)
-        if session is None or update_id not in (None, session.update_id):
+        return session if session is not None and update_id in (None, session.update_id) else None
+
+    async def _prepared_journal(self, call: Call, held: HeldLock, session: UpdateSession | None) -> Journal | None:
+        if session is None:
             return None
         call.request_id = session.update_id
         body = ops.UpdateWeights.model_validate(session.body)
@@ -479,7 +517,7 @@ class Fleet:
         snapshot = await self._whole_fleet(call)
         update_id = call.body.get("update_id")
         async with self.client.lock(call.view) as held:
-            journal = await self._prepared_journal(call, held, update_id)
+            journal = await self._prepared_journal(call, held, await self._session(call, update_id))
             session = await Coordinator(self.client, call.view, held, journal).run(
                 Coordination("abort", update_id or "")
             )
@@ -533,6 +571,14 @@ class Fleet:
         view = await self.client.view()
         async with self.client.lock(view, 0.0) as held:
             await Coordinator(self.client, view, held).run(Coordination("finish", ""))
+
+
+def _pushed_buckets(session: UpdateSession | None) -> int | None:
+    """How many the workers listen for; None: they don't."""
+    if session is None or not session.armed:
+        return None
+    manifest: Any = (session.body["transport"] or {}).get("manifest")
+    return len(manifest["buckets"]) if manifest is not None else None
 
 
 def _check_name(target: ops.BaseTarget | ops.LoraTarget, snapshot: Snapshot) -> None:

@@ -76,6 +76,13 @@ class UpdateId(ops.Body):
     """As `prepare_weights_update` gave it; None: the one that is prepared."""
 
 
+class CompleteUpdate(UpdateId):
+    digest: str | None = Field(None, pattern=ops.DIGEST)
+    """What was sent, for a trainer that knows it only now."""
+    num_buckets: int | None = Field(None, ge=0)
+    """How many buckets were sent: as many as the manifest has."""
+
+
 @dataclass(frozen=True, slots=True)
 class FleetOp:
     name: str
@@ -113,8 +120,12 @@ FLEET_OPS: dict[str, FleetOp] = {
         _fleet_op("destroy_transport", ops.DestroyTransport, "Take it down."),
         _fleet_op("updates", ops.ListUpdates, "The updates that there were, newest first.", "GET"),
         _fleet_op("update_weights", ops.UpdateCall, "New weights on the whole fleet, or on none."),
-        _fleet_op("prepare_weights_update", ops.UpdateWeights, "Stage and verify; generation goes on."),
-        _fleet_op("complete_weights_update", UpdateId, "Commit what was prepared."),
+        _fleet_op(
+            "prepare_weights_update",
+            ops.UpdateWeights,
+            "Stage and verify, or listen for what is pushed; generation goes on.",
+        ),
+        _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
         _fleet_op(
             "new_run", ops.Empty, "Begin a new run: sequence 0 is the model that every worker was started with."

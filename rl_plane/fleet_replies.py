@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.client import FanOut
-from rl_plane.errors import Conflict, DeadlineExceeded, PlaneError
+from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
 from rl_plane.fleet_ops import FleetOp, Select
 from rl_plane.history import UpdateEntry
 from rl_plane.judge import serves
@@ -118,6 +118,29 @@ def change_error(call: Call, op: str, out: FanOut) -> PlaneError:
         fix="see each worker's row; repeating the call is safe",
         **facts,
     )
+
+
+def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The places in a group of the trainer, rank 0, and every rank of these workers: refused before anybody joins
+    if the caller counts otherwise."""
+    offsets, size = {}, 1
+    for member in sorted(snapshot, key=lambda each: each.instance_id):
+        offsets[member.instance_id] = size
+        size += int(member.info["world_size"])
+    for name in ("rank_offset", "rank_offsets"):
+        if name in body:
+            raise InvalidRequest(
+                f"{name}: each worker's place follows from the fleet", field=name, fix="leave it out"
+            )
+    if body.get("world_size", size) != size:
+        raise InvalidRequest(
+            f"world_size is {body['world_size']!r}; the trainer and the ranks of {len(offsets)} workers are {size}",
+            field="world_size",
+            fix=f"say {size}, or leave it out",
+            epoch=snapshot.epoch,
+            fingerprint=snapshot.fingerprint,
+        )
+    return {"world_size": size, "rank_offsets": offsets}
 
 
 def join(names: Sequence[str], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -306,6 +306,11 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
 # ---- writing ----
 
 
+def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A manifest is long; the record has it, if anybody can fetch by it."""
+    return None if transport is None else {key: value for key, value in transport.items() if key != "manifest"}
+
+
 class Journal:
     """Keeps one update's entry while its coordinator holds the lock."""
 
@@ -331,7 +336,7 @@ class Journal:
             "running",
             who,
             target=body.get("target"),
-            transport=body.get("transport"),
+            transport=_without_manifest(body.get("transport")),
             digest=body.get("digest"),
             cast=bool(body.get("cast")),
             rollback=rollback,
@@ -376,12 +381,13 @@ class Journal:
             self._entry = found
             self._begun = True
 
-    async def prepared(self, rows: Iterable[Mapping[str, Any]], digest: str, prepare_s: float) -> None:
+    async def prepared(self, rows: Iterable[Mapping[str, Any]], digest: str | None, prepare_s: float) -> None:
+        """`digest` None: its bytes are still to come."""
         entry = replace(
             self._entry,
             outcome="prepared",
             workers=_outcomes(rows),
-            digest=digest,
+            digest=digest or self._entry.digest,
             phases={"prepare_s": prepare_s},
         )
         await self._write_if_held(entry)

@@ -44,6 +44,8 @@ def next_record(
     policy = body.policy
     made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
     transport = body.transport.model_dump() if body.transport is not None else None
+    if transport is not None and not prepared.refetchable:
+        transport = {"backend": transport["backend"]}  # nobody can fetch by the rest, which may be long
     source = Source(transport, body.cast, prepared.refetchable, policy.staging)
     adapters = dict(base.adapters)
     version, base_source = base.version, base.source
@@ -123,6 +125,14 @@ def judge_prepare(
         all(row.body["refetchable"] for row in ready.values()),
         failed,
     )
+
+
+def judge_armed(rows: Sequence[WorkerRow]) -> Prepared:
+    """All of them listen: a sender to a group waits for each, so that nobody can be excluded."""
+    failed = [row for row in rows if not row.ok]
+    if failed or not rows:
+        raise prepare_error(failed, len(rows))
+    return Prepared("", {row.instance_id: row.incarnation for row in rows}, [], refetchable=False)
 
 
 def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:

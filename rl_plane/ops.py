@@ -23,6 +23,11 @@ MAX_TIMEOUT_S = 86_400.0
 """A day: beyond it a bound is a typing error."""
 
 LABEL_CHARS = 200
+DIGEST = r"^blake3:[0-9a-f]{64}$"
+PUSHED = frozenset({"gloo", "nccl"})
+"""Transports whose sender waits for its receivers: `prepare_weights_update` only makes them listen, and
+`complete_weights_update` waits for what they have received."""
+
 PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 
 
@@ -228,12 +233,18 @@ class Prepare(Body):
     """None only to unload an adapter."""
     encoding: Literal["full", "delta"] = "full"
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
-    digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
+    digest: str | None = Field(None, pattern=DIGEST)
     """What the trainer published; None: the first worker's is held against the others'."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
     pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
+
+
+class ArmedReply(TypedDict):
+    """The receivers listen, in every rank; `prepare_update` under the same id waits for what they receive."""
+
+    listening: Literal[True]
 
 
 class PreparedReply(TypedDict):
@@ -326,7 +337,7 @@ class _Update(Body):
     encoding: Literal["full", "delta"] = "full"
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The trainer's word for it, such as `step_17`; None: the sequence number."""
-    digest: str | None = Field(None, pattern=r"^blake3:[0-9a-f]{64}$")
+    digest: str | None = Field(None, pattern=DIGEST)
     cast: bool = False
     """Allow float tensors of another float dtype than the engine's."""
     policy: UpdatePolicy = UpdatePolicy()
@@ -369,6 +380,10 @@ class UpdateWeights(_Update):
     def _source(self) -> Self:
         check_source(self.target, self.transport)
         return self
+
+    @property
+    def pushed(self) -> bool:
+        return self.transport is not None and self.transport.backend in PUSHED
 
 
 class Rollback(Body):
@@ -478,6 +493,7 @@ OPS: dict[str, Op] = {
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take it down."),
+        Op("arm_update", Prepare, ArmedReply, True, 60.0, doc="Listen for weights that are pushed."),
         Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
         Op("follow_record", FollowRecord, FollowedReply, True, QUICK_S, doc="Learn a decision."),
         Op("commit_update", Commit, CommittedReply, True, 60.0, doc="Swap staged weights in."),

@@ -231,9 +231,10 @@ class UpdateSession:
     body: Mapping[str, Any]
     """The prepare call's UpdateWeights body."""
     digest: str
+    """Empty: the workers listen, and tell it when they have received what the trainer pushes."""
     refetchable: bool
     prepared: Mapping[str, str]
-    """instance_id → incarnation of those that hold it."""
+    """instance_id → incarnation of those that hold it, or listen."""
     expires_at: float
     """Unix seconds; silence until then aborts it."""
 
@@ -243,6 +244,10 @@ class UpdateSession:
     @classmethod
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
+
+    @property
+    def armed(self) -> bool:
+        return not self.digest
 
     def live(self, now: float) -> bool:
         return now < self.expires_at

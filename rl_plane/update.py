@@ -10,13 +10,15 @@ The protocol is written as generators that yield an instruction and get its even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
+    InvalidRequest,
     Locked,
     MembershipChanged,
     NoWorkers,
@@ -30,6 +32,7 @@ from rl_plane.judge import (
     commit_body,
     enough,
     is_enough,
+    judge_armed,
     judge_prepare,
     label_of,
     left_row,
@@ -84,12 +87,25 @@ LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
 
+SHOWN = 3
+"""Workers that a message names."""
+
 END_ROLL_TRIES = 3
 """Each waits until NATS is back; it may go away again at once."""
 
 NOBODY = Prepared("", {}, [], refetchable=True)
 
 Steps = Generator[Instruction, Any, Result]
+
+
+@contextmanager
+def _telling_of(rows: Sequence[WorkerRow]) -> Iterator[None]:
+    """An error tells of each worker."""
+    try:
+        yield
+    except PlaneError as error:
+        error.facts.setdefault("workers", [row.to_wire() for row in rows])
+        raise
 
 
 class UpdateMachine:
@@ -100,6 +116,7 @@ class UpdateMachine:
         self.phase: Phase = "survey"
         self._now = 0.0
         self._members: Members = {}
+        self._fingerprint = ""
         self._counted: set[str] = set()
         """Whose failure matters: one that says that it is closed can't fail an update."""
         self._attests: Sequence[WorkerRow] = ()
@@ -156,11 +173,18 @@ class UpdateMachine:
         if session is not None and session.live(self._now):
             return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
         check_against(base, body)
+        if body.pushed and body.policy.staging == "none":
+            raise InvalidRequest(
+                "nobody generates from the first byte of an unstaged update on, so none waits for its trainer",
+                field="policy.staging",
+                fix="use staging host, or push during one update_weights",
+            )
         try:
-            prepared = yield from self._prepare(base, body)
+            prepared = yield from (self._arm if body.pushed else self._prepare)(base, body)
         except PlaneError:
             yield from self._abort(self.call.update_id)
             raise
+        idle_s = SESSION_IDLE_S + (body.policy.prepare_timeout_s if body.pushed else 0.0)
         session = UpdateSession(
             self.call.update_id,
             label_of(base, body),
@@ -168,7 +192,7 @@ class UpdateMachine:
             prepared.digest,
             prepared.refetchable,
             prepared.ready,
-            self._now + SESSION_IDLE_S,
+            self._now + idle_s,
         )
         try:
             yield Note("session", session=session)
@@ -178,7 +202,7 @@ class UpdateMachine:
         return replace(prepared, session=session)
 
     def _complete(self) -> Steps:
-        """The second half: decides and commits what was prepared."""
+        """The second half: decides and commits what was prepared. What is pushed is waited for first."""
         session, base, outcome = yield from self._survey()
         if self._is_decided(session, base):
             return outcome or Outcome(base.made)
@@ -187,13 +211,32 @@ class UpdateMachine:
         ready = still_there(session.prepared, self._members)
         try:
             if not session.live(self._now):
-                raise UpdateAborted(f"the update was silent for {SESSION_IDLE_S:g} s", fix="prepare it again")
+                raise UpdateAborted("the update was silent for too long", fix="prepare it again")
             if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
                 raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
             if len(ready) < body.policy.min_ready:
                 raise too_few(len(ready), body.policy)
             gone = sorted(session.prepared.keys() - ready.keys())
             prepared = Prepared(session.digest, ready, gone, session.refetchable)
+            stated = self.call.digest or body.digest
+            if session.armed:
+                joined = sorted(self._members.keys() - session.prepared.keys())
+                if joined and body.policy.on_prepare_failure == "abort":
+                    raise MembershipChanged(
+                        f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
+                        fix="form the group again, and send the update again; or let them wait for the next one "
+                        "(policy.on_prepare_failure=exclude)",
+                    )
+                rows = yield from self._ask_to_prepare(
+                    "prepare_update", session.update_id, session.label, body, ready
+                )
+                with _telling_of(rows):
+                    received = judge_prepare(rows, set(ready), body.policy, stated)
+                prepared = replace(received, excluded=[*gone, *received.excluded])
+            elif stated not in (None, session.digest):
+                raise UpdateAborted(
+                    f"the workers hold {session.digest}, the caller stated {stated}", field="digest"
+                )
             record = next_record(base, body, session.update_id, prepared, self._now)
             written = yield from self._decide(record, base)
         except OutcomeUnknown:
@@ -304,7 +347,7 @@ class UpdateMachine:
         return session, base, outcome
 
     def _see(self, seen: Surveyed) -> None:
-        self._members, self._attests = seen.members, seen.attests
+        self._members, self._fingerprint, self._attests = seen.members, seen.fingerprint, seen.attests
         self._pause, self._pause_written = seen.pause, seen.pause_written
         closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
         self._counted = seen.members.keys() - closed
@@ -317,33 +360,44 @@ class UpdateMachine:
     def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
         """Stages on every member; on failure the error tells of each worker."""
         yield Note("begin", base=base)
+        update_id, label = self.call.update_id, label_of(base, body)
+        rows = yield from self._ask_to_prepare("prepare_update", update_id, label, body, self._members)
+        with _telling_of(rows):
+            all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
+            pinned = self.call.fingerprint or (self._fingerprint if all_or_none else None)
+            if pinned is not None:
+                again: Surveyed = yield Survey("recheck")
+                if again.fingerprint != pinned:
+                    raise MembershipChanged(after_epoch=again.epoch)
+            return judge_prepare(rows, self._counted, body.policy, body.digest)
+
+    def _arm(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
+        """Makes every member listen for what is pushed."""
+        yield Note("begin", base=base)
+        update_id, label = self.call.update_id, label_of(base, body)
+        rows = yield from self._ask_to_prepare("arm_update", update_id, label, body, self._members)
+        with _telling_of(rows):
+            return judge_armed(rows)
+
+    def _ask_to_prepare(
+        self, op: str, update_id: str, label: str, body: UpdateWeights, workers: Members
+    ) -> Generator[Instruction, Any, list[WorkerRow]]:
+        """A row for each of these workers."""
         request = {
-            "update_id": self.call.update_id,
+            "update_id": update_id,
             "target": body.target.model_dump(),
             "transport": body.transport.model_dump() if body.transport is not None else None,
             "encoding": body.encoding,
-            "label": label_of(base, body),
+            "label": label,
             "digest": body.digest,
             "cast": body.cast,
             "staging": body.policy.staging,
             "pause_mode": body.policy.pause_mode,
         }
-        policy = body.policy
-        answered: Answered = yield Ask(
-            "prepare", "prepare_update", request, list(self._members), policy.prepare_timeout_s
-        )
+        answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)
         rows = list(answered.rows)
         asked = {row.instance_id for row in rows}
-        rows += [left_row(key, incarnation) for key, incarnation in self._members.items() if key not in asked]
-        try:
-            if self.call.fingerprint is not None:
-                again: Surveyed = yield Survey("recheck")
-                if again.fingerprint != self.call.fingerprint:
-                    raise MembershipChanged(after_epoch=again.epoch)
-            return judge_prepare(rows, self._counted, policy, body.digest)
-        except PlaneError as error:
-            error.facts.setdefault("workers", [row.to_wire() for row in rows])
-            raise
+        return rows + [left_row(key, incarnation) for key, incarnation in workers.items() if key not in asked]
 
     def _abort(self, update_id: str | None, phase: Phase = "abort") -> Generator[Instruction, Any, None]:
         """Drops what is staged, wherever it is. A worker that doesn't hear it asks the record by itself."""

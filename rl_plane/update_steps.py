@@ -188,9 +188,10 @@ Event = Surveyed | Answered | Told | Written | Settled | Done | Failed
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Enough workers hold the same verified bytes."""
+    """Enough workers hold the same verified bytes, or all listen for them."""
 
     digest: str
+    """Empty: they listen."""
     ready: Members
     excluded: list[str]
     refetchable: bool
@@ -222,3 +223,5 @@ class Call:
     body: UpdateWeights | None = None
     fingerprint: str | None = None
     """The fleet that the caller pinned: abort if it is another one after preparing."""
+    digest: str | None = None
+    """To complete an update: what the caller says was sent."""

@@ -65,7 +65,7 @@ async def engines(tmp_path: Path) -> list[FakeEngine]:
 @pytest.fixture
 def ranks(serve: Serve, engines: list[FakeEngine]) -> Ranks:
     for rank, engine in enumerate(engines):
-        client = serve(rank, receiver_methods(engine.receiver))
+        client = serve(rank, receiver_methods(engine.receiver, rank))
     found = Ranks(client)
     found.start()
     return found
@@ -106,9 +106,8 @@ def test_an_error_keeps_its_type_and_facts(ranks: Ranks, tmp_path: Path) -> None
         ranks.open(reception(tmp_path / "absent"))
     assert caught.value.facts["field"] == "transport.path"
     other = make_fake_model(tmp_path / "other", 1, tensors=5)
-    ranks.open(reception(other))
     with pytest.raises(InvalidWeights) as weights:
-        ranks.receive("s", never)
+        ranks.open(reception(other))
     assert weights.value.facts["unexpected"]["count"] == 1
 
 

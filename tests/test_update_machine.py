@@ -137,6 +137,8 @@ class Driver:
         match instruction:
             case Survey():
                 return self.surveyed()
+            case Ask(op="arm_update", workers=workers):
+                return Answered([ok(key, listening=True) for key in workers])
             case Ask(op="prepare_update", workers=workers):
                 return Answered([ok(key, digest=NEW, refetchable=True) for key in workers])
             case Ask(workers=workers):
@@ -701,6 +703,119 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
     else:
         driver.error(ends)
         assert driver.phases == ["survey", "session", "abort"]
+
+
+# ---- pushed: the workers listen between the two calls ----
+
+PUSH = {"backend": "gloo", "manifest": "long"}
+ARMED = session_of(prepare(transport=PUSH), digest="", refetchable=False)
+
+
+def received(*rows: WorkerRow) -> Answered:
+    there = {key: ok(key, digest=NEW, refetchable=False) for key in MEMBERS}
+    return Answered(list({**there, **{row.instance_id: row for row in rows}}.values()))
+
+
+def test_what_is_pushed_is_only_listened_for() -> None:
+    driver = Driver(prepare(transport=PUSH))
+    prepared = driver.prepared()
+    assert driver.phases == ["survey", "begin", "prepare", "session"]
+    assert driver.one(Ask).op == "arm_update"
+    patience = ARMED.body["policy"]["prepare_timeout_s"]
+    assert prepared.session == replace(ARMED, expires_at=NOW + SESSION_IDLE_S + patience)
+    assert (prepared.digest, prepared.ready) == ("", MEMBERS)
+
+
+@pytest.mark.parametrize("why", [lost("a"), bad("a", EngineFailed("full")), silent("a")])
+@pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
+def test_who_pushes_waits_for_all_so_all_must_listen(why: WorkerRow, policy: dict[str, Any]) -> None:
+    rows = Answered([why, ok("b"), ok("c")])
+    for admitted in (True, False):  # one that is closed is in the group too
+        driver = Driver(prepare(transport=PUSH, policy=policy), prepare=rows)
+        driver.attests = [attest("a", admitted=admitted), attest("b"), attest("c")]
+        assert len(driver.error(UpdateAborted).facts["workers"]) == 3
+        assert driver.phases == ABORTED
+
+
+def test_nobody_waits_for_a_trainer_without_staging() -> None:
+    driver = Driver(prepare(transport=PUSH, policy={"staging": "none"}))
+    assert driver.error(InvalidRequest).facts["field"] == "policy.staging"
+    assert driver.phases == ["survey"]
+
+
+def test_what_was_pushed_is_waited_for_and_committed() -> None:
+    driver = with_session(Call("complete", ""), ARMED, prepare=received())
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "prepare", "decide", "session", "gate", "commit", "open", "open"]
+    asked = driver.one(Ask, "prepare")
+    assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
+    decided = driver.one(Write, "decide").record
+    assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
+    assert decided.source == Source({"backend": "gloo"}, refetchable=False), "nobody fetches by a manifest"
+    assert outcome.excluded == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "digest", "ends"),
+    [
+        ({}, [bad("a", EngineFailed("the group broke"))], None, UpdateAborted),
+        ({}, [bad("a", InvalidRequest("no such group", field="transport.group"))], None, InvalidRequest),
+        ({}, [ok("a", digest="blake3:" + "2" * 64, refetchable=False)], None, UpdateAborted),
+        ({}, [], "blake3:" + "2" * 64, UpdateAborted),
+        ({}, [], NEW, None),
+        ({"on_prepare_failure": "exclude"}, [lost("a")], NEW, None),
+        ({"on_prepare_failure": "exclude", "min_ready": 3}, [lost("a")], NEW, UpdateAborted),
+    ],
+)
+def test_what_did_not_arrive_is_not_committed(
+    policy: dict[str, Any], rows: list[WorkerRow], digest: str | None, ends: type[PlaneError] | None
+) -> None:
+    noted = replace(ARMED, body=body(transport=PUSH, policy=policy).model_dump())
+    driver = with_session(Call("complete", "u9", digest=digest), noted, prepare=received(*rows))
+    if ends is None:
+        assert driver.outcome().excluded == [row.instance_id for row in rows]
+    else:
+        assert len(driver.error(ends).facts["workers"]) == 3
+        assert driver.phases == ["survey", "prepare", "session", "abort"]
+
+
+def test_one_that_listened_and_is_gone_is_not_asked() -> None:
+    noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
+    driver = with_session(COMPLETE, noted)
+    driver.members = {**MEMBERS, "a": "another"}
+    assert driver.outcome().excluded == ["a"]
+    assert list(driver.one(Ask, "prepare").workers) == ["b", "c"]
+    driver = with_session(COMPLETE, ARMED)
+    driver.members = {**MEMBERS, "a": "another"}
+    driver.error(UpdateAborted)
+    assert driver.phases == ["survey", "session", "abort"]
+
+
+def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
+    driver = with_session(COMPLETE, ARMED)
+    driver.members = {**MEMBERS, "d": "id"}
+    assert "d joined" in driver.error(MembershipChanged).message
+    assert driver.phases == ["survey", "session", "abort"]
+    noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
+    driver = with_session(COMPLETE, noted)
+    driver.members = {**MEMBERS, "d": "id"}
+    assert driver.outcome().excluded == ["d"]
+    assert list(driver.one(Ask, "prepare").workers) == ["a", "b", "c"]
+    # In one call.
+    other = replace(Driver(update()).surveyed(), fingerprint="other")
+    driver = Driver(update(transport=PUSH), recheck=other)
+    driver.error(MembershipChanged)
+    assert driver.phases == ["survey", "begin", "prepare", "recheck", "abort"]
+    driver = Driver(update(transport=PUSH, policy={"on_prepare_failure": "exclude"}))
+    driver.outcome()
+    assert driver.phases == WHOLE
+
+
+def test_what_is_staged_is_not_what_the_caller_states() -> None:
+    driver = with_session(Call("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
+    assert driver.error(UpdateAborted).facts["field"] == "digest"
+    assert driver.phases == ["survey", "session", "abort"]
+    assert with_session(Call("complete", "u9", digest=NEW), SESSION).outcome().version.digest == NEW
 
 
 def test_a_silent_session_has_ended() -> None:

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 
 from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, InvalidWeights, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, PlaneError
 from rl_plane.lock import live_fence
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_session, record_of
 from rl_plane.subjects import RECORD, Subjects
@@ -272,10 +272,26 @@ class RecordFollower:
         if body.transport is None:
             self._updates.check(name, body.encoding, body.staging, None)
             return ops.PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
-        self._updates.check(name, body.encoding, body.staging, body.transport.backend)
-        wanted = Wanted(
+        wanted = self._wanted_of(body, body.transport, name, fence)
+        if not wanted.in_place:
+            return await self._updates.prepare(wanted)
+        async with self.turn(fence):
+            return await self._overwrite(wanted, body.pause_mode)
+
+    async def arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
+        """As `prepare`, but answers as soon as every rank listens."""
+        if body.transport is None or body.staging == "none":
+            raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
+        name = target_name(body.target.model_dump())
+        await self._updates.arm(self._wanted_of(body, body.transport, name, fence))
+        return ops.ArmedReply(listening=True)
+
+    def _wanted_of(self, body: ops.Prepare, transport: ops.Transport, name: str | None, fence: int) -> Wanted:
+        """Checked: this worker and its engine can do it."""
+        self._updates.check(name, body.encoding, body.staging, transport.backend)
+        return Wanted(
             body.update_id,
-            body.transport.model_dump(),
+            transport.model_dump(),
             name,
             body.label,
             body.digest,
@@ -283,10 +299,6 @@ class RecordFollower:
             fence,
             in_place=body.staging == "none" and name is None,
         )
-        if not wanted.in_place:
-            return await self._updates.prepare(wanted)
-        async with self.turn(fence):
-            return await self._overwrite(wanted, body.pause_mode)
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""

@@ -61,6 +61,7 @@ class OpHandlers:
             "abort_requests": self._abort_requests,
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
+            "arm_update": self._arm,
             "prepare_update": self._prepare,
             "follow_record": self._follow_record,
             "commit_update": self._commit,
@@ -169,7 +170,11 @@ class OpHandlers:
 
     async def _init_transport(self, body: ops.InitTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
-        return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, body.model_dump()))
+        config = body.model_dump()
+        offsets = config.pop("rank_offsets", None)  # a group's: one message tells each worker its own
+        if offsets is not None:
+            config["rank_offset"] = offsets.get(self._state.instance_id)
+        return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, config))
 
     async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
@@ -178,6 +183,10 @@ class OpHandlers:
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
         self._check_memory()
         return await self._follower.prepare(body, fence)
+
+    async def _arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
+        self._check_memory()
+        return await self._follower.arm(body, fence)
 
     def _check_memory(self) -> None:
         if self._state.released:

@@ -11,7 +11,7 @@ from typing import Any
 from rl_plane.errors import EngineFailed
 from rl_plane.ops import PreparedReply
 from worker.reception import Cancelled, Reception, Staged, WeightHolder
-from worker.staging import check_overwrite, overwrite, receive, receive_adapter
+from worker.staging import check_overwrite, check_staged, overwrite, receive, receive_adapter
 from worker.transports.base import Delivery, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
 
@@ -53,8 +53,10 @@ class Receiver:
     def open(self, reception: Reception) -> None:
         """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
         delivery = self._transport(reception.transport).open(reception.transport, reception.kind)
-        if reception.in_place:  # what is staged is checked by `receive` as well, and nothing is touched there
+        if reception.in_place:
             check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
+        else:
+            check_staged(self.holder, delivery, reception.kind, cast=reception.cast)
         self._opened[reception.staging] = (reception, delivery)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:

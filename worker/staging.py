@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from rl_plane.checkpoint import open_checkpoint
+from rl_plane.checkpoint import Kind, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidWeights
 from rl_plane.versions import HostTensor, TensorSpec, config_line, tensors_digest
 from worker.reception import Staged, WeightHolder
@@ -230,12 +230,9 @@ def receive_adapter(
 ) -> tuple[Staged, str]:
     """As `receive`, of a LoRA adapter. Its version's digest covers its config too: see `config_line`."""
     try:
+        check_specs(_adapter_spec(holder, delivery), frozenset(), delivery.specs, cast, ADAPTER_FIX)
         config = delivery.adapter_config
-        if config is None:
-            raise InvalidWeights(
-                "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
-            )
-        check_specs(holder.adapter_spec(config), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+        assert config is not None, "it has a spec"
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
         return _finished(holder.stage_adapter(config, stream, cast, cancelled), stream)
     finally:
@@ -248,6 +245,27 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
     except BaseException:
         del staged  # or the traceback would keep the weights as long as the error is kept
         raise
+
+
+def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:
+    """What `receive` checks before it takes a byte: who pushes is told before it sends one. Closes the delivery when
+    it raises."""
+    try:
+        if kind == "base":
+            check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
+        else:
+            check_specs(_adapter_spec(holder, delivery), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+    except BaseException:
+        delivery.close()
+        raise
+
+
+def _adapter_spec(holder: WeightHolder, delivery: Delivery) -> Mapping[str, TensorSpec]:
+    if delivery.adapter_config is None:
+        raise InvalidWeights(
+            "base weights arrived, not an adapter", field="transport", fix="publish a PEFT adapter directory"
+        )
+    return holder.adapter_spec(delivery.adapter_config)
 
 
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:

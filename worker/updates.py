@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
@@ -18,7 +19,7 @@ from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
 
-KNOWN_TRANSPORTS = frozenset({"nccl", "gloo", "ipc", "nixl", "object_store"})
+KNOWN_TRANSPORTS = frozenset({"ipc", "nixl", "object_store"})
 """Names that other workers may know: not an error of the caller's."""
 
 EXTRAS = {"nixl": "install rl-plane[nixl] beside this worker, or use filesystem"}
@@ -67,6 +68,22 @@ class _Receiving:
     wanted: Wanted
     task: asyncio.Task[Staging]
     cancelled: threading.Event
+    opened: asyncio.Future[None]
+    """Every rank knows what will come, and from here on listens for it."""
+    armed: bool = False
+    """Its end is asked for by a later call."""
+
+
+def _ended(opened: asyncio.Future[None], task: asyncio.Task[Staging]) -> None:
+    """Before it had begun: whoever waits for that is told why."""
+    if opened.done():
+        return
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        opened.cancel()
+        return
+    opened.set_exception(error)
+    opened.exception()  # nobody may be waiting
 
 
 class WeightUpdates:
@@ -86,6 +103,8 @@ class WeightUpdates:
         self._tell = tell
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receiving | None = None
+        self._failed: _Receiving | None = None
+        """Armed, and its end was not asked for yet."""
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
 
@@ -133,31 +152,50 @@ class WeightUpdates:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
 
         `taint`: of one in place, awaited when all is checked that can be, before the first byte is written."""
+        begun = await self._begin(wanted, taint)
+        # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
+        return begun.reply if isinstance(begun, Staging) else (await asyncio.shield(begun.task)).reply
+
+    async def arm(self, wanted: Wanted) -> None:
+        """Likewise, but returns as soon as the receive has begun: `prepare` under the same id waits for its end."""
+        begun = await self._begin(wanted, _nothing)
+        if isinstance(begun, _Receiving):
+            begun.armed = True
+            await asyncio.shield(begun.opened)
+
+    async def _begin(self, wanted: Wanted, taint: Taint) -> Staging | _Receiving:
         async with self._beginning:
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
-                return self.staged.reply
+                return self.staged
+            failed = self._failed
+            if failed is not None and failed.wanted.update_id == wanted.update_id:
+                return failed  # what was pushed does not come again
             if self._receiving is None or self._receiving.wanted.update_id != wanted.update_id:
                 busy = self._busy
                 if wanted.fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {busy.update_id}, which is being prepared")
                 self.check_backend(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
-                cancelled = threading.Event()
-                work = self._receive(wanted, cancelled, taint)
-                self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled)
+                cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
+                work = self._receive(wanted, cancelled, taint, opened)
+                self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled, opened)
                 self._receiving.task.add_done_callback(self._received)
-            receiving = self._receiving
-        # Shielded: the caller's deadline doesn't end a receive that a repeated call may still want.
-        return (await asyncio.shield(receiving.task)).reply
+                self._receiving.task.add_done_callback(functools.partial(_ended, opened))
+            return self._receiving
 
     def _received(self, task: asyncio.Task[Staging]) -> None:
         """Whether anybody still waits for it or not."""
-        if self._receiving is not None and self._receiving.task is task:
+        receiving = self._receiving
+        failed = not task.cancelled() and task.exception() is not None  # it is told to whoever waits
+        if receiving is not None and receiving.task is task:
             self._receiving = None
-        if not task.cancelled():
-            task.exception()  # it is told to whoever waits
+            if failed and receiving.armed:
+                log.warning("the update %s: %s", receiving.wanted.update_id, task.exception())
+                self._failed = receiving
 
-    async def _receive(self, wanted: Wanted, cancelled: threading.Event, taint: Taint) -> Staging:
+    async def _receive(
+        self, wanted: Wanted, cancelled: threading.Event, taint: Taint, opened: asyncio.Future[None]
+    ) -> Staging:
         reception = Reception(
             next(self._names),
             wanted.transport,
@@ -167,6 +205,7 @@ class WeightUpdates:
             wanted.in_place,
         )
         await asyncio.to_thread(self._adapter.open, reception)
+        opened.set_result(None)
         if wanted.in_place:
             try:
                 await taint()
@@ -200,6 +239,8 @@ class WeightUpdates:
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""
         found = False
+        if self._failed is not None and update_id in (None, self._failed.wanted.update_id):
+            self._failed = None
         receiving = self._receiving
         if receiving is not None and update_id in (None, receiving.wanted.update_id):
             found = True

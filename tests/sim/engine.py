@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+TRANSPORTS = ("filesystem", "gloo")
+"""The second one brings the same files, but as if they were pushed."""
+
+
 class SimEngine(FakeEngine):
     def __init__(self, world: World, process: Process, model: Path) -> None:
         extra = {"token_delay_s": str(world.token_delay_s)}
-        super().__init__(EngineOptions(model, extra=extra), {"filesystem": SimTransport(world)})
+        super().__init__(EngineOptions(model, extra=extra), {one: SimTransport(world) for one in TRANSPORTS})
         self.hung_until = 0.0
         self.failing_swaps = 0
         self._world = world
@@ -93,6 +97,7 @@ class SimTransport(FilesystemTransport):
         self._world = world
 
     def open(self, request: Mapping[str, Any], *kind: Any) -> Any:
+        request = {**request, "backend": "filesystem"}
         if request.get("path") in self._world.gone:
             request = {**request, "path": str(request["path"]) + "-gone"}
         return super().open(request, *kind)

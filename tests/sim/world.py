@@ -23,7 +23,7 @@ from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
 from tests.sim import product
 from tests.sim.checks import CALL, CallRecord, Checks
 from tests.sim.desired import Desired
-from tests.sim.engine import SimEngine
+from tests.sim.engine import TRANSPORTS, SimEngine
 from tests.sim.process import InlineEngine, Process
 from tests.sim.sim_nats import SimServer
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
@@ -151,7 +151,7 @@ class World:
                     "model": "m",
                     "model_path": str(self.models[0]),
                     "max_model_len": 4096,
-                    "transports": ["filesystem"],
+                    "transports": list(TRANSPORTS),
                 },
                 model_digest=model_digest(self.models[0]),
                 on_end=lambda why, code: self._ended(instance_id, process, why),

@@ -35,7 +35,7 @@ def die_with_parent() -> None:
         log.warning("a worker that is killed leaves this process behind: there is no prctl here")
 
 
-def receiver_methods(receiver: Receiver) -> dict[str, Method]:
+def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     """What every agent can do."""
 
     def open_(body: Mapping[str, Any], _: Cancelled) -> None:
@@ -55,7 +55,8 @@ def receiver_methods(receiver: Receiver) -> dict[str, Method]:
         }
 
     def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.init_transport(body)
+        offset = body.get("rank_offset")  # a group's: of this worker's first rank
+        receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
 
     def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.destroy_transport(body["backend"])

@@ -30,8 +30,9 @@ class Rank:
         self._taken: Staged | None = None
         self._outcome: PlaneError | None = None
         """Of the last call: SGLang passes on the first rank's alone, and of that the words."""
-        methods = receiver_methods(self._receiver) | {"check": self._check, "outcome": self._tell_outcome}
-        self._agent = AgentServer(Path(told["directory"]), _number(), methods)
+        rank = _number()
+        methods = receiver_methods(self._receiver, rank) | {"check": self._check, "outcome": self._tell_outcome}
+        self._agent = AgentServer(Path(told["directory"]), rank, methods)
 
     def serve(self) -> None:
         self._agent.start()

@@ -33,7 +33,8 @@ class RankExtension:
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
             self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
             self.rl_plane_holder = holder
-            methods = receiver_methods(self.rl_plane_receiver) | _own_methods(self.rl_plane_receiver, holder)
+            methods = receiver_methods(self.rl_plane_receiver, self.rank)
+            methods |= _own_methods(self.rl_plane_receiver, holder)
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)

@@ -1,0 +1,224 @@
+"""The trainer's half of `gloo` and `nccl`: rank 0 of a group with every rank of the fleet.
+
+sender = GroupSender(host="10.0.0.1")
+await ensure_group(sender, client)          # again before each update: it forms the group anew when it must
+transport = sender.open(manifest)
+await client.run("prepare_weights_update", {"transport": transport, "fingerprint": sender.fingerprint})
+for number in fill(manifest, tensors, sender.buffer, digests):
+    sender.send(number)
+sender.finish(digests)
+await client.run("complete_weights_update", {"num_buckets": len(manifest.buckets)})
+sender.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable
+from rl_plane.manifest import Manifest
+from rl_plane.torch_group import (
+    DIGEST_BYTES,
+    FORM_AGAIN,
+    JOIN_TIMEOUT_S,
+    LOOK_S,
+    RECEIVE_TIMEOUT_S,
+    Broadcast,
+    Group,
+    Place,
+    import_torch,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_plane.client import RlClient
+
+INIT_TIMEOUT_S = 330.0
+"""Beyond the op's own time-out."""
+AHEAD = 2
+"""Buckets in memory: one is packed while the one before is sent."""
+
+
+class GroupSender:
+    """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
+
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = RECEIVE_TIMEOUT_S,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+    ) -> None:
+        """`host`: as the workers reach this process. `timeout_s`: of a whole update."""
+        self.backend: str = backend
+        self.fingerprint = ""
+        """Of the fleet that is in the group."""
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
+        self._join_timeout_s = join_timeout_s
+        self._store: Any = None
+        self._group: Group | None = None
+        self._manifest: Manifest | None = None
+        self._places: list[torch.Tensor] = []
+        self._under_way: dict[int, Broadcast] = {}
+        self._deadline = 0.0
+
+    @property
+    def formed(self) -> bool:
+        return self._group is not None and not self._group.why_dropped
+
+    # ---- the group ----
+
+    def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+        """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
+        body = self._announce()
+        withdrawn = threading.Event()
+        joined: list[Group | PlaneError] = []
+
+        def join() -> None:
+            try:
+                joined.append(self._join(body["group"], withdrawn))
+            except PlaneError as error:
+                joined.append(error)
+
+        joining = threading.Thread(target=join, name="weight group", daemon=True)
+        joining.start()
+        try:
+            reply = init(body)
+        except BaseException:
+            withdrawn.set()
+            joining.join(2 * self._join_timeout_s)
+            for one in joined:
+                if isinstance(one, Group):
+                    one.drop("it was not formed by all")
+            raise
+        joining.join(2 * self._join_timeout_s)
+        group = joined[0] if joined else DeadlineExceeded("this process has not joined the group", fix=FORM_AGAIN)
+        if isinstance(group, PlaneError):
+            raise group
+        self._group, self.fingerprint = group, str(reply["fingerprint"])
+
+    def _announce(self) -> dict[str, Any]:
+        """The store listens from here on. A group that there was is dropped."""
+        dist = import_torch().distributed
+        self.leave()
+        if self._store is None:
+            timeout = timedelta(seconds=self._join_timeout_s)
+            self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
+        return {
+            "backend": self.backend,
+            "group": f"weights-{secrets.token_hex(4)}",
+            "master_address": self._host,
+            "master_port": self._store.port,
+            "timeout_s": self._timeout_s,
+        }
+
+    def _join(self, name: str, withdrawn: threading.Event) -> Group:
+        """Once a worker says how many ranks there are."""
+        key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
+        while not self._store.check([key]):
+            if withdrawn.wait(LOOK_S) or time.monotonic() > until:
+                raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
+        size = int(self._store.get(key))
+        place = Place(self.backend, name, self._host, self._store.port, size, 0, self._timeout_s)
+        return Group(place, self._join_timeout_s)
+
+    def leave(self) -> None:
+        """Drops the group; the store goes on listening."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.drop("the trainer left it")
+
+    # ---- one update ----
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        group = self._whole()
+        sizes = [bucket.nbytes for bucket in manifest.buckets]
+        self._manifest = manifest
+        self._places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        self._under_way = {}
+        self._deadline = time.monotonic() + self._timeout_s
+        return {
+            "backend": self.backend,
+            "group": group.place.group,
+            "manifest": manifest.to_wire(),
+            "num_buckets": len(sizes),
+        }
+
+    def buffer(self, number: int) -> memoryview:
+        self._wait(number - AHEAD)
+        return memoryview(self._place(number).numpy())
+
+    def send(self, number: int) -> None:
+        self._under_way[number] = self._whole().broadcast(self._place(number))
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        group, manifest = self._whole(), self._manifest
+        assert manifest is not None, "open comes first"
+        for number in sorted(self._under_way):
+            self._wait(number)
+        if manifest.tensor_digests is None:
+            self._state_digest(group, None if digests is None else manifest.digested(digests).digest)
+        group.barrier().wait("the last receiver", self._deadline)
+        self._forget()
+
+    def _state_digest(self, group: Group, digest: str | None) -> None:
+        data = group.tensor(DIGEST_BYTES)
+        if digest is not None:
+            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix("blake3:"))
+        group.broadcast(data).wait("the digest", self._deadline)
+
+    def close(self) -> None:
+        """What was not finished can't be taken back: the group is formed anew for the next update."""
+        if self._manifest is not None:
+            self._forget()
+            self.leave()
+
+    def _forget(self) -> None:
+        self._manifest, self._places, self._under_way = None, [], {}
+
+    def _place(self, number: int) -> torch.Tensor:
+        assert self._manifest is not None, "open comes first"
+        return self._places[number % AHEAD][: self._manifest.buckets[number].nbytes]
+
+    def _wait(self, number: int) -> None:
+        sent = self._under_way.pop(number, None)
+        if sent is not None:
+            assert self._manifest is not None
+            sent.wait(f"bucket {number + 1} of {len(self._manifest.buckets)}", self._deadline)
+
+    def _whole(self) -> Group:
+        if self._group is None:
+            raise Unavailable(
+                "there is no group with the fleet", fix="form it: await ensure_group(sender, client)"
+            )
+        self._group.check()
+        return self._group
+
+
+async def ensure_group(sender: GroupSender, client: RlClient, component: str | None = None) -> None:
+    """Forms the group with the fleet of this moment, unless there is one already."""
+    fleet = await client.list_workers(component)
+    if sender.formed and sender.fingerprint == fleet.fingerprint:
+        return
+    loop = asyncio.get_running_loop()
+
+    def init(body: dict[str, Any]) -> Mapping[str, Any]:
+        asked = {**body, "component": component} if component is not None else body
+        future = asyncio.run_coroutine_threadsafe(client.run("init_transport", asked), loop)
+        try:
+            return future.result(INIT_TIMEOUT_S)
+        except TimeoutError as error:
+            raise EngineFailed("init_transport did not end") from error
+
+    await asyncio.to_thread(sender.form, init)

@@ -1,0 +1,310 @@
+"""A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
+
+It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
+and is formed anew over whoever is there. gloo can't take back what was posted, so whoever gives up says so in the
+group's store, where the others look while they wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
+from rl_plane.ops import MAX_TIMEOUT_S
+
+if TYPE_CHECKING:
+    import torch
+
+JOIN_TIMEOUT_S = 60.0
+"""To form a group: its ranks come within a second or two, unless one has died or stands still."""
+RECEIVE_TIMEOUT_S = 300.0
+"""Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
+CONNECT_TIMEOUT_S = 5.0
+"""To the trainer's store, which listens before anybody is told to come."""
+LOOK_S = 0.05
+"""How often who waits for a bucket looks whether it is still wanted."""
+WATCH_S = 0.2
+"""How often each rank asks the store whether another one has given up."""
+DIGEST_BYTES = 32
+"""What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
+MAX_NAME_CHARS = 64
+MAX_WORLD_SIZE = 1 << 16
+
+FORM_AGAIN = "form the group again (init_transport), and send the update again"
+
+
+def never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's place in a group."""
+
+    backend: str
+    group: str
+    """Never used before: each forming has a name of its own."""
+    master_address: str
+    master_port: int
+    world_size: int
+    rank: int
+    timeout_s: float = RECEIVE_TIMEOUT_S
+
+    @classmethod
+    def of_worker(cls, config: Mapping[str, Any], backend: str) -> Place:
+        """From what `init_transport` says."""
+        known = {"backend", "group", "master_address", "master_port", "world_size", "rank_offset", "timeout_s"}
+        for key in config:
+            if key not in known:
+                raise InvalidRequest(
+                    f"{backend} has no field {key}", field=key, fix=f"use {', '.join(sorted(known))}"
+                )
+        for key in ("master_address", "group"):
+            value = config.get(key)
+            if not (isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS * 4 and value.isprintable()):
+                raise InvalidRequest(
+                    f"{key} must be a text", field=key, fix="give what the trainer's sender announces"
+                )
+        port = _number(config, "master_port", 1, 65_535)
+        world_size = _number(config, "world_size", 2, MAX_WORLD_SIZE)
+        rank = _number(config, "rank_offset", 1, world_size - 1)
+        timeout_s = config.get("timeout_s", RECEIVE_TIMEOUT_S)
+        if (
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, int | float)
+            or not 0 < timeout_s <= MAX_TIMEOUT_S
+        ):
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s!r}",
+                field="timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
+            )
+        return cls(
+            backend, config["group"], config["master_address"], port, world_size, rank, timeout_s=float(timeout_s)
+        )
+
+
+def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
+    value = config.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise InvalidRequest(f"{name} is {value!r}", field=name, fix=f"a whole number from {least} to {most}")
+    return value
+
+
+class Group:
+    """Formed once made: it blocks until every rank has joined, or JOIN_TIMEOUT_S. Methods block, one call at a time;
+    `drop` may come from anywhere, twice included."""
+
+    def __init__(self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        self.place = place
+        self.why_dropped = ""
+        """Empty: it is whole."""
+        self._dropping = threading.Lock()
+        self._device = usable_device(place.backend)
+        try:
+            self._store = connect_store(place, join_timeout_s)
+            if place.rank:
+                self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
+            self._torch_group: Any = _make(place, self._store, join_timeout_s)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the group {place.group} was not formed within {join_timeout_s:g} s: {_first_line(error)}",
+                field="transport.group",
+                fix="is every worker alive? call init_transport again with a fresh group",
+            ) from error
+        threading.Thread(target=self._watch, name="weight group", daemon=True).start()
+
+    # ---- broadcasting ----
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """For `broadcast`: bytes in host memory."""
+        import torch
+
+        return (
+            torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def broadcast(self, data: torch.Tensor) -> Broadcast:
+        """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended."""
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._begin("broadcast", data, options)
+
+    def barrier(self) -> Broadcast:
+        """Ends when every rank has come to it: then each has everything."""
+        import torch
+        import torch.distributed as dist
+
+        return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions())
+
+    def _begin(self, what: str, data: torch.Tensor, options: Any) -> Broadcast:
+        torch_group = self._torch_group
+        if torch_group is None:
+            raise self._broke()
+        options.asyncOp = True
+        options.timeout = timedelta(seconds=self.place.timeout_s)
+        there = data if self._device is None else data.to(self._device)
+        try:
+            work = getattr(torch_group, what)([there], options) if data.numel() else None
+        except RuntimeError as error:
+            self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
+            raise self._broke() from error
+        return Broadcast(self, work, data, there)
+
+    def wait(self, work: Any, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
+        while not _has_ended(work, self._device):
+            if self.why_dropped:
+                raise self._broke()
+            if cancelled():
+                self.drop(f"rank {self.place.rank} gave up at {what}")
+                raise EngineFailed("staging was cancelled")
+            if time.monotonic() > deadline:
+                self.drop(f"rank {self.place.rank} has waited for {what} for too long")
+                raise DeadlineExceeded(
+                    f"{what} did not come within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
+                )
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.drop(f"rank {self.place.rank} broke off at {what}: {_first_line(error)}")
+            raise self._broke() from error
+
+    def check(self) -> None:
+        if self.why_dropped:
+            raise self._broke()
+
+    def _broke(self) -> PlaneError:
+        return Unavailable(
+            f"the group {self.place.group} broke: {self.why_dropped}", field="transport.group", fix=FORM_AGAIN
+        )
+
+    # ---- its end ----
+
+    def drop(self, why: str) -> None:
+        """The others are told; returns at once."""
+        with self._dropping:
+            if self.why_dropped:
+                return
+            self.why_dropped = why
+        threading.Thread(target=self._bury, name="weight group", daemon=True).start()
+
+    def _bury(self) -> None:
+        """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set("given_up", self.why_dropped)
+        torch_group, self._torch_group = self._torch_group, None
+        with contextlib.suppress(RuntimeError):
+            torch_group.abort()
+        del torch_group
+
+    def _watch(self) -> None:
+        """Looks whether another rank has given up. On a connection of its own, since the answer of a store that stands
+        still is awaited without a bound."""
+        try:
+            store = connect_store(self.place, CONNECT_TIMEOUT_S)
+            while not self.why_dropped:
+                if store.check(["given_up"]):
+                    self.drop(store.get("given_up").decode())
+                    return
+                time.sleep(WATCH_S)
+        except (RuntimeError, PlaneError) as error:
+            self.drop(f"its trainer is gone: {_first_line(error)}")
+
+
+class Broadcast:
+    """One under way."""
+
+    def __init__(self, group: Group, work: Any, data: torch.Tensor, there: torch.Tensor) -> None:
+        self._group = group
+        self._work = work
+        self._data = data
+        self._there = there
+
+    def wait(self, what: str, deadline: float, cancelled: Callable[[], bool] = never) -> None:
+        if self._work is None:
+            return
+        self._group.wait(self._work, what, deadline, cancelled)
+        if self._there is not self._data:
+            self._data.copy_(self._there)
+
+
+# ---- torch ----
+
+
+def import_torch() -> Any:
+    try:
+        import torch.distributed
+    except ImportError as error:
+        raise Unsupported(
+            "there is no torch in this process", field="transport.backend", fix="use filesystem"
+        ) from error
+    return torch
+
+
+def usable_device(backend: str) -> Any:
+    """Where broadcast bytes are; None: in host memory. Unsupported where this process can't."""
+    torch = import_torch()
+    if backend == "gloo":
+        return None
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise Unsupported("nccl needs a GPU in every rank", field="transport.backend", fix="use gloo")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _make(place: Place, store: Any, timeout_s: float) -> Any:
+    dist = import_torch().distributed
+    timeout = timedelta(seconds=timeout_s)
+    if place.backend == "gloo":
+        return dist.ProcessGroupGloo(store, place.rank, place.world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read here only: its watchdog is not to end the engine
+    try:
+        return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+    finally:
+        if before is None:
+            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+        else:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
+
+
+def _has_ended(work: Any, device: Any) -> bool:
+    """Waits a little for it."""
+    if device is None:
+        with contextlib.suppress(RuntimeError):  # its own error, or that it takes longer
+            work.wait(timedelta(seconds=LOOK_S))
+    elif not work.is_completed():
+        time.sleep(LOOK_S / 50)
+    return bool(work.is_completed())
+
+
+def connect_store(place: Place, timeout_s: float) -> Any:
+    """The group's own part of the trainer's store."""
+    dist = import_torch().distributed
+    address = (place.master_address, place.master_port)
+    try:
+        socket.create_connection(address, CONNECT_TIMEOUT_S).close()  # torch's own would try for long
+    except OSError as error:
+        raise InvalidRequest(
+            f"the trainer's store does not answer at {address[0]}:{address[1]}: {error.strerror or error}",
+            field="master_port",
+            fix="let the trainer's sender listen first, at an address that the workers reach",
+        ) from error
+    store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.PrefixStore(place.group, store)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0][:300]

@@ -1,0 +1,155 @@
+"""A trainer in a process of its own: rank 0 of a group, told line by line what to do. For tests of groups.
+
+Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_plane.checkpoint import Checkpoint, open_checkpoint
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError, error_from_wire
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.group import GroupSender, ensure_group
+from rl_plane.publish.packing import fill
+from rl_plane.versions import HostTensor
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+ANSWER_S = 150.0
+"""Of processes that import torch side by side on two cores."""
+JOIN_S = 30.0
+
+
+class Trainer:
+    """Here: the handle of such a process."""
+
+    def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:
+        """`stated`: the manifest has the digests already."""
+        told = json.dumps([plane.url, plane.namespace, plane.component, timeout_s, stated])
+        self.log = plane.tmp / "trainer.log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.group_trainer", told],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=die_with_parent(),
+            )
+
+    async def do(self, what: str, argument: Any = None) -> Any:
+        """Its answer, or its error."""
+        return await asyncio.to_thread(self._do, what, argument)
+
+    def _do(self, what: str, argument: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([what, argument]).encode() + b"\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"{what}: no answer"
+        line = self.process.stdout.readline()
+        assert line, f"{what}: it died:\n{self.log.read_text()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise error_from_wire(answer["error"])
+        return answer["ok"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class Update:
+    """There: one that is being sent."""
+
+    def __init__(self, sender: GroupSender, directory: str, bucket_bytes: int, stated: bool) -> None:
+        self._sender = sender
+        self._checkpoint: Checkpoint = open_checkpoint(Path(directory), kind=_kind(directory))
+        tensors = self._checkpoint.specs.items()
+        config = self._checkpoint.config
+        self.manifest = Manifest(pack(tensors, bucket_bytes), None if config is None else config.raw)
+        if stated:
+            digests: dict[str, str] = {}
+            buffers = [bytearray(bucket.nbytes) for bucket in self.manifest.buckets]
+            for _ in fill(self.manifest, self._tensors(), lambda number: memoryview(buffers[number]), digests):
+                pass
+            self.manifest = self.manifest.digested(digests)
+        self.digests: dict[str, str] = {}
+        self._filled = fill(self.manifest, self._tensors(), sender.buffer, self.digests)
+
+    def _tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        return iter({name: HostTensor(one.spec, memoryview(bytes(one.data))) for name, one in self._all()}.items())
+
+    def _all(self) -> Iterator[tuple[str, HostTensor]]:
+        found = {
+            name: HostTensor(one.spec, memoryview(bytes(one.data))) for name, one in self._checkpoint.tensors()
+        }
+        return iter((name, found[name]) for name in self._checkpoint.specs)
+
+    def send(self, count: int | None) -> int:
+        """So many buckets more (None: all that are left); the number of the last one."""
+        last = -1
+        for number in self._filled:
+            self._sender.send(number)
+            last = number
+            if count is not None and (count := count - 1) == 0:
+                break
+        return last
+
+
+def _kind(directory: str) -> Any:
+    return "lora" if (Path(directory) / "adapter_config.json").exists() else "base"
+
+
+async def _serve(url: str, namespace: str, component: str, timeout_s: float, stated: bool) -> None:
+    sender = GroupSender(timeout_s=timeout_s, join_timeout_s=JOIN_S)
+    update: Update | None = None
+    client = await RlClient.connect(url, namespace, component, name="trainer")
+
+    async def do(what: str, argument: Any) -> Any:
+        nonlocal update
+        if what == "form":
+            await ensure_group(sender, client)
+            return sender.fingerprint
+        if what == "open":
+            directory, bucket_bytes = argument
+            update = Update(sender, directory, bucket_bytes, stated)
+            return sender.open(update.manifest)
+        if what == "close":
+            return sender.close()
+        assert update is not None
+        if what == "send":
+            return await asyncio.to_thread(update.send, argument)
+        assert what == "finish"
+        await asyncio.to_thread(sender.finish, None if argument == "no digests" else update.digests)
+        return update.manifest.digested(update.digests).digest
+
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            answer: dict[str, Any] = {"ok": await do(*json.loads(line))}
+        except PlaneError as error:
+            answer = {"error": error.to_wire()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(*json.loads(sys.argv[1])))

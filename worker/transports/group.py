@@ -1,0 +1,134 @@
+"""The `gloo` and `nccl` transports: buckets that a trainer broadcasts to every rank of the fleet.
+
+`init_transport {backend, group, master_address, master_port, timeout_s?}` forms the group; the plane adds `world_size`
+and each worker's `rank_offset`. Then `{backend, group?, manifest, num_buckets?}` receives one update in it.
+A receive that does not end well drops the group: what was posted to it can't be taken back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.manifest import Manifest
+from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, usable_device
+from worker.transports.base import Places
+from worker.transports.packed import PackedDelivery
+
+AHEAD = 2
+"""Buckets in memory: one is taken while the next one comes."""
+
+_FIELDS = frozenset({"backend", "group", "manifest", "num_buckets"})
+
+
+class GroupTransport:
+    """In one rank. Keeps one group."""
+
+    backend: str
+
+    def __init__(self, places: Places) -> None:
+        self._group: Group | None = None
+        self._receiving: GroupDelivery | None = None
+        self._forming = threading.Lock()
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        usable_device(self.backend)
+        place = Place.of_worker(config, self.backend)
+        with self._forming:
+            group = self._group
+            if group is not None and group.place == place and not group.why_dropped:
+                return
+            formed = Group(place)
+            self.destroy()
+            self._group = formed
+
+    def destroy(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.drop(f"rank {group.place.rank} left it")
+
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery:
+        for key in request:
+            if key not in _FIELDS:
+                raise InvalidRequest(
+                    f"{self.backend} has no field {key}",
+                    field=f"transport.{key}",
+                    fix=f"use only {', '.join(sorted(_FIELDS))}",
+                )
+        manifest = Manifest.from_wire(request.get("manifest"))
+        count = request.get("num_buckets", len(manifest.buckets))
+        if count != len(manifest.buckets):
+            raise InvalidRequest(
+                f"num_buckets is {count!r}, but the manifest lists {len(manifest.buckets)}",
+                field="transport.num_buckets",
+                fix="leave it out, or list every bucket",
+            )
+        group = self._formed(request.get("group"))
+        if self._receiving is not None and not self._receiving.ended:
+            raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
+        self._receiving = GroupDelivery(manifest, group)
+        return self._receiving
+
+    def _formed(self, name: Any) -> Group:
+        group = self._group
+        if group is None or name not in (None, group.place.group):
+            there = "none" if group is None else group.place.group
+            raise InvalidRequest(
+                f"no such {self.backend} group is formed: {str(name)[:64]!r}; there is {there}",
+                field="transport.group",
+                fix=FORM_AGAIN,
+            )
+        group.check()
+        return group
+
+
+class GroupDelivery(PackedDelivery):
+    """One update's buckets, as the group broadcasts them."""
+
+    def __init__(self, manifest: Manifest, group: Group) -> None:
+        super().__init__(manifest, self._received(), refetchable=False, close=self._end)
+        self.ended = False
+        self._group = group
+        self._deadline = time.monotonic() + group.place.timeout_s
+
+    def _end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._group.drop(f"rank {self._group.place.rank} did not take the whole update")
+
+    def _received(self) -> Iterator[memoryview]:
+        group, sizes = self._group, [bucket.nbytes for bucket in self._manifest.buckets]
+        places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        views = [memoryview(place.numpy()) for place in places]
+
+        def begin(number: int) -> Any:
+            return group.broadcast(places[number % AHEAD][: sizes[number]])
+
+        coming = [begin(number) for number in range(len(places))]
+        for number, size in enumerate(sizes):
+            coming[number % AHEAD].wait(f"bucket {number + 1} of {len(sizes)}", self._deadline, self.cancelled)
+            yield views[number % AHEAD][:size]
+            if number + AHEAD < len(sizes):
+                coming[number % AHEAD] = begin(number + AHEAD)
+        if self.digest is None:
+            self.digest = self._stated()
+        group.barrier().wait("the last rank", self._deadline, self.cancelled)
+        self.ended = True
+
+    def _stated(self) -> str | None:
+        """The version's digest, which its trainer knows only now."""
+        data = self._group.tensor(DIGEST_BYTES)
+        self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
+        told = bytes(data.numpy())
+        return f"blake3:{told.hex()}" if any(told) else None
+
+
+class GlooTransport(GroupTransport):
+    backend = "gloo"
+
+
+class NcclTransport(GroupTransport):
+    backend = "nccl"
