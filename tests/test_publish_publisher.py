@@ -434,19 +434,39 @@ async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
 # ---- every way ----
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "ipc", "object_store"])
-async def test_every_transport_brings_one_version_after_another(transport: str, plane: Plane) -> None:
-    plane.spawn_many(2)
-    versions = [plane.model(seed) for seed in (2, 3, 2)]
+class Changing:
+    """A trainer's weights: other ones each time."""
 
-    def publish() -> None:
-        root = root_of(plane) if transport == "filesystem" else None
-        for number, path in enumerate(versions):
-            with WeightPublisher(
-                path, plane.url, namespace=plane.namespace, transport=transport, root=root, bucket_bytes=1500
-            ) as publisher:
-                publisher.publish(f"step {number}")
-                assert publisher.backend == transport
+    collective = False
+    adapter = False
 
-    await asyncio.to_thread(publish)
-    assert await served(plane) == {("step 2", model_digest(versions[2]), 3)}
+    def __init__(self) -> None:
+        self.path = Path()
+
+    def take(self) -> Taken:
+        return DirectorySource(self.path).take()
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "gloo", "ipc", "nixl", "object_store"])
+async def test_each_transport_brings_one_version_after_another(transport: str, plane: Plane) -> None:
+    pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(transport, "rl_plane"))
+    workers, client, source = plane.spawn_many(2), await plane.client(), Changing()
+    publisher = WeightPublisher(
+        source,
+        plane.url,
+        namespace=plane.namespace,
+        transport=transport,
+        root=root_of(plane) if transport == "filesystem" else None,
+        bucket_bytes=1500,
+    )
+    try:
+        for number, seed in enumerate((2, 3, 2), 1):
+            if number == 3:  # to a fleet that has changed
+                workers[0].kill()
+                assert await (await client.view()).wait_until(lambda now: len(now) == 1, BOUND_S)
+            source.path = plane.model(seed)
+            await publisher.publish_async(f"step {number}")
+            assert await served(plane) == {(f"step {number}", model_digest(source.path), number)}
+        assert publisher.backend == transport
+    finally:
+        await asyncio.to_thread(publisher.close)

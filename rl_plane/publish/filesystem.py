@@ -260,13 +260,8 @@ def build(around: Surroundings) -> FilesystemSender:
             field="root",
             fix="root=DIR (--root DIR), beneath a weight root of the workers",
         )
-    options = dict(around.options)
-    keep = options.pop("keep", DEFAULT_KEEP)
+    around.check_options("filesystem", "keep")
+    keep = around.options.get("keep", DEFAULT_KEEP)
     if type(keep) is not int:
         raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    if options:
-        name = sorted(options)[0]
-        raise InvalidRequest(
-            f"the filesystem transport has no option {name!r}", field=f"options.{name}", fix="use keep"
-        )
     return FilesystemSender(around.root, keep=keep, committed=around.committed)

@@ -19,10 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
 from rl_plane.manifest import Manifest
+from rl_plane.publish.sender import Surroundings
 from rl_plane.torch_group import (
     DIGEST_BYTES,
     FORM_AGAIN,
@@ -48,6 +49,8 @@ AHEAD = 2
 
 class GroupSender:
     """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
+
+    receivers_from: ClassVar[Literal["open", "finish"]] = "open"
 
     def __init__(
         self,
@@ -139,6 +142,11 @@ class GroupSender:
         if group is not None:
             group.drop("the trainer left it")
 
+    def destroy(self) -> None:
+        self.close()
+        self.leave()
+        self._store = None
+
     # ---- one update ----
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -204,6 +212,34 @@ class GroupSender:
             )
         self._group.check()
         return self._group
+
+
+class FleetGroupSender(GroupSender):
+    """Forms its group by itself."""
+
+    def __init__(self, backend: Literal["gloo", "nccl"], around: Surroundings) -> None:
+        around.check_options(backend, "host", "port", "timeout_s")
+        host, port = around.address()
+        timeout_s = around.options.get("timeout_s", RECEIVE_TIMEOUT_S)
+        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+            raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
+        super().__init__(backend, host=host, port=port, timeout_s=timeout_s)
+        self._run = around.run
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        if not self.formed or self.fingerprint != self._run("workers", {})["fingerprint"]:
+            self.form(lambda body: self._run("init_transport", body))
+        return super().open(manifest)
+
+
+def build_gloo(around: Surroundings) -> FleetGroupSender:
+    """Options: see `Surroundings.address`; `timeout_s`, of a whole update."""
+    return FleetGroupSender("gloo", around)
+
+
+def build_nccl(around: Surroundings) -> FleetGroupSender:
+    """As `build_gloo`."""
+    return FleetGroupSender("nccl", around)
 
 
 async def ensure_group(sender: GroupSender, client: RlClient, component: str | None = None) -> None:

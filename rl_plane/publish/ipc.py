@@ -390,9 +390,5 @@ class _Memory:
 
 def build(around: Surroundings) -> IpcSender:
     """It has no options."""
-    unknown = sorted(around.options)
-    if unknown:
-        raise InvalidRequest(
-            f"the ipc transport has no option {unknown[0]!r}", field=f"options.{unknown[0]}", fix="leave it out"
-        )
+    around.check_options(BACKEND)
     return IpcSender(lambda: world_size(around.workers()) - 1)

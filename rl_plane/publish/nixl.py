@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import secrets
 import socket
 import threading
@@ -232,21 +231,6 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 def build(around: Surroundings) -> NixlSender:
-    """Options: `host`, by which the workers reach this machine, and `port`."""
-    options = dict(around.options)
-    here = all(worker["host"] == platform.node() for worker in around.workers())
-    host, port = options.pop("host", "127.0.0.1" if here else None), options.pop("port", 0)
-    if options:
-        name = sorted(options)[0]
-        raise InvalidRequest(
-            f"the {BACKEND} transport has no option {name!r}", field=f"options.{name}", fix="use host and port"
-        )
-    if not isinstance(host, str):
-        raise InvalidRequest(
-            "there are workers on other machines, and they must reach this one",
-            field="options.host",
-            fix="options={'host': ADDRESS}, of this machine",
-        )
-    if type(port) is not int or not 0 <= port < 1 << 16:
-        raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
-    return NixlSender(host, port)
+    """Options: see `Surroundings.address`."""
+    around.check_options(BACKEND, "host", "port")
+    return NixlSender(*around.address())

@@ -300,13 +300,8 @@ def _time(told: str) -> datetime:
 
 def build(around: Surroundings) -> ObjectStoreSender:
     """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`."""
-    options = dict(around.options)
-    url, keep = options.pop("nats_url", around.nats_url), options.pop("keep", DEFAULT_KEEP)
-    if options:
-        name = sorted(options)[0]
-        raise InvalidRequest(
-            f"the {BACKEND} transport has no option {name!r}", field=f"options.{name}", fix="use nats_url and keep"
-        )
+    around.check_options(BACKEND, "nats_url", "keep")
+    url, keep = around.options.get("nats_url", around.nats_url), around.options.get("keep", DEFAULT_KEEP)
     if not isinstance(url, str):
         raise InvalidRequest(
             "where NATS is is not known from the facade's URL",

@@ -33,7 +33,7 @@ from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import KeepingSender, Sender, Surroundings
+from rl_plane.publish.sender import KeepingSender, PushingSender, Sender, Surroundings
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -290,6 +290,8 @@ class _Attempt:
         self._previous = previous
         self._sender: Sender | None = None
         self._update: Future[dict[str, Any]] | None = None
+        self._prepared = ""
+        """The update that a PushingSender's receivers listen for."""
         self._body: dict[str, Any] = {}
         self._manifest: Manifest | None = None
         self._digests: dict[str, str] = {}
@@ -326,7 +328,12 @@ class _Attempt:
             bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
         manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
         self._body["transport"] = sender.open(manifest)
-        if sender.receivers_from == "open":
+        if isinstance(sender, PushingSender):
+            self._swap_if_loaded()
+            self._prepared = uuid.uuid4().hex
+            body = {**self._body, "fingerprint": sender.fingerprint}
+            self._fleet.run("prepare_weights_update", body, self._prepared)
+        elif sender.receivers_from == "open":
             self._update = self._ask()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication._tells("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
@@ -366,11 +373,22 @@ class _Attempt:
             reply = self._answered()
             self._keep()
             return reply
+        except BaseException:
+            if self._prepared and self._update is None:
+                self._withdraw()
+            raise
         finally:
             if self._sender is not None:
                 self._sender.close()  # ends the update, if it still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _withdraw(self) -> None:
+        """The receivers need not wait for what does not come any more. The first error is the one that counts."""
+        try:
+            self._fleet.run("abort_weights_update", {"update_id": self._prepared})
+        except PlaneError as error:
+            log.info("%s: %s", self._publication.version, error)
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
@@ -414,18 +432,27 @@ class _Attempt:
         return update
 
     def _asked(self) -> dict[str, Any]:
-        request_id = uuid.uuid4().hex
-        target = self._body.get("target")
-        if target is not None and target["name"] in self._fleet.run("state", {})["adapters"]:
-            target["op"] = "swap"
+        if self._prepared:
+            assert self._manifest is not None
+            op, request_id = "complete_weights_update", ""
+            body = {"update_id": self._prepared, "num_buckets": len(self._manifest.buckets)}
+            body["digest"] = self._body["digest"]
+        else:
+            self._swap_if_loaded()
+            op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
         for _ in range(ATTEMPTS - 1):
             try:
-                return self._fleet.run("update_weights", self._body, request_id)
+                return self._fleet.run(op, body, request_id)
             except Unavailable:
                 if self._error is not None:
                     raise
                 time.sleep(AGAIN_S)
-        return self._fleet.run("update_weights", self._body, request_id)
+        return self._fleet.run(op, body, request_id)
+
+    def _swap_if_loaded(self) -> None:
+        target = self._body.get("target")
+        if target is not None and target["name"] in self._fleet.run("state", {})["adapters"]:
+            target["op"] = "swap"
 
 
 def _sent(act: Callable[[], T]) -> T:

@@ -9,6 +9,9 @@ update (a group, registered memory) goes with `destroy()`.
 All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
 Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
 
+A PushingSender's receivers must listen before it sends: its update is prepared before the first bucket, and completed
+after `finish`, on the fleet that it was opened for.
+
 From a KeepingSender workers may fetch whenever they like, late ones too: once the update is committed, and before it is
 closed, `keep` holds on to the weights; without it `close` withdraws them, and those kept before stay.
 
@@ -18,11 +21,13 @@ Surroundings.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
@@ -33,7 +38,7 @@ class Sender(Protocol):
 
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
-    """When the fleet is asked to fetch: at once, or when everything is there to be fetched."""
+    """When the fleet is asked to receive: at once, or when everything is there to be fetched."""
 
     def open(self, manifest: Manifest) -> dict[str, Any]: ...
 
@@ -52,6 +57,12 @@ class Sender(Protocol):
 class KeepingSender(Sender, Protocol):
     def keep(self, adapter: str | None = None) -> None:
         """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept."""
+
+
+@runtime_checkable
+class PushingSender(Sender, Protocol):
+    fingerprint: str
+    """Of the fleet that it was opened for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,30 @@ class Surroundings:
         """As `GET /v1/rl/workers` lists them, now."""
         rows: list[Mapping[str, Any]] = self.run("workers", {})["workers"]
         return rows
+
+    def address(self) -> tuple[str, int]:
+        """Where this machine is reached by the workers: the options `host` and `port` (0: any that is free)."""
+        host, port = self.options.get("host"), self.options.get("port", 0)
+        if host is None and all(worker["host"] == platform.node() for worker in self.workers()):
+            host = "127.0.0.1"
+        if not isinstance(host, str):
+            raise InvalidRequest(
+                "there are workers on other machines, and they must reach this one",
+                field="options.host",
+                fix="options={'host': ADDRESS}, of this machine",
+            )
+        if type(port) is not int or not 0 <= port < 1 << 16:
+            raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")
+        return host, port
+
+    def check_options(self, backend: str, *known: str) -> None:
+        unknown = sorted(self.options.keys() - set(known))
+        if unknown:
+            raise InvalidRequest(
+                f"the {backend} transport has no option {unknown[0]!r}",
+                field=f"options.{unknown[0]}",
+                fix=f"use {', '.join(known)}" if known else "leave it out",
+            )
 
     def committed(self) -> set[str]:
         """The digests of what is committed: the base's and the adapters'."""
