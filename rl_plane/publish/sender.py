@@ -71,14 +71,18 @@ class Surroundings:
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
-        rows: list[Mapping[str, Any]] = self.run("workers", {})["workers"]
-        return rows
+        return members(self.run("workers", {}))
 
     def committed(self) -> set[str]:
         """The digests of what is committed: the base's and the adapters'."""
         state = self.run("state", {})
         versions = [state["version"], *state["adapters"].values()]
         return {version["digest"] for version in versions if version is not None}
+
+
+def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of a reply to `workers`, without those that have left meanwhile: only their names are known."""
+    return [row for row in reply["workers"] if "transports" in row]
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:
