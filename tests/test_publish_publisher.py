@@ -406,6 +406,13 @@ def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[Pl
     assert caught.value.facts["fix"]
 
 
+def test_workers_that_have_left_do_not_count() -> None:
+    there = row("a", "here", *ALL)
+    gone = {"instance_id": "b", "status": "error"}
+    around = Surroundings(lambda op, body: {"workers": [there, gone]})
+    assert around.workers() == [there]
+
+
 def test_every_rank_of_every_replica_counts() -> None:
     assert world_size([row("a", "here"), row("b", "there", ranks=4), row("c", "there", ranks=4)]) == 10
 

@@ -33,7 +33,7 @@ from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import KeepingSender, PushingSender, Sender, Surroundings
+from rl_plane.publish.sender import KeepingSender, PushingSender, Sender, Surroundings, members
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -262,7 +262,7 @@ class WeightPublisher:
 
     def _ready_sender(self, fleet: BlockingFleet) -> Sender:
         """Of the way that the fleet of this moment can take."""
-        workers = fleet.run("workers", self._select)["workers"]
+        workers = members(fleet.run("workers", self._select))
         backend = choose(self._told, workers, installed(), with_root=self._root is not None)
         if self._sender is None or backend != self._backend:
             if self._sender is not None:

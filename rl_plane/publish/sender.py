@@ -82,8 +82,7 @@ class Surroundings:
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
-        rows: list[Mapping[str, Any]] = self.run("workers", {})["workers"]
-        return rows
+        return members(self.run("workers", {}))
 
     def address(self) -> tuple[str, int]:
         """Where this machine is reached by the workers: the options `host` and `port` (0: any that is free)."""
@@ -114,6 +113,11 @@ class Surroundings:
         state = self.run("state", {})
         versions = [state["version"], *state["adapters"].values()]
         return {version["digest"] for version in versions if version is not None}
+
+
+def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rows of a reply to `workers`, without those that have left meanwhile: only their names are known."""
+    return [row for row in reply["workers"] if "transports" in row]
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:
