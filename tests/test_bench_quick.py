@@ -13,7 +13,11 @@ import pytest
 
 from rl_plane.publish.nixl_wire import have_nixl
 
+pytestmark = pytest.mark.timeout(400)
+
 ROOT = Path(__file__).parent.parent
+BENCH_S = 380
+"""Of a busy machine, on which two workers import torch for it, one after the other."""
 SIZES = (1, 8, 32)
 FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
 TIMES = (
@@ -58,7 +62,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
         env={**os.environ, "PYTHONWARNINGS": "default"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=BENCH_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(path.read_text())
