@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     InvalidWeights,
     Locked,
@@ -239,7 +240,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane, dies: str) -> None:
     client = await plane.client()
     model, other = models(plane, nbytes=MANY_BYTES)
     staying, frozen = plane.spawn_many(2, model=model)
-    with Trainer(plane) as trainer:
+    with Trainer(plane, timeout_s=IN_THE_MIDDLE_S + 15) as trainer:
         pushing = Pushing(client, trainer)
         await pushing.prepare(other, "two")
         frozen.stop()
@@ -248,7 +249,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane, dies: str) -> None:
         assert not done
         if dies == "worker":
             frozen.kill()
-            with pytest.raises(Unavailable, match="broke"):
+            with pytest.raises((Unavailable, DeadlineExceeded)):  # gloo does not always tell of a peer's death
                 await sending
             with pytest.raises(Unavailable, match="broke"):
                 await _send_all(trainer)

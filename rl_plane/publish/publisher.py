@@ -108,8 +108,8 @@ class Publication:
         self._read.set()
         try:
             self._tells("committed" if error is None else "failed")
-        except Exception as broken:  # a callback of the trainer's, which must not leave anybody waiting
-            error = error or broken
+        except Exception:  # a callback of the trainer's, which changes nothing of the outcome
+            log.exception("progress of %s", self.version)
         if error is None:
             self._outcome.set_result(reply)
         else:
@@ -193,7 +193,8 @@ class WeightPublisher:
             self._take_part(publication)
             return publication
         assert self._fleet is not None
-        if wait and self._fleet.loop is not None and _running_loop() is self._fleet.loop:
+        blocks = wait or self._source.collective
+        if blocks and self._fleet.loop is not None and _running_loop() is self._fleet.loop:
             raise InvalidRequest(
                 "the fleet's client runs in this loop, which this would block",
                 field="wait",
@@ -302,7 +303,14 @@ class _Attempt:
         taken: Taken | None = None
         source = self._publisher._source
         try:
+            before = self._previous
+            late = before is not None and not _ended(before, self._publisher._bound_s())
             taken = source.take()
+            if before is not None and late:
+                self._publisher._previous = before
+                raise Locked(
+                    f"{before.version} is still under way", fix="wait for its result before the next publish"
+                )
             self._send(taken)
         except BaseException as error:
             self._error = error
@@ -318,10 +326,6 @@ class _Attempt:
         if not taken.specs:
             raise InvalidRequest("there are no tensors", field="source", fix="give weights")
         self._body = publisher._body(publication.version)
-        if self._previous is not None and not _ended(self._previous, publisher._bound_s()):
-            raise Locked(
-                f"{self._previous.version} is still under way", fix="wait for its result before the next publish"
-            )
         sender = self._sender = publisher._ready_sender(self._fleet)
         bucket_bytes = publisher._bucket_bytes
         if bucket_bytes is None:
@@ -374,7 +378,7 @@ class _Attempt:
             self._keep()
             return reply
         except BaseException:
-            if self._prepared and self._update is None:
+            if self._prepared:
                 self._withdraw()
             raise
         finally:
@@ -384,7 +388,8 @@ class _Attempt:
                 self._update.exception()
 
     def _withdraw(self) -> None:
-        """The receivers need not wait for what does not come any more. The first error is the one that counts."""
+        """Nobody is to wait for what does not come any more, or to complete what was called a failure. Where it was
+        committed all the same, the fleet says so."""
         try:
             self._fleet.run("abort_weights_update", {"update_id": self._prepared})
         except PlaneError as error:

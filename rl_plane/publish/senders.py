@@ -16,7 +16,7 @@ AUTO = "auto"
 
 COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
 """Best first, where trainer and engines share a machine: those from which a worker can heal, then the fastest."""
-REMOTE = ("filesystem", "nixl", "nccl", "gloo", "object_store")
+REMOTE = ("filesystem", "nixl", "gloo", "object_store")
 """Best first, where some engine is elsewhere."""
 
 
