@@ -1,6 +1,6 @@
 # make demo   sets up, then runs the main job: a trainer improves a policy on a fleet of real engines
 # make test   sets up and installs vLLM and SGLang for the CPU, then passes the tests
-# make test-fast   the same without the two engines and their tests
+# make test-fast   the same in minutes: without the two engines and the slow tests
 
 PYTHON ?= python3
 VENV := .venv
@@ -38,8 +38,8 @@ test: engines lint
 	$(BIN)/python -m pytest -m engines
 
 test-fast: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines'
-	@echo 'The tests of vLLM and SGLang were left out: make test runs them.'
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines and not slow'
+	@echo 'Left out: the tests of vLLM and SGLang, and the slow ones (kill matrix, simulation, docs, demo, …). make test has all.'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import pytest
 
 from rl_plane.publish.nixl_wire import have_nixl
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parent.parent
 BENCH_S = 380

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ENGINES = ("vllm", "sglang")
 RL_PLANE = Path(sys.executable).with_name("rl-plane")
 RUN_S = 240

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 FLEET_UP_S = 90.0
 """Two torch processes start side by side on two cores."""

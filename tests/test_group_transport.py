@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_plane.client import RlClient
     from tests.conftest import Plane
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 BUCKET = 16_384
 """A witness model is some ten of them."""

@@ -20,6 +20,8 @@ from frontend.process import started
 from tests.reference import greedy
 from worker.tiny_model import make_tiny_model
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from tests.conftest import Plane
 

@@ -35,6 +35,8 @@ from worker.staging import adapter_digest, model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter  # noqa: E402
 from worker.tiny_model import make_tiny_model  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 RANKS_S = 150.0
 """Two processes that import torch beside other tests."""

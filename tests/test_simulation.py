@@ -11,6 +11,8 @@ import pytest
 from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import GUARDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 SEEDS = 150
 
