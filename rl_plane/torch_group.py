@@ -107,6 +107,7 @@ class Group:
         self.place = place
         self.why_dropped = ""
         """Empty: it is whole."""
+        self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
         self._device = usable_device(place.backend)
         try:
@@ -120,7 +121,7 @@ class Group:
                 field="transport.group",
                 fix="is every worker alive? call init_transport again with a fresh group",
             ) from error
-        threading.Thread(target=self._watch, name="weight group", daemon=True).start()
+        self._start(self._watch)
 
     # ---- broadcasting ----
 
@@ -197,7 +198,18 @@ class Group:
             if self.why_dropped:
                 return
             self.why_dropped = why
-        threading.Thread(target=self._bury, name="weight group", daemon=True).start()
+        self._start(self._bury)
+
+    def await_end(self, timeout_s: float) -> None:
+        """After `drop`, before the process ends: torch ends a process whose group is still being taken down."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="weight group", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _bury(self) -> None:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""

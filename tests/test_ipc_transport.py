@@ -409,7 +409,7 @@ def test_another_user_really_gets_nothing() -> None:
 
 
 def test_every_rank_of_every_engine_is_waited_for() -> None:
-    workers = [{"world_size": 2}, {"world_size": 1}]
+    workers = [{"world_size": ranks, "transports": ["ipc"]} for ranks in (2, 1)]
     sender = build(Surroundings(lambda op, body: {"workers": workers}))
     for expected in (3, 1):
         sender.open(MANIFEST)

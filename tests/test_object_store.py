@@ -263,13 +263,14 @@ async def test_a_server_that_stays_away_ends_a_receive(
 ) -> None:
     server, plane = own_nats
     monkeypatch.setattr(receiving, "STALL_S", STALL_S)
-    transport = await publisher(plane, bucket_bytes=1024).publish(plane.model(1))
+    # More than is read ahead.
+    transport = await publisher(plane, bucket_bytes=1024).publish(plane.model(1, nbytes=8 << 20))
     delivery = transport_of(plane).open(transport, "base")
     arriving = delivery.tensors()
     next(arriving)
     server.kill()
     with pytest.raises(BusUnreachable, match="NATS did not give the weights"):
-        next(arriving)
+        list(arriving)
     delivery.close()
     with pytest.raises(BusUnreachable):
         transport_of(plane).open(transport, "base")

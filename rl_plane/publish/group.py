@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 INIT_TIMEOUT_S = 330.0
 """Beyond the op's own time-out."""
+END_S = 5.0
+"""For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
 AHEAD = 2
 """Buckets in memory: one is packed while the one before is sent."""
 
@@ -143,8 +145,11 @@ class GroupSender:
             group.drop("the trainer left it")
 
     def destroy(self) -> None:
+        group = self._group
         self.close()
         self.leave()
+        if group is not None:
+            group.await_end(END_S)
         self._store = None
 
     # ---- one update ----
