@@ -32,11 +32,10 @@ $(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(wildcard $(ENGINE
 demo: setup
 	$(BIN)/rl-plane demo
 
-# Most of these tests wait for somebody: three processes keep two cores busy. An engine wants both cores for itself.
 test: engines lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines'
-	$(BIN)/python -m pytest -m engines
+	$(BIN)/python -m pytest
 
+# Most of these wait for somebody: three processes keep two cores busy.
 test-fast: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM and SGLang, and the slow ones (kill matrix, simulation, docs, demo, …). make test has all.'
