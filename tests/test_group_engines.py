@@ -48,6 +48,8 @@ async def test_every_rank_receives_what_is_pushed(
     worker = plane.spawn(ready=False, engine=engine, model=first, **arguments)
     await asyncio.to_thread(worker.wait_ready, START_S)
     mixed = Mixed(plane, first, {engine: worker.instance_id})
+    for seed in (2, 3):  # now: it would hold up this loop, and with it the stream
+        mixed.base(seed)
     with Trainer(plane) as trainer:
         pushing = Pushing(client, trainer)
         stream = Stream(client, worker.instance_id, PROMPT, ENDLESS[engine], temperature=0.0)
