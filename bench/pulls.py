@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.peers import Peer, await_ready, stop_peers
+from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
 from rl_plane.publish.nixl import NixlSender
-from rl_plane.publish.nixl_wire import PROTOCOL, Memory, make_agent, read_frame, send_frame
+from rl_plane.publish.nixl_wire import PROTOCOL, Memory, make_agent
 from rl_plane.publish.packing import fill
 from rl_plane.versions import HostTensor, TensorSpec
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import rl_plane.frames as frames
 import worker.agent.client as client_module
 import worker.agent.wire as wire
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
@@ -158,7 +159,7 @@ def test_a_caller_that_is_gone_cancels(serve: Serve, directory: Path) -> None:
     serve(0, {"wait": wait})
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(wire.socket_of(directory, 0)))
-        wire.send_frame(connection, {"op": "wait"})
+        frames.send_frame(connection, {"op": "wait"})
     assert seen.wait(BOUND_S)
 
 
@@ -204,7 +205,7 @@ def test_waits_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_frames_are_bounded(serve: Serve, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = serve(0, {"ok": lambda *_: {}, "big": lambda *_: "x" * 1000})
-    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 500)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 500)
     with pytest.raises(EngineFailed, match="broke off"):
         client.ask("big")
     for sent in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\x01", b"\x00"):

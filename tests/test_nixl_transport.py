@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
+import rl_plane.frames as frames
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -251,11 +252,11 @@ def impostor(answer: Any) -> Iterator[dict[str, Any]]:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                nixl_wire.read_frame(connection)
+                frames.read_frame(connection)
                 if isinstance(answer, bytes):
                     connection.sendall(answer)
                 else:
-                    nixl_wire.send_frame(connection, answer)
+                    frames.send_frame(connection, answer)
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
 

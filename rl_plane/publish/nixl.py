@@ -18,8 +18,9 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Manifest
-from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, make_agent, read_frame, send_frame
+from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, make_agent
 from rl_plane.publish.sender import Surroundings
 
 log = logging.getLogger("rl_plane.publish.nixl")

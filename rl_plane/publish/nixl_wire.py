@@ -12,12 +12,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
-import socket
-import struct
-from collections.abc import Mapping
 from typing import Any
-
-import msgpack
 
 from rl_plane.errors import Unsupported
 
@@ -26,13 +21,8 @@ PROTOCOL = 1
 
 EXTRA = "pip install 'rl-plane[nixl]'"
 
-MAX_FRAME_BYTES = 64 << 20
-"""A manifest of the largest public checkpoints, with digests and places, takes half of it."""
-
 WAKE_US = 100_000
 """How long the agent's own thread sleeps when nothing comes. With nixl's default of 0 it spins, on a whole core."""
-
-_LENGTH = struct.Struct(">I")
 
 
 def have_nixl() -> bool:
@@ -68,31 +58,3 @@ class Memory:
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return memoryview(self.map)[offset : offset + nbytes]
-
-
-def send_frame(connection: socket.socket, content: Mapping[str, Any]) -> None:
-    data: bytes = msgpack.packb(content)
-    if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(data)} bytes, at most {MAX_FRAME_BYTES} are sent")
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any]:
-    """EOFError when the other side has gone, ValueError for what is no frame of ours."""
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
-    if length > max_bytes:
-        raise ValueError(f"a frame of {length} bytes, at most {max_bytes} are read")
-    content = msgpack.unpackb(_read(connection, length))
-    if not isinstance(content, dict):
-        raise ValueError(f"a frame that holds a {type(content).__name__}")
-    return content
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = connection.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            raise EOFError("the other side has gone")
-        data += piece
-    return bytes(data)

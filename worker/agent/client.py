@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, error_from_wire
-from worker.agent.wire import read_frame, send_frame, socket_of
+from rl_plane.frames import read_frame, send_frame
+from worker.agent.wire import socket_of
 from worker.reception import Cancelled
 
 ASK_TIMEOUT_S = 60.0

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
-from worker.agent.wire import read_frame, send_frame, socket_of
+from rl_plane.frames import read_frame, send_frame
+from worker.agent.wire import socket_of
 from worker.receiver import Receiver
 from worker.reception import Cancelled, Reception
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 
 from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.directory import listed
+from rl_plane.errors import InvalidRequest
 from rl_plane.versions import HostTensor, TensorSpec
 
 
@@ -77,3 +79,14 @@ class WeightTransport(Protocol):
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
         """`request`: the `transport` object of the body, `backend` included. Read-only. `kind`: what it must be.
         InvalidRequest for its fields, InvalidWeights for what it finds there."""
+
+
+def check_fields(backend: str, given: Mapping[str, Any], *known: str) -> None:
+    """InvalidRequest for a field that the backend doesn't know; every one has `backend`."""
+    unknown = sorted(str(key)[:64] for key in given if key not in ("backend", *known))
+    if unknown:
+        raise InvalidRequest(
+            f"the {backend} transport has no field {listed(unknown)}",
+            field=f"transport.{unknown[0]}",
+            fix=f"use only {', '.join(sorted(('backend', *known)))}",
+        )

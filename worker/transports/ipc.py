@@ -36,7 +36,7 @@ from rl_plane.publish.ipc_wire import (
     send_packet,
 )
 from rl_plane.versions import HostTensor
-from worker.transports.base import Places
+from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery, never
 
 FIRST_PACKET_S = 30.0
@@ -60,14 +60,14 @@ class IpcTransport:
         pass
 
     def init(self, config: Mapping[str, Any]) -> None:
-        _check_fields(config, {"backend"})
+        check_fields(BACKEND, config)
 
     def destroy(self) -> None:
         pass
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
         check_platform()
-        _check_fields(request, {"backend", "socket"})
+        check_fields(BACKEND, request, "socket")
         name = request.get("socket")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise InvalidRequest(
@@ -136,16 +136,6 @@ class IpcDelivery(PackedDelivery):
             send_packet(self._connection, {"taken": number})
         except OSError as error:
             raise _gone(error) from error
-
-
-def _check_fields(given: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(str(key)[:64] for key in given if key not in known)
-    if unknown:
-        raise InvalidRequest(
-            f"the {BACKEND} transport has no field {unknown[0]!r}",
-            field=f"transport.{unknown[0]}",
-            fix=f"use only {', '.join(sorted(known))}",
-        )
 
 
 def _connected(name: str) -> socket.socket:

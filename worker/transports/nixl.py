@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Bucket, Manifest
-from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent, read_frame, send_frame
-from worker.transports.base import Places
+from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
+from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
 
 if not have_nixl():
@@ -45,7 +46,7 @@ BUFFERS = 2
 MAX_PORT = 65535
 MAX_TEXT_CHARS = 255
 
-_FIELDS = frozenset({"backend", "host", "port", "key"})
+_FIELDS = ("host", "port", "key")
 _PUBLISH = "publish the weights again"
 
 Place = tuple[int, int, int]
@@ -61,14 +62,14 @@ class NixlTransport:
         self._idle: list[Puller] = []
 
     def init(self, config: Mapping[str, Any]) -> None:
-        _check_fields(config, frozenset({"backend"}))
+        check_fields(BACKEND, config)
         self._idle = self._idle or [Puller()]
 
     def destroy(self) -> None:
         self._idle.clear()
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
-        _check_fields(request, _FIELDS)
+        check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
             manifest, places, metadata = _asked(connection, request["key"], kind)
@@ -200,16 +201,6 @@ class Pull:
         except OSError as error:
             raise _gone(error) from error
         raise _gone("it has hung up")
-
-
-def _check_fields(given: Mapping[str, Any], known: frozenset[str]) -> None:
-    unknown = sorted(str(key)[:64] for key in given if key not in known)
-    if unknown:
-        raise InvalidRequest(
-            f"the {BACKEND} transport has no field {unknown[0]!r}",
-            field=f"transport.{unknown[0]}",
-            fix=f"use only {', '.join(sorted(known))}",
-        )
 
 
 def _connected(request: Mapping[str, Any]) -> socket.socket:

@@ -17,8 +17,7 @@ from typing import Any
 from rl_plane.buffers import Ahead, fresh
 from rl_plane.bus import CONNECT_TIMEOUT_S
 from rl_plane.checkpoint import Kind
-from rl_plane.directory import listed
-from rl_plane.errors import BusUnreachable, InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
 from rl_plane.nats_socket import NatsSocket
 from rl_plane.objects import (
     ANSWER_S,
@@ -33,7 +32,7 @@ from rl_plane.objects import (
     with_digests,
 )
 from rl_plane.subjects import StoredObject, Subjects, check_object_id
-from worker.transports.base import Places
+from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
 
 log = logging.getLogger("worker.transports.object_store")
@@ -193,13 +192,13 @@ class ObjectStoreTransport:
         self._subjects = Subjects(places.namespace, places.component)
 
     def init(self, config: Mapping[str, Any]) -> None:
-        _check_fields(config, frozenset({"backend"}))
+        check_fields(BACKEND, config)
 
     def destroy(self) -> None:
         pass
 
     def open(self, request: Mapping[str, Any], kind: Kind) -> ObjectDelivery:
-        _check_fields(request, frozenset({"backend", "object"}))
+        check_fields(BACKEND, request, "object")
         object_id = check_object_id("transport.object", request.get("object"))
         reader = StoredReader(self._url, self._subjects.object(object_id))
         try:
@@ -215,16 +214,6 @@ class ObjectStoreTransport:
         except BaseException:
             reader.close()
             raise
-
-
-def _check_fields(given: Mapping[str, Any], known: frozenset[str]) -> None:
-    unknown = [str(key)[:64] for key in given if key not in known]
-    if unknown:
-        raise InvalidRequest(
-            f"the object_store transport has no field {listed(unknown)}",
-            field=f"transport.{unknown[0]}",
-            fix=f"use only {', '.join(sorted(known))}",
-        )
 
 
 def _wrong(what: str) -> InvalidWeights:
