@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 import pytest_asyncio
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 needs_nixl = pytest.mark.engines("nixl")
 
 pytestmark = pytest.mark.timeout(400)
+
+BOUND_S = 30.0
 
 HEAL_S = 60.0
 """A worker's first pull imports nixl, and with it torch."""
@@ -165,7 +168,7 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
         key = offer(sender, seed)["key"]
-        addresses[seed] = sender._desk._offers[key]
+        addresses[seed] = msgpack.unpackb(sender._desk._offers[key][4:])
         sender.keep(str(seed))
     agent = nixl_wire.make_agent("reader")
     here = nixl_wire.Memory(agent, 64)
@@ -191,6 +194,50 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
         list(arriving)
     delivery.close()
     assert pull(puller, offer(sender, 3))[0] == data_of(tensors(3))
+
+
+@needs_nixl
+@pytest.mark.parametrize("leaves", [True, False])
+def test_memory_is_used_again_once_its_pullers_have_left(
+    sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_plane.publish.nixl.LEAVE_S", BOUND_S if leaves else 0.1)
+    first = offer(sender, 1)
+    area = sender._opened.area if sender._opened is not None else None
+    sender.keep()
+    with socket.create_connection((first["host"], first["port"]), BOUND_S) as puller:
+        frames.send_frame(puller, {"protocol": nixl_wire.PROTOCOL, "key": first["key"]})
+        frames.read_frame(puller)
+        offer(sender, 2)
+        keeping = threading.Thread(target=sender.keep)
+        keeping.start()
+        assert puller.recv(1) == b"", "it is told"
+        if leaves:
+            assert area not in sender._free
+            puller.close()
+        keeping.join(BOUND_S)
+        assert area in sender._free
+
+
+@needs_nixl
+def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> None:
+    specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
+    manifest = Manifest(pack(specs.items(), 1 << 18))
+    given = {name: HostTensor(spec, memoryview(name[6:7].encode())) for name, spec in specs.items()}
+    transport, digests = sender.open(manifest), dict[str, str]()
+    for number in fill(manifest, given.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    assert len(sender._desk._offers[transport["key"]]) > 4 << 20
+    assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
+
+
+@needs_nixl
+def test_a_manifest_that_nobody_would_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
+        offer(sender, 1)
+    assert caught.value.facts["field"] == "tensors"
 
 
 @needs_nixl
@@ -447,6 +494,51 @@ async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
     source.process.send_signal(signal.SIGCONT)
     await publish(client, source, plane.model(2), "two")
     assert await all_serve(client, "two")
+
+
+@needs_nixl
+async def test_an_aborted_update_ends_in_the_middle_of_a_read(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    bounds = "import worker.transports.nixl, worker.updates\n"
+    bounds += (
+        "worker.transports.nixl.READ_S = worker.updates.ABORT_WAIT_S = 10 * 60\n"  # only a cancellation ends it
+    )
+    patch, at, go, flying = _held_at(plane, 2, TCP + bounds)
+    source, client = trainer(UCX_TLS="tcp"), await plane.client()
+    plane.spawn(patch=patch)
+    transport = await source.offers(plane.model(1))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=2)))
+    await plane.until(at.exists, HEAL_S)
+    source.stop()
+    go.touch()
+    await plane.until(flying.exists, HEAL_S)
+    with pytest.raises(PlaneError):
+        await asyncio.wait_for(task, HEAL_S)
+    assert await all_serve(client, "initial")
+    source.process.send_signal(signal.SIGCONT)
+    await asyncio.wait_for(publish(client, source, plane.model(2), "two"), HEAL_S)
+    assert await all_serve(client, "two")
+
+
+@needs_nixl
+async def test_a_slow_healer_whose_source_goes_on_heals_to_the_next(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    patch, at, go, _ = _held_at(plane, 2)
+    source, client = trainer(), await plane.client()
+    plane.spawn()
+    await publish(client, source, plane.model(1), "one")
+    await source.keeps()
+    slow = plane.spawn(ready=False, patch=patch)
+    await plane.until(at.exists, HEAL_S)
+    await publish(client, source, plane.model(2), "two", on_prepare_failure="exclude", prepare_timeout_s=2)
+    await source.keeps()
+    await source.offers(plane.model(3))  # over what it was reading
+    go.touch()
+    await asyncio.to_thread(slow.wait_ready, HEAL_S)
+    await until_open(plane, client, slow.instance_id, "two", HEAL_S)
+    assert (await states(client))[slow.instance_id]["version"]["digest"] == model_digest(plane.model(2))
 
 
 @needs_nixl

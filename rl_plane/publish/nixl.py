@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.frames import read_frame, send_frame
+from rl_plane.frames import frame_of, read_frame
 from rl_plane.manifest import Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, make_agent
 from rl_plane.publish.sender import Surroundings
@@ -31,7 +31,14 @@ REQUEST_S = 10.0
 ANSWER_S = 60.0
 """For it to take a manifest of megabytes, over any network."""
 
+LEAVE_S = 1.0
+"""For pullers to leave what is withdrawn: they look every half a millisecond while they read. One that stands still so
+long finds, when it goes on, that it was withdrawn, and uses nothing of what it reads then."""
+
 MAX_REQUEST_BYTES = 1024
+
+OTHER_PROTOCOL = frame_of({"error": f"this trainer speaks version {PROTOCOL}: update both sides"})
+NOT_KEPT = frame_of({"error": "source_gone: these weights are not kept any more"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +103,12 @@ class NixlSender:
                 for offset, bucket in zip(version.offsets, manifest.buckets, strict=False)
             ],
         }
-        self._desk.offer(version.key, answer)
+        try:
+            self._desk.offer(version.key, frame_of(answer))
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the manifest is too large: {error}", field="tensors", fix="use shorter names, or fewer tensors"
+            ) from error
 
     def keep(self, adapter: str | None = None) -> None:
         """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is."""
@@ -131,7 +143,7 @@ class NixlSender:
         self.destroy()
 
     def _withdraw(self, version: _Version) -> None:
-        """Whoever still reads it sees that it is gone; what it read of the next version has other digests."""
+        """Its memory is free once nobody reads it any more."""
         self._desk.withdraw(version.key)
         self._free.append(version.area)
 
@@ -166,20 +178,27 @@ class _Desk:
                 fix="give an address of this machine, and a free port or 0",
             ) from error
         self.port: int = self._listener.getsockname()[1]
-        self._offers: dict[str, Mapping[str, Any]] = {}
+        self._offers: dict[str, bytes] = {}
         self._pulling: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
 
-    def offer(self, key: str, answer: Mapping[str, Any]) -> None:
+    def offer(self, key: str, answer: bytes) -> None:
         with self._lock:
             self._offers[key] = answer
             self._pulling[key] = set()
 
     def withdraw(self, key: str) -> None:
-        with self._lock:
+        """Tells those who pull it, and waits until they have left, at most LEAVE_S."""
+        with self._left:
             self._offers.pop(key, None)
-            for connection in self._pulling.pop(key, ()):
+            pulling = self._pulling.pop(key, set())
+            for connection in pulling:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+            self._left.wait_for(lambda: not pulling, LEAVE_S)
+            for connection in pulling:
                 _hang_up(connection)
 
     def close(self) -> None:
@@ -204,26 +223,27 @@ class _Desk:
             asked = read_frame(connection, MAX_REQUEST_BYTES)
             connection.settimeout(ANSWER_S)
             if asked.get("protocol") != PROTOCOL:
-                send_frame(connection, {"error": f"this trainer speaks version {PROTOCOL}: update both sides"})
+                connection.sendall(OTHER_PROTOCOL)
                 return
             with self._held(str(asked.get("key")), connection) as answer:
-                send_frame(connection, answer or {"error": "source_gone: these weights are not kept any more"})
+                connection.sendall(answer or NOT_KEPT)
                 if answer is not None:
                     connection.settimeout(None)
                     connection.recv(1)  # until one of us hangs up
 
     @contextlib.contextmanager
-    def _held(self, key: str, connection: socket.socket) -> Iterator[Mapping[str, Any] | None]:
-        """The answer for a key; while it is used, `withdraw` ends the connection."""
+    def _held(self, key: str, connection: socket.socket) -> Iterator[bytes | None]:
+        """The answer for a key, and a place among those who pull it."""
         with self._lock:
             answer = self._offers.get(key)
-            if answer is not None:
-                self._pulling[key].add(connection)
+            pulling = self._pulling.get(key, set())
+            pulling.add(connection)
         try:
             yield answer
         finally:
-            with self._lock:
-                self._pulling.get(key, set()).discard(connection)
+            with self._left:
+                pulling.discard(connection)
+                self._left.notify_all()
 
 
 def _hang_up(connection: socket.socket) -> None:

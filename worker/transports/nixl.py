@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
@@ -72,9 +72,7 @@ class NixlTransport:
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
-            manifest, places, metadata = _asked(connection, request["key"], kind)
-            pull = Pull(self, manifest, places, metadata, connection)
-            return PackedDelivery(manifest, pull.buckets(), refetchable=True, close=pull.close)
+            return Pull(self, *_asked(connection, request["key"], kind), connection)
         except BaseException:
             connection.close()
             raise
@@ -102,8 +100,8 @@ class Puller:
         return self._buffers
 
 
-class Pull:
-    """One version, from its source."""
+class Pull(PackedDelivery):
+    """A Delivery of one version, from its source."""
 
     def __init__(
         self,
@@ -113,17 +111,17 @@ class Pull:
         metadata: bytes,
         connection: socket.socket,
     ) -> None:
+        super().__init__(manifest, self._received(), refetchable=True, close=self._end)
         self._transport = transport
-        self._manifest = manifest
         self._places = places
         self._metadata = metadata
         self._connection = connection
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
         self._puller: Puller | None = None
         self._source = ""
-        self._closed = False
+        self._ended = False
 
-    def buckets(self) -> Iterator[memoryview]:
+    def _received(self) -> Iterator[memoryview]:
         """Each is used while the next one is read, by a thread of its own."""
         buckets = self._manifest.buckets
         buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
@@ -134,8 +132,8 @@ class Pull:
                 coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
             yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
 
-    def close(self) -> None:
-        self._closed = True
+    def _end(self) -> None:
+        self._ended = True
         self._ahead.shutdown(wait=True, cancel_futures=True)
         if self._puller is not None:
             with contextlib.suppress(Exception):  # it has gone by itself
@@ -192,8 +190,8 @@ class Pull:
 
     def _look(self) -> None:
         """Is it still wanted, and still there?"""
-        if self._closed:
-            raise Unavailable("the pull was given up")
+        if self._ended or self.cancelled():
+            raise EngineFailed("staging was cancelled")
         try:
             self._connection.recv(1)
         except BlockingIOError:
