@@ -46,7 +46,7 @@ def next_record(
     transport = body.transport.model_dump() if body.transport is not None else None
     if transport is not None and not prepared.refetchable:
         transport = {"backend": transport["backend"]}  # nobody can fetch by the rest, which may be long
-    source = Source(transport, body.cast, prepared.refetchable, policy.staging)
+    source = Source(transport, body.cast, prepared.refetchable, policy.staging, policy.keep_staged)
     adapters = dict(base.adapters)
     version, base_source = base.version, base.source
     if isinstance(body.target, LoraTarget):

@@ -237,6 +237,7 @@ class Prepare(Body):
     """What the trainer published; None: the first worker's is held against the others'."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
+    keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
 
@@ -312,6 +313,9 @@ class UpdatePolicy(Body):
     staging: Literal["host", "none"] = "host"
     """`none`, for a model that doesn't fit twice: it is written over the served weights, so each worker is closed from
     the first byte to the commit, and a failure heals it to the committed version."""
+    keep_staged: bool = False
+    """Each rank keeps the base weights in host memory after the swap, until others come: one copy of the model, which
+    the next update's delta is applied to, and from which others may heal."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """As the mode of `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep` without."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
@@ -349,6 +353,12 @@ class _Update(Body):
                 "an adapter is staged: it is small, and the base weights stay as they are",
                 field="policy.staging",
                 fix="use staging host",
+            )
+        if self.policy.staging == "none" and self.policy.keep_staged:
+            raise InvalidRequest(
+                "what is not staged can't be kept",
+                field="policy.keep_staged",
+                fix="use staging host, or leave it out",
             )
         if self.policy.barrier == "rolling" and self.policy.staging == "none":
             raise InvalidRequest(

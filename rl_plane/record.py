@@ -38,6 +38,7 @@ class Source:
     cast: bool = False
     refetchable: bool = True
     staging: Staging = "host"
+    keep_staged: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -45,6 +46,7 @@ class Source:
             "cast": self.cast,
             "refetchable": self.refetchable,
             "staging": self.staging,
+            "keep_staged": self.keep_staged,
         }
 
     @classmethod

@@ -392,6 +392,7 @@ class UpdateMachine:
             "digest": body.digest,
             "cast": body.cast,
             "staging": body.policy.staging,
+            "keep_staged": body.policy.keep_staged,
             "pause_mode": body.policy.pause_mode,
         }
         answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)

@@ -186,6 +186,7 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
         "policy": {
             "barrier": "strict",
             "staging": "host",
+            "keep_staged": False,
             "pause_mode": "wait",
             "on_prepare_failure": "exclude",
             "min_ready": 2,

@@ -240,6 +240,7 @@ def test_a_whole_update() -> None:
         "digest": None,
         "cast": False,
         "staging": "host",
+        "keep_staged": False,
         "pause_mode": "keep",
     }
     decided = driver.one(Write, "decide").record

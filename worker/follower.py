@@ -242,6 +242,7 @@ class RecordFollower:
             fetch.version.label,
             fetch.version.digest,
             fetch.source.cast,
+            keep=fetch.source.keep_staged,
             in_place=fetch.name is None and (self._core.in_place or fetch.source.staging == "none"),
         )
         if not wanted.in_place:
@@ -298,6 +299,7 @@ class RecordFollower:
             body.cast,
             fence,
             in_place=body.staging == "none" and name is None,
+            keep=body.keep_staged and name is None,
         )
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
@@ -349,6 +351,7 @@ class RecordFollower:
             body.version or record.version.label,
             body.digest,
             body.cast,
+            keep=body.policy.keep_staged,
         )
         reply = await self._updates.prepare(wanted)
         if reply["digest"] != record.version.digest:

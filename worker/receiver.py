@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.errors import EngineFailed
 from rl_plane.ops import PreparedReply
-from worker.reception import Cancelled, Reception, Staged, WeightHolder
+from rl_plane.versions import HostTensor
+from worker.reception import Cancelled, KeepableStaged, Reception, Staged, WeightHolder
 from worker.staging import check_overwrite, check_staged, overwrite, receive, receive_adapter
 from worker.transports.base import Delivery, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
@@ -37,6 +39,17 @@ def load_transports(places: Places) -> dict[str, WeightTransport]:
     return {name: kind(places) for name, kind in _installed().items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A version in host memory, beside the model: exactly what was published, tensor by tensor."""
+
+    digest: str
+    tensors: Mapping[str, HostTensor]
+    """Writable; by checkpoint name."""
+    staged: KeepableStaged
+    """The same memory, as the engine's swap takes it."""
+
+
 class Receiver:
     """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread."""
 
@@ -45,6 +58,9 @@ class Receiver:
         self._transports = transports
         self._opened: dict[str, tuple[Reception, Delivery]] = {}
         self._staged: dict[str, Staged] = {}
+        self._to_keep: dict[str, Kept] = {}
+        self.kept: Kept | None = None
+        """What an update with `keep` has left here. It goes when other base weights are received."""
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -74,11 +90,16 @@ class Receiver:
             "expected_digest": reception.digest,
             "cancelled": cancelled,
         }
+        if reception.kind == "base":
+            self.kept = None  # before its like comes: there is room for one
         if reception.in_place:
             digest = overwrite(self.holder, delivery, **how)
         else:
             take = receive if reception.kind == "base" else receive_adapter
-            self._staged[staging], digest = take(self.holder, delivery, **how)
+            staged, digest = take(self.holder, delivery, **how)
+            self._staged[staging] = staged
+            if reception.keep and isinstance(staged, KeepableStaged):
+                self._may_keep(staging, Kept(digest, staged.host_tensors(), staged), delivery)
         return PreparedReply(digest=digest, tensors=tensors, bytes=size, refetchable=refetchable)
 
     def take(self, staging: str) -> Staged:
@@ -86,14 +107,21 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        self.kept = self._to_keep.pop(staging, self.kept)
         return staged
 
     def discard(self, staging: str) -> None:
         """Frees what is staged or opened under this name, if anything is."""
         self._staged.pop(staging, None)
+        self._to_keep.pop(staging, None)
         opened = self._opened.pop(staging, None)
         if opened is not None:
             opened[1].close()
+
+    def _may_keep(self, staging: str, kept: Kept, delivery: Delivery) -> None:
+        """Not what was cast or left out: it has another digest than the version."""
+        if {name: tensor.spec for name, tensor in kept.tensors.items()} == dict(delivery.specs):
+            self._to_keep[staging] = kept
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config).init(config)

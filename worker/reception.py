@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl_plane.versions import HostTensor, TensorSpec
 
@@ -31,6 +31,8 @@ class Reception:
     """The version's, where it is known."""
     in_place: bool = False
     """Over the served weights, which don't fit twice; then nothing is staged."""
+    keep: bool = False
+    """What is staged stays in host memory after the swap: see `Receiver.kept`."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -40,11 +42,20 @@ class Reception:
             "cast": self.cast,
             "digest": self.digest,
             "in_place": self.in_place,
+            "keep": self.keep,
         }
 
 
 class Staged(Protocol):
     """Complete, verified weights in host memory, made by a holder's `stage`."""
+
+
+@runtime_checkable
+class KeepableStaged(Staged, Protocol):
+    """May be swapped in more than once."""
+
+    def host_tensors(self) -> Mapping[str, HostTensor]:
+        """Its own memory, writable, by checkpoint name."""
 
 
 class WeightHolder(Protocol):

@@ -51,6 +51,8 @@ class Wanted:
     """The coordinator's; None: the worker fetches by itself, to heal."""
     in_place: bool = False
     """Over the served weights: the engine is paused, and nobody resumes it meanwhile."""
+    keep: bool = False
+    """In host memory, after the swap too."""
 
 
 @dataclass(slots=True)
@@ -203,6 +205,7 @@ class WeightUpdates:
             wanted.cast,
             wanted.digest,
             wanted.in_place,
+            wanted.keep,
         )
         await asyncio.to_thread(self._adapter.open, reception)
         opened.set_result(None)
