@@ -507,8 +507,9 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_read(
     patch, at, go, flying = _held_at(plane, 2, TCP + bounds)
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)
+    await client.run("init_transport", {"backend": "nixl"})  # or it takes the time that the update has
     transport = await source.offers(plane.model(1))
-    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=2)))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=5)))
     await plane.until(at.exists, HEAL_S)
     source.stop()
     go.touch()
