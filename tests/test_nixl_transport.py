@@ -178,8 +178,8 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         descriptors = [agent.get_xfer_descs([(one, 64, 0)], "DRAM") for one in (here.address, address)]
         agent.initialize_xfer("READ", *descriptors, source).release()
 
-    prepared(addresses[1]["places"][0][0])
-    for elsewhere in (addresses[2]["places"][0][0], id(SPECS)):
+    prepared(addresses[1]["places"][0][0][0])
+    for elsewhere in (addresses[2]["places"][0][0][0], id(SPECS)):
         with pytest.raises(Exception, match="NIXL_ERR_NOT_FOUND"):
             prepared(elsewhere)
 
@@ -201,7 +201,7 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
 def test_memory_is_used_again_once_its_pullers_have_left(
     sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_plane.publish.nixl.LEAVE_S", BOUND_S if leaves else 0.1)
+    monkeypatch.setattr("rl_plane.publish.nixl_desk.LEAVE_S", BOUND_S if leaves else 0.1)
     first = offer(sender, 1)
     area = sender._opened.area if sender._opened is not None else None
     sender.keep()
@@ -289,6 +289,44 @@ def test_an_address_that_is_none_of_ours_is_refused() -> None:
     assert caught.value.facts["field"] == "host"
 
 
+@needs_nixl
+def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
+    from worker.transports.nixl_shelf import Shelf
+
+    kept = tensors(1) | {
+        "empty": HostTensor(TensorSpec("F32", (0, 4)), memoryview(b"")),
+        "large": HostTensor(TensorSpec("U8", (100_000,)), memoryview(random.Random(2).randbytes(100_000))),
+    }
+    lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in kept.items()}
+    shelf = Shelf("127.0.0.1")
+    for _ in range(2):
+        transport = dict(shelf.offer(lent))
+        assert pull(puller, transport)[0] == data_of(kept)
+    delivery = puller.open(transport, "base")
+    next(arriving := delivery.tensors())
+    shelf.withdraw()
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        puller.open(transport, "base")
+    list(arriving)  # one bucket, which was here
+    delivery.close()
+    shelf.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(("read_bytes", "read_pieces"), [(100, 1024), (1 << 20, 2)])
+def test_small_pieces_are_read_together(
+    puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.transports.nixl_shelf import Shelf
+
+    monkeypatch.setattr("worker.transports.nixl.READ_BYTES", read_bytes)
+    monkeypatch.setattr("worker.transports.nixl.READ_PIECES", read_pieces)
+    shelf = Shelf("127.0.0.1")
+    lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
+    assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)
+    shelf.close()
+
+
 # ---- senders that are none ----
 
 
@@ -318,12 +356,12 @@ def impostor(answer: Any) -> Iterator[dict[str, Any]]:
 GOOD: dict[str, Any] = {
     "metadata": b"none",
     "manifest": MANIFEST.to_wire(),
-    "places": [[4096, bucket.nbytes, 0] for bucket in MANIFEST.buckets],
+    "places": [[[4096, bucket.nbytes, 0]] for bucket in MANIFEST.buckets],
 }
 
 
 def _placed(*place: Any) -> dict[str, Any]:
-    return {**GOOD, "places": [list(place), *GOOD["places"][1:]]}
+    return {**GOOD, "places": [[list(place)], *GOOD["places"][1:]]}
 
 
 @needs_nixl
@@ -630,6 +668,36 @@ async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
         ids += await asyncio.to_thread(witnesses.spawn, 1)
         await plane.until(lambda: all_serve(client, "two"), HEAL_S)
         await proven(http, ids, 2, a=3)
+
+
+@needs_nixl
+async def test_without_its_trainer_a_worker_heals_from_another(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    from tests.test_frontend_generation import frontend
+    from tests.test_hf_fleet import Witnesses, proven
+
+    witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+    async with frontend(plane, admission_wait_s=HEAL_S) as http:
+        transport = await source.offers(witnesses.base(2), bucket_bytes=1 << 16)
+        await client.run("update_weights", update_of(transport, "two", keep_staged=True))
+        await source.keeps()
+        source.kill()
+        for killed in ids:  # the second one comes back from the first one, which has healed
+            next(one for one in plane.spawned if one.instance_id == killed).kill()
+            await asyncio.to_thread(witnesses.spawn, 1, instance_id=killed)
+            await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+            digest = (await states(client))[killed]["version"]["digest"]
+            assert digest == model_digest(witnesses.base(2))
+            await proven(http, [killed], 2)
+            await plane.until(lambda killed=killed: kept_by(plane, killed), HEAL_S)
+
+
+async def kept_by(plane: Plane, instance_id: str) -> bool:
+    """Does this process, not the one of this name before it, say where its weights are?"""
+    log = next(one.log for one in reversed(plane.spawned) if one.instance_id == instance_id)
+    return "offers its weights" in log.read_text()
 
 
 @needs_nixl

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -37,6 +39,7 @@ from worker.core import (
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.peers import Peers
 from worker.staging import not_fitting
 from worker.updates import Staging, Wanted, WeightUpdates
 
@@ -62,6 +65,7 @@ class RecordFollower:
         adapter: EngineAdapter,
         engine: EngineLoop,
         updates: WeightUpdates,
+        peers: Peers,
         model_path: str,
         tell: Callable[[], None],
     ) -> None:
@@ -74,6 +78,7 @@ class RecordFollower:
         self._adapter = adapter
         self._engine = engine
         self._updates = updates
+        self._peers = peers
         self._model = {"backend": "filesystem", "path": model_path}
         self._tell = tell
         self._wanted = asyncio.Event()
@@ -246,11 +251,29 @@ class RecordFollower:
             in_place=fetch.name is None and (self._core.in_place or fetch.source.staging == "none"),
         )
         if not wanted.in_place:
-            await self._updates.prepare(wanted)
+            await self._staged(wanted)
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
                 await self._overwrite(wanted, "keep")
+
+    async def _staged(self, wanted: Wanted) -> None:
+        """From the recorded source, or from a worker that keeps the same weights."""
+        try:
+            await self._updates.prepare(wanted)
+        except Conflict:
+            raise  # an update has the staging
+        except PlaneError as error:
+            if wanted.name is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
+                raise
+            assert wanted.digest is not None
+
+            async def take(transport: Mapping[str, Any]) -> None:
+                await self._updates.prepare(replace(wanted, transport=transport))
+
+            if not await self._peers.bring(wanted.digest, take):
+                raise
+            log.info("%s has the weights of a peer: %s", self._state.instance_id, why(error))
 
     # ---- what coordinators ask ----
 
@@ -410,6 +433,8 @@ class RecordFollower:
                 await self._engine.run(self._adapter.resume())
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         record = core.record
+        if swap.name is None and record is not None and record.source.keep_staged:
+            self._peers.offer()
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None
         self._last_commit = ops.CommittedReply(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from rl_plane.ops import PreparedReply
 from rl_plane.versions import HostTensor
 from worker.reception import Cancelled, KeepableStaged, Reception, Staged, WeightHolder
 from worker.staging import check_overwrite, check_staged, overwrite, receive, receive_adapter
-from worker.transports.base import Delivery, Places, WeightTransport
+from worker.transports.base import Delivery, OfferingTransport, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
 
 log = logging.getLogger("worker.receiver")
@@ -59,8 +60,32 @@ class Receiver:
         self._opened: dict[str, tuple[Reception, Delivery]] = {}
         self._staged: dict[str, Staged] = {}
         self._to_keep: dict[str, Kept] = {}
-        self.kept: Kept | None = None
+        self._kept: Kept | None = None
+        self._offering = threading.Lock()
+
+    @property
+    def kept(self) -> Kept | None:
         """What an update with `keep` has left here. It goes when other base weights are received."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        with self._offering:
+            if kept is not self._kept:
+                for transport in self._offers():
+                    transport.withdraw()
+            self._kept = kept
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where others find what is kept, until it goes: `{digest, transport}`; None: nothing is kept."""
+        with self._offering:
+            transport = next(iter(self._offers()), None)
+            if self._kept is None or transport is None:
+                return None
+            return {"digest": self._kept.digest, "transport": dict(transport.offer(self._kept.tensors))}
+
+    def _offers(self) -> list[OfferingTransport]:
+        return [transport for transport in self._transports.values() if isinstance(transport, OfferingTransport)]
 
     @property
     def backends(self) -> tuple[str, ...]:

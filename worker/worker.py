@@ -28,6 +28,7 @@ from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
+from worker.peers import Peers
 from worker.registration import Registration
 from worker.state import Reason, WorkerState
 from worker.updates import WeightUpdates
@@ -67,8 +68,9 @@ class Worker:
             adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging))
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
+        peers = Peers(bus, subjects, adapter, info.transports)
         self._follower = RecordFollower(
-            bus, subjects, self.core, adapter, engine, self._updates, member_info["model_path"], self._tell
+            bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
         )
         self._handlers = OpHandlers(
             self.core,

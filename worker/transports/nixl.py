@@ -20,7 +20,9 @@ from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Inva
 from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
+from rl_plane.versions import HostTensor
 from worker.transports.base import Places, check_fields
+from worker.transports.nixl_shelf import Shelf, address_towards
 from worker.transports.packed import PackedDelivery
 
 if not have_nixl():
@@ -33,6 +35,9 @@ CONNECT_S = 10.0
 
 READ_BYTES = 32 << 20
 """One read, so that its bound fits any network and a cancelled update waits for no large tensor."""
+
+READ_PIECES = 1024
+"""More small tensors in one read gain nothing."""
 
 READ_S = 20.0
 """For one read, on the slowest link that is of use. Below what an abort waits for the receive that it ends."""
@@ -52,6 +57,9 @@ _PUBLISH = "publish the weights again"
 Place = tuple[int, int, int]
 """(address, bytes, device), in the source's memory."""
 
+Piece = tuple[int, Place]
+"""Where it goes in its bucket, and where it is."""
+
 
 class NixlTransport:
     """The `nixl` backend. Keeps its agent and buffers from one update to the next."""
@@ -59,7 +67,9 @@ class NixlTransport:
     backend = BACKEND
 
     def __init__(self, places: Places) -> None:
+        self._nats_url = places.nats_url
         self._idle: list[Puller] = []
+        self._shelf: Shelf | None = None
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
@@ -67,6 +77,9 @@ class NixlTransport:
 
     def destroy(self) -> None:
         self._idle.clear()
+        shelf, self._shelf = self._shelf, None
+        if shelf is not None:
+            shelf.close()
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
         check_fields(BACKEND, request, *_FIELDS)
@@ -76,6 +89,15 @@ class NixlTransport:
         except BaseException:
             connection.close()
             raise
+
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        if self._shelf is None:
+            self._shelf = Shelf(address_towards(self._nats_url))
+        return self._shelf.offer(tensors)
+
+    def withdraw(self) -> None:
+        if self._shelf is not None:
+            self._shelf.withdraw()
 
     def take(self) -> Puller:
         return self._idle.pop() if self._idle else Puller()
@@ -107,7 +129,7 @@ class Pull(PackedDelivery):
         self,
         transport: NixlTransport,
         manifest: Manifest,
-        places: Sequence[Place],
+        places: Sequence[Sequence[Piece]],
         metadata: bytes,
         connection: socket.socket,
     ) -> None:
@@ -153,11 +175,10 @@ class Pull(PackedDelivery):
     def _read(self, number: int, buffer: Memory) -> None:
         """After an error its agent goes, and nobody uses the buffers again: bytes may come late, even after a read was
         released."""
-        address, nbytes, device = self._places[number]
-        for offset in range(0, nbytes, READ_BYTES):
-            length = min(READ_BYTES, nbytes - offset)
+        for pieces in _reads(self._places[number]):
+            here = [(buffer.address + at, place[1], 0) for at, place in pieces]
             try:
-                self._read_piece((buffer.address + offset, length, 0), (address + offset, length, device))
+                self._read_pieces(here, [place for _, place in pieces])
             except PlaneError:
                 self._puller = None
                 raise
@@ -165,11 +186,11 @@ class Pull(PackedDelivery):
                 self._puller = None
                 raise _gone(error) from error.with_traceback(None)  # whose frames would keep the agent
 
-    def _read_piece(self, here: Place, there: Place) -> None:
+    def _read_pieces(self, here: list[Place], there: list[Place]) -> None:
         assert self._puller is not None
         agent = self._puller.agent
         handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs([here], "DRAM"), agent.get_xfer_descs([there], "DRAM"), self._source
+            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), self._source
         )
         try:
             until = time.monotonic() + READ_S
@@ -177,7 +198,8 @@ class Pull(PackedDelivery):
             while state == "PROC":
                 self._look()
                 if time.monotonic() > until:
-                    raise DeadlineExceeded(f"{there[1]} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
+                    nbytes = sum(place[1] for place in there)
+                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
@@ -229,7 +251,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, key: str, kind: Literal["base", "lora"]
-) -> tuple[Manifest, Sequence[Place], bytes]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "key": key})
         answer = read_frame(connection)
@@ -251,15 +273,43 @@ def _asked(
     return manifest, _checked_places(answer.get("places"), manifest.buckets), answer["metadata"]
 
 
-def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Place]:
+def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
     if not isinstance(places, list) or len(places) != len(buckets):
-        raise _refuse("it gave not one place for each bucket")
-    for place, bucket in zip(places, buckets, strict=True):
-        if not isinstance(place, list) or len(place) != 3 or not all(_is_address(value) for value in place):
-            raise _refuse("its places are not [address, bytes, device]")
-        if place[1] != bucket.nbytes:
-            raise _refuse(f"it gave {place[1]} bytes for a bucket of {bucket.nbytes}")
-    return [(address, nbytes, device) for address, nbytes, device in places]
+        raise _refuse("it gave not places for each bucket")
+    return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
+
+
+def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
+    """The bucket in one run, or each of its tensors by itself."""
+    if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
+        raise _refuse("its places are not [address, bytes, device]")
+    if not all(_is_address(value) for place in told for value in place):
+        raise _refuse("its places are not [address, bytes, device]")
+    sizes = [place[1] for place in told]
+    if sizes == [bucket.nbytes]:
+        starts = [0]
+    elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
+        starts = [placed.offset for placed in bucket.tensors]
+    else:
+        raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
+    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, told, strict=True)]
+
+
+def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The same bytes, in pieces of which each read takes at most READ_BYTES and READ_PIECES."""
+    found: list[Piece] = []
+    room = READ_BYTES
+    for at, (address, nbytes, device) in pieces:
+        done = 0
+        while done < nbytes:
+            if not room or len(found) == READ_PIECES:
+                yield found
+                found, room = [], READ_BYTES
+            length = min(room, nbytes - done)
+            found.append((at + done, (address + done, length, device)))
+            done, room = done + length, room - length
+    if found:
+        yield found
 
 
 def _is_address(value: Any) -> bool:
