@@ -32,6 +32,7 @@ from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sender import KeepingSender
 from rl_plane.versions import HostTensor, TensorSpec
+from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
 from tests.test_worker_healing import until_behind, until_open
@@ -679,25 +680,30 @@ async def test_without_its_trainer_a_worker_heals_from_another(
 
     witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
     ids = await asyncio.to_thread(witnesses.spawn, 2)
+
+    async def heals(number: int, label: str, seed: int) -> None:
+        """The worker `ids[number]` is killed, and comes back with its old model."""
+        next(one for one in reversed(plane.spawned) if one.instance_id == ids[number]).kill()
+        await asyncio.to_thread(witnesses.spawn, 1, instance_id=ids[number])
+        await plane.until(lambda: all_serve(client, label), HEAL_S)
+        digest = (await states(client))[ids[number]]["version"]["digest"]
+        assert digest == model_digest(witnesses.base(seed))
+        await proven(http, [ids[number]], seed)
+
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
         transport = await source.offers(witnesses.base(2), bucket_bytes=1 << 16)
         await client.run("update_weights", update_of(transport, "two", keep_staged=True))
         await source.keeps()
         source.kill()
-        for killed in ids:  # the second one comes back from the first one, which has healed
-            next(one for one in plane.spawned if one.instance_id == killed).kill()
-            await asyncio.to_thread(witnesses.spawn, 1, instance_id=killed)
-            await plane.until(lambda: all_serve(client, "two"), HEAL_S)
-            digest = (await states(client))[killed]["version"]["digest"]
-            assert digest == model_digest(witnesses.base(2))
-            await proven(http, [killed], 2)
-            await plane.until(lambda killed=killed: kept_by(plane, killed), HEAL_S)
-
-
-async def kept_by(plane: Plane, instance_id: str) -> bool:
-    """Does this process, not the one of this name before it, say where its weights are?"""
-    log = next(one.log for one in reversed(plane.spawned) if one.instance_id == instance_id)
-    return "offers its weights" in log.read_text()
+        await heals(0, "two", 2)
+        # What can't be fetched again by the transport that brought it, too.
+        pushing = IpcTrainer(witnesses.base(3), 2)
+        try:
+            body = update_of((await pushing.says("transport"))["transport"], "three", keep_staged=True)
+            await client.run("update_weights", body)
+        finally:
+            pushing.close()
+        await heals(1, "three", 3)
 
 
 @needs_nixl

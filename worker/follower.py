@@ -23,6 +23,7 @@ from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import tensors_digest
 from worker.core import (
     HEAL_RETRY_S,
+    SOURCE_GONE,
     Drop,
     Fetch,
     Instruction,
@@ -251,15 +252,17 @@ class RecordFollower:
             in_place=fetch.name is None and (self._core.in_place or fetch.source.staging == "none"),
         )
         if not wanted.in_place:
-            await self._staged(wanted)
+            await self._staged(wanted, fetch.source.refetchable)
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
                 await self._overwrite(wanted, "keep")
 
-    async def _staged(self, wanted: Wanted) -> None:
+    async def _staged(self, wanted: Wanted, refetchable: bool) -> None:
         """From the recorded source, or from a worker that keeps the same weights."""
         try:
+            if not refetchable:
+                raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
             await self._updates.prepare(wanted)
         except Conflict:
             raise  # an update has the staging
