@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
-from worker.reception import Reception
+from worker.reception import Link, Reception
 
 log = logging.getLogger("worker.updates")
 
@@ -53,6 +53,10 @@ class Wanted:
     """Over the served weights: the engine is paused, and nobody resumes it meanwhile."""
     keep: bool = False
     """In host memory, after the swap too."""
+    base: str | None = None
+    """Of a delta: the digest of the version that it changes."""
+    before: Sequence[Link] = ()
+    """Of a delta: see Reception."""
 
 
 @dataclass(slots=True)
@@ -135,12 +139,10 @@ class WeightUpdates:
             fix=f"this worker has {', '.join(self._info.transports)}",
         )
 
-    def check(self, name: str | None, encoding: str, staging: str, backend: str | None) -> None:
+    def check(self, name: str | None, staging: str, backend: str | None) -> None:
         """Refuses, before anything is touched, what this engine or worker can't do."""
         if name is not None:
             self._refuse_incapable("prepare_update:lora", "target.kind")
-        if encoding != "full":
-            raise Unsupported("delta updates are not supported yet: send full weights", field="encoding")
         if staging == "none":
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
@@ -206,6 +208,8 @@ class WeightUpdates:
             wanted.digest,
             wanted.in_place,
             wanted.keep,
+            wanted.base,
+            wanted.before,
         )
         await asyncio.to_thread(self._adapter.open, reception)
         opened.set_result(None)

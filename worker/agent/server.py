@@ -40,7 +40,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     """What every agent can do."""
 
     def open_(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.open(Reception(**body))
+        receiver.open(Reception.from_wire(body))
 
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)

@@ -267,7 +267,7 @@ class HfEngine:
         return self._receiving().receive(staging, cancelled)
 
     async def discard(self, staging: str) -> None:
-        self._receiving().discard(staging)
+        await asyncio.to_thread(self._receiving().discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged, weights = self._receiving().take(staging), self._held().weights
