@@ -85,6 +85,8 @@ class StateReply(TypedDict):
     """Adapter → the version that the engine holds of it."""
     staged: VersionReply | None
     """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
+    kept: str | None
+    """The digest of the version that its ranks keep in host memory, which a delta may change (`policy.keep_staged`)."""
     loras: list[str]
     running: int
     waiting: int

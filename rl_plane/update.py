@@ -412,7 +412,7 @@ class UpdateMachine:
             "digest": body.digest,
             "cast": body.cast,
             "staging": body.policy.staging,
-            "keep_staged": body.policy.keep_staged,
+            "keep_staged": body.policy.keep_staged or body.encoding == "delta",
             "pause_mode": body.policy.pause_mode,
         }
         answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)

@@ -430,6 +430,7 @@ class RecordFollower:
             if not was_paused and not (pause_s and swapped) and state.digest is not None:
                 await self._engine.run(self._adapter.resume())
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
+        await self._updates.swapped()
         record = core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None

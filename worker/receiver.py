@@ -66,6 +66,10 @@ class Receiver:
     def backends(self) -> tuple[str, ...]:
         return tuple(sorted(self._transports))
 
+    @property
+    def kept_digest(self) -> str | None:
+        return self.kept.digest if self.kept is not None else None
+
     def open(self, reception: Reception) -> None:
         """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
         delivery = self._open(reception.transport, reception.kind)

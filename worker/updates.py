@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo
@@ -113,6 +113,9 @@ class WeightUpdates:
         """Armed, and its end was not asked for yet."""
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
+        self._taken: Wanted | None = None
+        self.kept: str | None = None
+        """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
     @property
     def _busy(self) -> Wanted | None:
@@ -219,7 +222,10 @@ class WeightUpdates:
             except BaseException:
                 await self._engine.run(self._adapter.discard(reception.staging))
                 raise
-        reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+        try:
+            reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+        finally:
+            await self._look_at_kept(wanted)
         staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
         if cancelled.is_set():
             await self._discard(staging)
@@ -234,12 +240,29 @@ class WeightUpdates:
     async def _discard(self, staging: Staging) -> None:
         if staging.name is not None:
             await self._engine.run(self._adapter.discard(staging.name))
+            await self._look_at_kept(staging.wanted)
+
+    async def _look_at_kept(self, wanted: Wanted) -> None:
+        if not wanted.keep and self.kept is None:
+            return  # as with most engines, which keep nothing
+        try:
+            self.kept = await asyncio.to_thread(self._adapter.kept)
+        except PlaneError as error:
+            log.warning("what the engine keeps is not known: %s", error)
+            self.kept = None
+
+    async def swapped(self) -> None:
+        """What was taken is in: from now on it may be kept."""
+        if (taken := self._taken) is not None:
+            self._taken = None
+            await self._look_at_kept(taken)
 
     def take(self, update_id: str) -> str | None:
         """The name of the staged weights, for the swap, which uses them up. None: they are in place."""
         staged = self.staged
         assert staged is not None
         assert staged.wanted.update_id == update_id, "the core has looked"
+        self._taken = staged.wanted
         self._set(None)
         return staged.name
 

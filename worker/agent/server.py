@@ -48,6 +48,9 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
 
+    def kept(_: Mapping[str, Any], __: Cancelled) -> str | None:
+        return receiver.kept_digest
+
     def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
         spec = receiver.holder.weight_spec()
         return {
@@ -67,6 +70,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "open": open_,
         "receive": receive,
         "discard": discard,
+        "kept": kept,
         "init_transport": init_transport,
         "destroy_transport": destroy_transport,
     }

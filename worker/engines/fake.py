@@ -456,6 +456,9 @@ class FakeEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
+    def kept(self) -> str | None:
+        return self.receiver.kept_digest
+
     async def discard(self, staging: str) -> None:
         self.receiver.discard(staging)
 

@@ -266,6 +266,9 @@ class HfEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self._receiving().receive(staging, cancelled)
 
+    def kept(self) -> str | None:
+        return self._receiving().kept_digest
+
     async def discard(self, staging: str) -> None:
         await asyncio.to_thread(self._receiving().discard, staging)
 
