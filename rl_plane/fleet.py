@@ -46,6 +46,7 @@ from rl_plane.fleet_replies import (
 )
 from rl_plane.history import (
     Journal,
+    before_of,
     first_answer,
     read_entry,
     read_history,
@@ -58,6 +59,7 @@ from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import (
     DesiredPause,
+    Source,
     UpdateSession,
     read_pause,
     read_record,
@@ -359,7 +361,7 @@ class Fleet:
         if (first := await self._first_answer(call, request)) is not None:
             return first
         snapshot = await self._whole_fleet(call)
-        body = await self._with_source(call, asked, snapshot)
+        body, before = await self._with_source(call, asked, snapshot)
         _check_name(body.target, snapshot)
         pinned = call.select.epoch is not None or call.select.fingerprint is not None
         policy = body.policy
@@ -372,7 +374,7 @@ class Fleet:
                     return answered(call, entry)
                 try:
                     pin = snapshot.fingerprint if pinned else None
-                    asked_for = Coordination("update", call.request_id, body, pin)
+                    asked_for = Coordination("update", call.request_id, body, pin, before=before)
                     return await self._committed(call, held, journal, asked_for)
                 except PlaneError as error:
                     await journal.failed(error)
@@ -390,11 +392,14 @@ class Fleet:
         entry = await first_answer(self.client.bus, call.view.subjects.state, call.request_id, request)
         return answered(call, entry) if entry is not None else None
 
-    async def _with_source(self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot) -> ops.UpdateWeights:
-        """The update itself: a roll-back is one with the source and the digest that the history has."""
+    async def _with_source(
+        self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot
+    ) -> tuple[ops.UpdateWeights, Source | None]:
+        """The update itself: a roll-back is one with the source and the digest that the history has, and of a delta
+        with the source of what it changed."""
         given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
         if asked.rollback is None:
-            return ops.UpdateWeights.model_validate(given)
+            return ops.UpdateWeights.model_validate(given), None
         state = call.view.subjects.state
         entries = await read_history(self.client.bus, state)
         record = await read_record(self.client.bus, state)
@@ -405,8 +410,11 @@ class Fleet:
             "transport": source_of(target, snapshot),
             "digest": target.digest,
             "cast": target.cast,
+            "encoding": target.encoding,
+            "base": target.base,
         }
-        return ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+        body = ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+        return body, before_of(target)
 
     def _journal(
         self,

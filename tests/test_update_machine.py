@@ -236,6 +236,8 @@ def test_a_whole_update() -> None:
         "target": {"kind": "base", "adapters": "keep"},
         "transport": FILES,
         "encoding": "full",
+        "base": None,
+        "before": None,
         "label": "new",
         "digest": None,
         "cast": False,

@@ -32,16 +32,18 @@ class Peers:
         self._key = KEPT_PREFIX + bus.name
         self._adapter = adapter
         self._transports = transports
+        self._offered: dict[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def offer(self) -> None:
-        """What was just swapped in and is kept; in the background."""
+        """What the engine keeps by now; in the background. Again: nothing."""
         self._task = asyncio.create_task(self._offer())
 
     async def _offer(self) -> None:
         try:
             place = await asyncio.to_thread(self._adapter.offer)
-            if place is not None:
+            if place is not None and place != self._offered:
+                self._offered = place
                 await self._bus.put(self._state, self._key, json.dumps(place).encode())
                 await self._bus.keep_newest(self._state, KEPT_PREFIX + ">", OFFERS)
                 log.info("%s offers its weights to others", self._bus.name)

@@ -64,11 +64,11 @@ class Worker:
         self._engine = engine
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
+        peers = Peers(bus, subjects, adapter, info.transports)
         self._updates = WeightUpdates(
-            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging))
+            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
-        peers = Peers(bus, subjects, adapter, info.transports)
         self._follower = RecordFollower(
             bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
         )

@@ -61,6 +61,10 @@ class Ranks:
         reply: PreparedReply = replies[0]
         return reply
 
+    def kept(self) -> str | None:
+        digests: set[str | None] = set(self._client.ask("kept"))
+        return digests.pop() if len(digests) == 1 else None
+
     def discard(self, staging: str) -> None:
         self._client.ask("discard", {"staging": staging})
 

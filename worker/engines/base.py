@@ -154,6 +154,10 @@ class EngineAdapter(Protocol):
         With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
         weights are of no version. They are labelled by a `set_version` that follows."""
 
+    def kept(self) -> str | None:
+        """The digest of the version that every rank keeps in host memory (`Reception.keep`); None: there is none, or
+        not the same in all. Blocks, on a thread of the worker's."""
+
     async def discard(self, staging: str) -> None:
         """Frees what is opened or staged under this name; nothing there is no error."""
 

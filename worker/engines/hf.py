@@ -266,8 +266,11 @@ class HfEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self._receiving().receive(staging, cancelled)
 
+    def kept(self) -> str | None:
+        return self._receiving().kept_digest
+
     async def discard(self, staging: str) -> None:
-        self._receiving().discard(staging)
+        await asyncio.to_thread(self._receiving().discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged, weights = self._receiving().take(staging), self._held().weights

@@ -303,6 +303,9 @@ class SglangEngine:
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
 
+    def kept(self) -> str | None:
+        return self._process.ranks.kept()
+
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
         await asyncio.to_thread(self._process.ranks.discard, staging)

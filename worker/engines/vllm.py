@@ -411,6 +411,9 @@ class VllmEngine:
         self._check_paused()
         await self._forget_base()
 
+    def kept(self) -> str | None:
+        return self._receivers().kept()
+
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
         await asyncio.to_thread(self._receivers().discard, staging)
