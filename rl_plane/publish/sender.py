@@ -84,10 +84,14 @@ class Surroundings:
         """As `GET /v1/rl/workers` lists them, now."""
         return members(self.run("workers", {}))
 
+    def colocated(self, workers: Sequence[Mapping[str, Any]]) -> bool:
+        """Are they all on this machine?"""
+        return all(worker["host"] == platform.node() for worker in workers)
+
     def address(self) -> tuple[str, int]:
         """Where this machine is reached by the workers: the options `host` and `port` (0: any that is free)."""
         host, port = self.options.get("host"), self.options.get("port", 0)
-        if host is None and all(worker["host"] == platform.node() for worker in self.workers()):
+        if host is None and self.colocated(self.workers()):
             host = "127.0.0.1"
         if not isinstance(host, str):
             raise InvalidRequest(
