@@ -271,7 +271,13 @@ class WeightPublisher:
         workers = members(fleet.run("workers", self._select))
         backend = choose(self._told, workers, installed(), with_root=self._root is not None)
         around = Surroundings(
-            fleet.run, self._root, self._options, fleet.nats_url, fleet.namespace, fleet.component
+            fleet.run,
+            self._root,
+            self._options,
+            fleet.nats_url,
+            fleet.namespace,
+            fleet.component,
+            self._adapter,
         )
         colocated = around.colocated(workers)
         # One that was made for this machine alone can't be reached from another, unless its address was told.

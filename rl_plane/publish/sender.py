@@ -79,6 +79,8 @@ class Surroundings:
     """Of the fleet, as its namespace and component; None where the trainer knows only the facade."""
     namespace: str | None = None
     component: str | None = None
+    adapter: str | None = None
+    """What is published: the adapter of this name; None: base weights."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
@@ -112,11 +114,21 @@ class Surroundings:
                 fix=f"use {', '.join(known)}" if known else "leave it out",
             )
 
-    def committed(self) -> set[str]:
-        """The digests of what is committed: the base's and the adapters'."""
-        state = self.run("state", {})
-        versions = [state["version"], *state["adapters"].values()]
-        return {version["digest"] for version in versions if version is not None}
+    def publisher(self) -> str:
+        """Who publishes, by a name that is the same after a restart: what it has left behind is told by it from what
+        others have. The option `publisher`, or this machine's name and what is published."""
+        default = f"{platform.node()}/{'base' if self.adapter is None else f'adapter {self.adapter}'}"
+        name = self.options.get("publisher", default)
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(
+                f"publisher is {name!r}", field="options.publisher", fix="give a name of its own to each publisher"
+            )
+        return name
+
+    def sources(self) -> list[Mapping[str, Any]]:
+        """The transports by which a worker that heals fetches what is committed."""
+        found: list[Mapping[str, Any]] = self.run("state", {})["sources"]
+        return found
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
