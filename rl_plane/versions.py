@@ -14,8 +14,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
 
-PARALLEL_HASH_BYTES = 16 << 20
-"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
+PARALLEL_HASH_BYTES = 1 << 20
+"""From this size on a tensor is hashed on all cores, for at most milliseconds; below, threads cost more than they save."""
 
 MAX_NAME_CHARS = 512
 """Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
