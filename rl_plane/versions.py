@@ -15,7 +15,7 @@ DTYPE_BYTES = {
 """Bytes per element of each dtype, by its safetensors name."""
 
 PARALLEL_HASH_BYTES = 1 << 20
-"""From this size on a tensor is hashed on all cores, for at most milliseconds; below, threads cost more than they save."""
+"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
 
 MAX_NAME_CHARS = 512
 """Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
