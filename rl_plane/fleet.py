@@ -42,6 +42,7 @@ from rl_plane.fleet_replies import (
     is_serving,
     join,
     merged,
+    sources_of,
     updated,
 )
 from rl_plane.history import (
@@ -220,6 +221,7 @@ class Fleet:
             loras=sorted({name for body in bodies for name in body["loras"]}),
             version=version_wire(record),
             adapters=adapters_of(record),
+            sources=sources_of(record),
             sequence=record.sequence if record else None,
         )
 
