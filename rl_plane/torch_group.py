@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.ops import MAX_TIMEOUT_S
+from rl_plane.tasks import never
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +40,6 @@ MAX_NAME_CHARS = 64
 MAX_WORLD_SIZE = 1 << 16
 
 FORM_AGAIN = "form the group again (init_transport), and send the update again"
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)

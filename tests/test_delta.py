@@ -16,12 +16,13 @@ from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtB
 from rl_plane.manifest import Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.packing import fill
+from rl_plane.tasks import never
 from rl_plane.versions import HostTensor, TensorSpec
 from worker.engines.hf_weights import DTYPE_OF_NAME, StagedTensors, host_copies
 from worker.receiver import Receiver
 from worker.reception import Link, Reception, Staged, TensorStream
 from worker.transports.base import Delivery
-from worker.transports.packed import PackedDelivery, never
+from worker.transports.packed import PackedDelivery
 
 Tensors = dict[str, torch.Tensor]
 

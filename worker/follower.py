@@ -7,8 +7,10 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 from nats.aio.msg import Msg
 
@@ -21,6 +23,7 @@ from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import tensors_digest
 from worker.core import (
     HEAL_RETRY_S,
+    SOURCE_GONE,
     Drop,
     Fetch,
     Instruction,
@@ -37,6 +40,7 @@ from worker.core import (
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.peers import Peers
 from worker.reception import Link
 from worker.staging import not_fitting
 from worker.updates import Staging, Wanted, WeightUpdates
@@ -63,6 +67,7 @@ class RecordFollower:
         adapter: EngineAdapter,
         engine: EngineLoop,
         updates: WeightUpdates,
+        peers: Peers,
         model_path: str,
         tell: Callable[[], None],
     ) -> None:
@@ -75,6 +80,7 @@ class RecordFollower:
         self._adapter = adapter
         self._engine = engine
         self._updates = updates
+        self._peers = peers
         self._model = {"backend": "filesystem", "path": model_path}
         self._tell = tell
         self._wanted = asyncio.Event()
@@ -251,11 +257,31 @@ class RecordFollower:
             before=self._links(source.before, source.base),
         )
         if not wanted.in_place:
-            await self._updates.prepare(wanted)
+            await self._staged(wanted, source.refetchable)
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
                 await self._overwrite(wanted, "keep")
+
+    async def _staged(self, wanted: Wanted, refetchable: bool) -> None:
+        """From the recorded source, or from a worker that keeps the same weights."""
+        try:
+            if not refetchable:
+                raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
+            await self._updates.prepare(wanted)
+        except Conflict:
+            raise  # an update has the staging
+        except PlaneError as error:
+            if wanted.name is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
+                raise
+            assert wanted.digest is not None
+
+            async def take(transport: Mapping[str, Any]) -> None:
+                await self._updates.prepare(replace(wanted, transport=transport, base=None, before=()))
+
+            if not await self._peers.bring(wanted.digest, take):
+                raise
+            log.info("%s has the weights of a peer: %s", self._state.instance_id, why(error))
 
     # ---- what coordinators ask ----
 

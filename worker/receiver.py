@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -22,7 +23,7 @@ from worker.staging import (
     receive,
     receive_adapter,
 )
-from worker.transports.base import Delivery, Places, WeightTransport
+from worker.transports.base import Delivery, OfferingTransport, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
 
 log = logging.getLogger("worker.receiver")
@@ -58,9 +59,36 @@ class Receiver:
         self._to_keep: dict[str, Kept] = {}
         self._undo: dict[str, tuple[Kept, Changes]] = {}
         """What was kept before a delta was applied to it, for `discard`."""
-        self.kept: Kept | None = None
+        self._kept: Kept | None = None
+        self._place: dict[str, Any] | None = None
+        self._offering = threading.Lock()
+
+    @property
+    def kept(self) -> Kept | None:
         """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
         also while they, or a delta's, wait for `take`."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        with self._offering:
+            if self._place is not None and kept is not self._kept:
+                self._place = None
+                for transport in self._offers():
+                    transport.withdraw()
+            self._kept = kept
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where others find what is kept, until it goes: `{digest, transport}`; None: nothing is kept."""
+        with self._offering:
+            transport = next(iter(self._offers()), None)
+            if self._kept is not None and transport is not None and self._place is None:
+                place = dict(transport.offer(self._kept.tensors))
+                self._place = {"digest": self._kept.digest, "transport": place}
+            return self._place
+
+    def _offers(self) -> list[OfferingTransport]:
+        return [transport for transport in self._transports.values() if isinstance(transport, OfferingTransport)]
 
     @property
     def backends(self) -> tuple[str, ...]:

@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from blake3 import blake3
-
 from rl_plane import delta
 from rl_plane.checkpoint import Kind, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidWeights
-from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, config_line, tensors_digest
+from rl_plane.versions import (
+    DTYPE_BYTES,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensor_digest,
+    tensors_digest,
+)
 from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
-
-PARALLEL_HASH_BYTES = 16 << 20
-"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
 
 SHOWN = 5
 """Tensors that a message lists of each kind before it only counts."""
@@ -144,7 +146,7 @@ class DigestingStream:
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = _hash(tensor.data)
+            digest = tensor_digest(tensor.data)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
@@ -191,11 +193,6 @@ def _refuse(what: str, *, tensor: str | None = None, **facts: str) -> InvalidWei
         tensor=None if tensor is None else tensor[:SHOWN_CHARS],
         **facts,
     )
-
-
-def _hash(data: memoryview) -> str:
-    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
-    return str(blake3(data, max_threads=threads).hexdigest())
 
 
 def receive(
@@ -277,7 +274,7 @@ def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) 
     for name, tensor in tensors.items():
         if cancelled():
             raise EngineFailed("staging was cancelled")
-        lines.append((name, tensor.spec, _hash(tensor.data)))
+        lines.append((name, tensor.spec, tensor_digest(tensor.data)))
     return tensors_digest(lines)
 
 

@@ -94,7 +94,7 @@ def _ended(opened: asyncio.Future[None], task: asyncio.Task[Staging]) -> None:
 
 class WeightUpdates:
     """At most one update is received or staged at a time: staging is a model's worth of memory. `tell(staging)` is
-    called when what is staged has changed (None: nothing is)."""
+    called when what is staged has changed (None: nothing is), `tell_kept()` when the engine may keep something new."""
 
     def __init__(
         self,
@@ -102,11 +102,13 @@ class WeightUpdates:
         info: EngineInfo,
         engine: EngineLoop,
         tell: Callable[[Staging | None], None],
+        tell_kept: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
         self._engine = engine
         self._tell = tell
+        self._tell_kept = tell_kept
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receiving | None = None
         self._failed: _Receiving | None = None
@@ -250,6 +252,8 @@ class WeightUpdates:
         except PlaneError as error:
             log.warning("what the engine keeps is not known: %s", error)
             self.kept = None
+        if self.kept is not None:
+            self._tell_kept()
 
     async def swapped(self) -> None:
         """What was taken is in: from now on it may be kept."""

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
-from blake3 import blake3
-
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.versions import HostTensor, TensorSpec, tensor_digest
 
 if TYPE_CHECKING:
     import torch
 
 Tensor = Union["torch.Tensor", HostTensor]
 Named = Iterable[tuple[str, Tensor]]
-
-PARALLEL_HASH_BYTES = 16 << 20
-"""From this size on a tensor is hashed on all cores; below, threads cost more than they save."""
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -84,8 +79,7 @@ def fill(
             place = data[placed.offset : placed.offset + placed.spec.nbytes]
             copy_into(place, tensor)
             if digests is not None:
-                threads = blake3.AUTO if place.nbytes >= PARALLEL_HASH_BYTES else 1
-                digests[placed.name] = blake3(place, max_threads=threads).hexdigest()
+                digests[placed.name] = tensor_digest(place)
         yield number
 
 

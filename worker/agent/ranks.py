@@ -68,6 +68,10 @@ class Ranks:
     def discard(self, staging: str) -> None:
         self._client.ask("discard", {"staging": staging})
 
+    def offer(self) -> dict[str, Any] | None:
+        place: dict[str, Any] | None = self._client.ask("offer")[0]
+        return place
+
     def _forget(self, staging: str) -> None:
         with contextlib.suppress(PlaneError):  # the first error is the one that counts
             self.discard(staging)

@@ -65,8 +65,12 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.destroy_transport(body["backend"])
 
+    def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
+        return receiver.offer() if rank == 0 else None  # each has the whole version
+
     return {
         "describe": describe,
+        "offer": offer,
         "open": open_,
         "receive": receive,
         "discard": discard,

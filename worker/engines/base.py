@@ -168,6 +168,10 @@ class EngineAdapter(Protocol):
         flushed for that. The staging is used up, also when this
         raises."""
 
+    def offer(self) -> dict[str, Any] | None:
+        """Where others may fetch the base weights that are kept here beside the model, `{digest, transport}`, until
+        others come; None: none are kept, or by no transport that can. Blocks, on a thread of the worker's."""
+
     def set_version(self, version: WeightVersion) -> None:
         """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""
 

@@ -503,6 +503,9 @@ class FakeEngine:
             if not self._closed:
                 self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
 
+    def offer(self) -> dict[str, Any] | None:
+        return self.receiver.offer()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.receiver.init_transport(config)
         return [{"rank": 0}]

@@ -289,6 +289,9 @@ class HfEngine:
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
 
+    def offer(self) -> dict[str, Any] | None:
+        return self._receiving().offer()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._receiving().init_transport(config)
         return [{"rank": 0}]

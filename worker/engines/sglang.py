@@ -331,6 +331,9 @@ class SglangEngine:
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
 
+    def offer(self) -> dict[str, Any] | None:
+        return self._process.ranks.offer()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._process.ranks.init_transport(config)
 

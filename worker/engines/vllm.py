@@ -418,6 +418,9 @@ class VllmEngine:
         self._in_place.discard(staging)
         await asyncio.to_thread(self._receivers().discard, staging)
 
+    def offer(self) -> dict[str, Any] | None:
+        return self._receivers().offer()
+
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._receivers().init_transport(config)
 
