@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-from blake3 import blake3
+from dataclasses import dataclass, field
 
 from rl_plane import delta
 from rl_plane.buffers import fresh
-from rl_plane.publish.packing import PARALLEL_HASH_BYTES, Tensor, copy_into, in_order, raw_bytes
+from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.publish.sources import Taken
-from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensors_digest
+from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensor_digest, tensors_digest
 
 Named = Iterator[tuple[str, HostTensor]]
 
@@ -24,6 +22,8 @@ class Change:
     base: str | None = None
     deltas: Mapping[str, bytes] | None = None
     """By tensor, of those that have changed. None: they don't pay, or there was nothing to compare with."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """The tensors' digests in `base`."""
 
 
 class HostCopy:
@@ -60,7 +60,7 @@ class HostCopy:
                     room -= len(blob)
                     if room < 0:
                         deltas = None  # what was applied so far stays: only the way back is gone
-                self._digests[name] = _hash(self._places[name])
+                self._digests[name] = tensor_digest(self._places[name])
         except BaseException:
             if deltas is not None:
                 self._take_back(deltas)
@@ -72,7 +72,7 @@ class HostCopy:
         if not deltas:  # a version is never of no tensors
             name, spec = taken.specs[0]
             deltas[name] = delta.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
-        return Change(self.digest, base, deltas)
+        return Change(self.digest, base, deltas, before)
 
     def _compared(self, name: str, tensor: Tensor) -> bytes | None:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
@@ -86,8 +86,7 @@ class HostCopy:
         self.digest = None
         if change.deltas is not None:
             self._take_back(change.deltas)
-            self._digests = {name: _hash(place) for name, place in self._places.items()}
-            self.digest = change.base
+            self.digest, self._digests = change.base, dict(change.before)
 
     def _take_back(self, deltas: Mapping[str, bytes]) -> None:
         for name, blob in deltas.items():
@@ -103,8 +102,3 @@ def as_tensors(deltas: Mapping[str, bytes]) -> Taken:
     """Deltas, as they travel."""
     tensors = {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
     return Taken([(name, tensor.spec) for name, tensor in tensors.items()], iter(tensors.items()))
-
-
-def _hash(data: memoryview) -> str:
-    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
-    return str(blake3(data, max_threads=threads).hexdigest())
