@@ -114,3 +114,18 @@ def test_an_engines_cycle_checks_every_token() -> None:
     said = json.loads(done.stdout)
     assert said["tokens_checked"] > 10
     assert said["pause_ms"] > 0
+
+
+def test_what_an_update_takes_of_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.memory", "--quick", "--only", "ipc"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, row = done.stdout.splitlines()
+    assert row.startswith("| ipc | ")
+    assert len(row.split(" | ")) == 5

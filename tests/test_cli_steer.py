@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from rl_plane.cli import main
-from rl_plane.settings import SETTINGS
+from rl_plane.cli.settings import SETTINGS
 
 ID_A, ID_B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 DIGEST = "blake3:" + "ab" * 32

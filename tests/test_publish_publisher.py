@@ -404,8 +404,10 @@ def test_other_ranks_only_gather(tmp_path: Path) -> None:
     publication = publisher.publish("one")
     assert publication.done
     assert publication.result() == {}
-    assert source.taken == len(source.take().specs)
     publisher.close()
+    taken = source.take()
+    assert source.taken == len(taken.specs)
+    taken.close()
 
 
 async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) -> None:

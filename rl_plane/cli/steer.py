@@ -15,11 +15,11 @@ from typing import Any
 
 from rl_plane.cli.flags import Command, Subparsers, add_command
 from rl_plane.cli.output import note, say, say_json
+from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.facade import call_facade
 from rl_plane.ops import UpdatePolicy
-from rl_plane.settings import BadSetting
 from rl_plane.subjects import check_instance_id
 
 READ_S = 30.0
