@@ -46,7 +46,13 @@ def root_of(plane: Plane) -> Path:
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
     """(label, digest, sequence) of every worker that is open."""
-    rows = (await (await plane.fleet("state")).run("state"))["workers"]
+    fleet = await plane.fleet("state")
+
+    async def answered() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = (await fleet.run("state"))["workers"]
+        return rows if all(row["status"] == "ok" for row in rows) else []
+
+    rows = await plane.until(answered, BOUND_S)  # a busy machine takes more than a second to answer
     assert all(row["admission"]["open"] for row in rows)
     return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
 
