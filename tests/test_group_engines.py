@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 from tests.faults import Stream
 from tests.group_trainer import Trainer
+from tests.pulls import taken_by_pulls
 from tests.test_frontend_generation import frontend
 from tests.test_group_transport import LORA, Pushing
 from tests.test_mixed_fleet import ARGUMENTS, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, proven
@@ -78,3 +79,5 @@ async def test_every_rank_receives_what_is_pushed(
             with Trainer(plane) as again:
                 await Pushing(client, again).push(mixed.base(3), "three")
             await proven(http, mixed, "three", mixed.base(3), ("style", mixed.adapter(1)))
+            if ranks == 2:  # while such an engine is there
+                await taken_by_pulls(http, client, mixed)

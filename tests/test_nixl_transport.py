@@ -722,9 +722,14 @@ async def test_an_engine_with_processes_takes_base_and_adapter(
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
         for sequence, base in ((1, mixed.witness(2)), (2, mixed.tiny(1))):
             transport = await source.offers(base, bucket_bytes=1 << 16)
-            await client.run("update_weights", update_of(transport, base.name))
+            await client.run("update_weights", update_of(transport, base.name, keep_staged=True))
             await source.keeps()
             await mixed.proven(http, sequence, base)
+        source.kill()
+        await mixed.start("hf")  # which takes what the engine keeps
+        await plane.until(lambda: all_serve(client, mixed.tiny(1).name), HEAL_S)
+        await mixed.proven(http, 2, mixed.tiny(1))
+        source = trainer()
         transport = await source.offers(mixed.adapter(1), "lora", bucket_bytes=1 << 16)
         target = {"kind": "lora", "op": "load", "name": "a"}
         await client.run("update_weights", {"target": target, **update_of(transport, "a1")})

@@ -379,6 +379,69 @@ async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: py
     assert await served(plane) == {("initial", model_digest(plane.model()), 0)}
 
 
+class Noted(FilesystemSender):
+    """Tells when it goes."""
+
+    def __init__(self, name: str, root: Path, alive: list[str]) -> None:
+        super().__init__(root)
+        self.alive, self.name = alive, name
+        alive.append(name)
+
+    def destroy(self) -> None:
+        self.alive.remove(self.name)
+
+
+async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    alive: list[str] = []
+    told = iter(["first", "second", "third", "third"])
+    monkeypatch.setattr(publishers, "choose", lambda *_, **__: next(told))
+    monkeypatch.setattr(publishers, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    refused = threading.Event()
+
+    def refuse(progress: Progress) -> None:
+        if refused.is_set():
+            raise RuntimeError("enough")
+
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), progress=refuse)
+    await publisher.publish_async("one")
+    assert alive == ["first"]
+    refused.set()
+    for now in (["first", "second"], ["first", "third"]):
+        with pytest.raises(RuntimeError, match="enough"):
+            await publisher.publish_async("two")
+        assert alive == now
+    refused.clear()
+    await publisher.publish_async("two")
+    assert alive == ["third"]
+    await asyncio.to_thread(publisher.close)
+    assert not alive
+
+
+@pytest.mark.engines("nixl")
+async def test_a_sender_that_workers_elsewhere_do_not_reach_is_not_used(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), transport="nixl")
+    await publisher.publish_async("one")
+    with monkeypatch.context() as patched:
+        patched.setattr("platform.node", lambda: "elsewhere")
+        with pytest.raises(InvalidRequest, match="on other machines") as caught:
+            await publisher.publish_async("two")
+        assert caught.value.facts["field"] == "options.host"
+    plane.spawn()  # it heals from the sender of the first version
+    await plane.until(lambda: two_serve(plane), BOUND_S)
+    await asyncio.to_thread(publisher.close)
+
+
+async def two_serve(plane: Plane) -> bool:
+    rows = (await (await plane.fleet("state")).run("state"))["workers"]
+    return [row["version"]["label"] for row in rows if row["admission"]["open"]] == ["one", "one"]
+
+
 class Gathering(Held):
     """As sharded weights are: every rank must use the iterator up."""
 
