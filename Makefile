@@ -50,6 +50,7 @@ sim: setup
 
 bench: setup
 	$(BIN)/python -m bench
+	$(BIN)/python -m bench.memory
 
 docs: setup
 	$(BIN)/python docs/generate_reference.py

@@ -56,54 +56,31 @@ def encode(old: Bytes, new: Bytes, width: int) -> bytes | None:
     """From one to the other, as long as it and in elements of `width` bytes. None: nothing has changed."""
     import numpy as np
 
-    found = _changes(old, new, width)
-    if not found:
-        return None
-    where, xor = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    steps = np.diff(where, prepend=-1)
-    if steps.max() > REACH:
-        bridges = (steps - 1) // REACH
-        entry = np.arange(len(steps)) + np.cumsum(bridges)  # of each change, among all
-        gaps = np.full(entry[-1] + 1, REACH - 1, np.uint16)
-        gaps[entry] = (steps - 1) % REACH
-        padded = np.zeros(len(gaps), xor.dtype)
-        padded[entry] = xor
-        xor = padded
-    else:
-        gaps = (steps - 1).astype(np.uint16)
-    head = _HEADER.pack(MAGIC, width, len(memoryview(old)) // width, len(gaps)) + gaps.tobytes()
-    return b"".join([head, bytes(_values_at(len(gaps)) - len(head)), xor.tobytes()])
-
-
-def _changes(old: Bytes, new: Bytes, width: int) -> list[tuple[Array, Array]]:
-    """(positions, XOR values) of the elements that differ, in order."""
-    import numpy as np
-
     nbytes = len(memoryview(old))
     if len(memoryview(new)) != nbytes or width not in WIDTHS or nbytes % width:
         raise ValueError(f"{len(memoryview(new))} bytes beside {nbytes}, in elements of {width}")
     kind, words = np.dtype(f"<u{width}"), nbytes // WORD
     before, after = (np.frombuffer(data, "<u8", words) for data in (old, new))
 
-    def compare(start: int) -> tuple[Array, Array]:
+    def compare(start: int) -> _Part | None:
         part = slice(start, start + WORDS)
-        return _in_words(before[part], after[part], start, kind)
+        return _part(*_changes(before[part], after[part], kind), start * (WORD // width))
 
     starts = range(0, words, WORDS)
     if words < PARALLEL_WORDS:
-        found = list(map(compare, starts))
+        parts = list(map(compare, starts))
     else:
         with ThreadPoolExecutor(THREADS, "rl-plane-delta") as threads:
-            found = list(threads.map(compare, starts))
+            parts = list(threads.map(compare, starts))
     if rest := (nbytes - words * WORD) // width:
         one, other = (np.frombuffer(data, kind, rest, words * WORD) for data in (old, new))
-        inside = np.flatnonzero(one != other)
-        found.append((inside + words * (WORD // width), one[inside] ^ other[inside]))
-    return [changes for changes in found if len(changes[0])]
+        where = np.flatnonzero(one != other)
+        parts.append(_part(where, one[where] ^ other[where], words * (WORD // width)))
+    return _joined([part for part in parts if part is not None], nbytes, width)
 
 
-def _in_words(one: Array, other: Array, start: int, kind: np.dtype[Any]) -> tuple[Array, Array]:
-    """Of 64-bit words, the first of which is word `start` of the tensor."""
+def _changes(one: Array, other: Array, kind: np.dtype[Any]) -> tuple[Array, Array]:
+    """(positions, XOR values) of the elements that differ in two arrays of 64-bit words."""
     import numpy as np
 
     # Twice as fast as numpy's own search where few differ: eight words at once, then within those that have one.
@@ -118,10 +95,62 @@ def _in_words(one: Array, other: Array, start: int, kind: np.dtype[Any]) -> tupl
     lanes = WORD // kind.itemsize
     shift = lanes.bit_length() - 1
     where = words[inside >> shift]
-    where += start
     where <<= shift
     where |= inside & (lanes - 1)
     return where, values[inside]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Entries of a run of elements."""
+
+    first: int
+    last: int
+    gaps: Array
+    """The first is not known before the part in front of it is."""
+    values: Array
+
+
+def _part(where: Array, values: Array, start: int) -> _Part | None:
+    """`where`: from `start` on."""
+    import numpy as np
+
+    if not len(where):
+        return None
+    steps = np.diff(where, prepend=where[0] - 1)
+    if steps.max() <= REACH:
+        gaps = (steps - 1).astype(np.uint16)
+    else:
+        bridges = (steps - 1) // REACH
+        entry = np.arange(len(steps)) + np.cumsum(bridges)  # of each change, among all
+        gaps = np.full(entry[-1] + 1, REACH - 1, np.uint16)
+        gaps[entry] = (steps - 1) % REACH
+        padded = np.zeros(len(gaps), values.dtype)
+        padded[entry] = values
+        values = padded
+    return _Part(start + int(where[0]), start + int(where[-1]), gaps, values)
+
+
+def _joined(parts: list[_Part], nbytes: int, width: int) -> bytes | None:
+    import numpy as np
+
+    if not parts:
+        return None
+    gaps: list[Any] = []
+    values: list[Any] = []
+    last = -1
+    for part in parts:
+        bridges, part.gaps[0] = divmod(part.first - last - 1, REACH)
+        if bridges:
+            gaps.append(np.full(bridges, REACH - 1, np.uint16))
+            values.append(np.zeros(bridges, part.values.dtype))
+        gaps.append(part.gaps)
+        values.append(part.values)
+        last = part.last
+    entries = sum(map(len, gaps))
+    head = _HEADER.pack(MAGIC, width, nbytes // width, entries)
+    padding = bytes(_values_at(entries) - len(head) - 2 * entries)
+    return b"".join([head, *gaps, padding, *values])
 
 
 @dataclass(frozen=True, slots=True)

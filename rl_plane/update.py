@@ -240,7 +240,8 @@ class UpdateMachine:
                 raise UpdateAborted(
                     f"the workers hold {session.digest}, the caller stated {stated}", field="digest"
                 )
-            check_against(base, body, before)
+            if before is not None:
+                check_against(base, body, before)
             record = next_record(base, body, session.update_id, prepared, self._now, before)
             written = yield from self._decide(record, base)
         except OutcomeUnknown:

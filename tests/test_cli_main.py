@@ -12,7 +12,7 @@ import pytest
 from rl_plane.cli import main
 from rl_plane.cli.flags import Parser
 from rl_plane.cli.output import missing_module, one_line
-from rl_plane.settings import SETTINGS
+from rl_plane.cli.settings import SETTINGS
 
 COMMANDS = ["up", "nats", "worker", "frontend", "state", "workers", "pause", "resume", "update", "check"]
 COMMANDS += ["rollback", "updates", "enable", "disable", "publish", "demo"]

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from rl_plane.cli import main
-from rl_plane.settings import SETTINGS
+from rl_plane.cli.settings import SETTINGS
 
 ID_A, ID_B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 DIGEST = "blake3:" + "ab" * 32
@@ -172,7 +172,16 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     }
     facade.answers(reply)
     argv = ["update", "ckpt/step_3", "--version", "step_3", "--cast", "--keep-pause", "--pause-mode", "wait"]
-    argv += ["--no-flush", "--on-prepare-failure", "exclude", "--min-ready", "2", "--timeout-s", "33"]
+    argv += [
+        "--keep-staged",
+        "--no-flush",
+        "--on-prepare-failure",
+        "exclude",
+        "--min-ready",
+        "2",
+        "--timeout-s",
+        "33",
+    ]
     argv += ["--digest", DIGEST]
     assert main.run(argv) == 0
     (asked,) = facade.asked
@@ -186,7 +195,7 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
         "policy": {
             "barrier": "strict",
             "staging": "host",
-            "keep_staged": False,
+            "keep_staged": True,
             "pause_mode": "wait",
             "on_prepare_failure": "exclude",
             "min_ready": 2,

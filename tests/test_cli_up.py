@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from rl_plane.cli import main
+from rl_plane.cli.settings import SETTINGS
 from rl_plane.cli.supervisor import MAX_PAUSE_S, exit_words, pause_before
-from rl_plane.settings import SETTINGS
 from worker.engines.fake import make_fake_model
 
 READY_S = 60.0

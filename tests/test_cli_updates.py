@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_plane.cli import main
-from rl_plane.settings import SETTINGS
+from rl_plane.cli.settings import SETTINGS
 from tests.test_cli_steer import HEAD, ID_A, ID_B, VERSION, Facade
 
 

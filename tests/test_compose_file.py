@@ -13,8 +13,8 @@ import pytest
 
 from rl_plane.cli.flags import Command
 from rl_plane.cli.main import build_parser
+from rl_plane.cli.settings import ENV_PREFIX, SETTINGS
 from rl_plane.nats_server import CONFIG
-from rl_plane.settings import ENV_PREFIX, SETTINGS
 
 yaml: Any = pytest.importorskip("yaml")
 

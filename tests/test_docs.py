@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "make test-fast": "a part of make test",
     "make setup": "make test begins with it",
     "make engines": "make test begins with it",
+    ".venv/bin/pip install ./examples/http_transport": "tests/test_third_party_transport.py installs it elsewhere",
     "make bench": "tests/test_bench_quick.py runs a short one",
 }
 

@@ -12,9 +12,9 @@ import pytest
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli import main
+from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
-from rl_plane.settings import SETTINGS
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
 

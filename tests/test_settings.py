@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_plane.settings import SETTINGS, BadSetting, for_child, resolve
+from rl_plane.cli.settings import SETTINGS, BadSetting, for_child, resolve
 
 
 def one(name: str, flag: Any = None, **environ: str) -> Any:

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 
 from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.lock import live_fence
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
 from rl_plane.subjects import RECORD, Subjects
@@ -269,9 +269,9 @@ class RecordFollower:
             if not refetchable:
                 raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
             await self._updates.prepare(wanted)
-        except Conflict:
-            raise  # an update has the staging
         except PlaneError as error:
+            if isinstance(error, Conflict) and not isinstance(error, NotAtBase):
+                raise  # an update has the staging
             if wanted.name is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
                 raise
             assert wanted.digest is not None

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.checkpoint import Kind
-from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase
+from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.ops import PreparedReply
 from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes
 from worker.reception import Cancelled, Link, Reception, Staged, WeightHolder
@@ -220,7 +220,15 @@ class Receiver:
             return kept
         self.kept = None  # there is room for one; and what is half-way changed is of no version
         for link in links:
-            kept = self._follow(kept, link, cancelled)
+            try:
+                kept = self._follow(kept, link, cancelled)
+            except EngineFailed:
+                raise  # cancelled, say
+            except PlaneError as error:
+                raise NotAtBase(
+                    f"{base}, which the delta changes, can't be fetched: {error.message}",
+                    fix="publish the full version",
+                ) from error
         assert kept is not None
         return kept
 
@@ -238,7 +246,7 @@ class Receiver:
         kept = as_kept(digest, staged, delivery.specs)
         if kept is None:
             raise NotAtBase(
-                f"what this engine stages of {digest} differs from what was published, so no delta fits it",
+                "what this engine stages of it differs from what was published, so no delta fits",
                 fix="publish the full version",
             )
         return kept

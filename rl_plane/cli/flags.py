@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from rl_plane.settings import SETTINGS, BadSetting, Setting, resolve
+from rl_plane.cli.settings import SETTINGS, BadSetting, Setting, resolve
 
 Handler = Callable[["Command"], int]
 Subparsers = Any

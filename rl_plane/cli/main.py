@@ -13,8 +13,8 @@ import rl_plane.cli.steer as steer
 import rl_plane.cli.up as up
 from rl_plane.cli.flags import Command, Parser
 from rl_plane.cli.output import error_line, missing_module, note, say_json
+from rl_plane.cli.settings import BadSetting
 from rl_plane.errors import PlaneError
-from rl_plane.settings import BadSetting
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2

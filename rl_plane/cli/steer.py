@@ -15,11 +15,11 @@ from typing import Any
 
 from rl_plane.cli.flags import Command, Subparsers, add_command
 from rl_plane.cli.output import note, say, say_json
+from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.facade import call_facade
 from rl_plane.ops import UpdatePolicy
-from rl_plane.settings import BadSetting
 from rl_plane.subjects import check_instance_id
 
 READ_S = 30.0
@@ -37,6 +37,7 @@ POLICY = (
     "version",
     "barrier",
     "staging",
+    "keep_staged",
     "keep_pause",
     "pause_mode",
     "flush",
@@ -159,6 +160,7 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
     return UpdatePolicy(
         barrier=values["barrier"],
         staging=values["staging"],
+        keep_staged=values["keep_staged"],
         pause_mode=values["pause_mode"],
         on_prepare_failure=values["on_prepare_failure"],
         min_ready=values["min_ready"],

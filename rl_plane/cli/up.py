@@ -18,10 +18,10 @@ from rl_plane.cli.children import ERR, OUT, Child, Printer
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
+from rl_plane.cli.settings import for_child
 from rl_plane.cli.supervisor import Kept, Supervisor
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.nats_server import NatsServer
-from rl_plane.settings import for_child
 
 ERROR_OBJECT = b'{"status": "error"'
 """How the error of a child with --json begins."""

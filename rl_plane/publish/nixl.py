@@ -55,7 +55,8 @@ class NixlSender:
         self._agent = make_agent(f"rl-plane-{secrets.token_hex(8)}")
         self._desk = Desk(host, port)
         self._free: list[_Area] = []
-        self._kept: dict[str | None, _Version] = {}
+        self._kept: dict[str | None, list[_Version]] = {}
+        """Of each target, the full version and its deltas."""
         self._opened: _Version | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -83,17 +84,20 @@ class NixlSender:
         ]
         self._desk.offer(version.key, version.area.metadata, manifest, places)
 
-    def keep(self, adapter: str | None = None) -> None:
-        """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is."""
+    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        """What was sent last is committed, as the base weights or as this adapter: it stays until the next one is.
+        `onto_previous`: a delta, with what it changes."""
         version, self._opened = self._open_version(), None
-        before = self._kept.get(adapter)
-        self._kept[adapter] = version
-        if before is None:
+        before = self._kept.setdefault(adapter, [])
+        if onto_previous:
+            before.append(version)
             return
-        self._withdraw(before)
-        if before.area.memory.nbytes != version.area.memory.nbytes:  # no next version of this target fits there
-            self._free.remove(before.area)
-            self._agent.deregister_memory(before.area.memory.registered)
+        self._kept[adapter] = [version]
+        for old in before:
+            self._withdraw(old)
+            if old.area.memory.nbytes != version.area.memory.nbytes:  # no next version of this target fits there
+                self._free.remove(old.area)
+                self._agent.deregister_memory(old.area.memory.registered)
 
     def close(self) -> None:
         """What was sent last, and not kept, can't be pulled any more."""

@@ -37,6 +37,32 @@ def copy_into(place: memoryview, tensor: Tensor) -> None:
         to.copy_(tensor.detach().reshape(-1))
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, row-major: its own memory where that is possible."""
+    if isinstance(tensor, HostTensor):
+        return tensor.data
+    import torch
+
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).cpu()
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, which must come as they were announced."""
+    source = iter(tensors)
+    for name, spec in specs:
+        found, tensor = next(source, (None, None))
+        if tensor is None or found != name or spec_of(tensor) != spec:
+            raise InvalidRequest(
+                f"{name!r} was announced next, and {found!r} came",
+                field="tensors",
+                fix="give the same tensors in the same order each time",
+            )
+        yield name, tensor
+
+
 def fill(
     manifest: Manifest,
     tensors: Named,
@@ -45,17 +71,11 @@ def fill(
 ) -> Iterator[int]:
     """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
     number once it is full. `digests` takes the digest of each tensor; None: none are made."""
-    source = iter(tensors)
+    source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
         data = buffer(number)
         for placed in bucket.tensors:
-            name, tensor = next(source, (None, None))
-            if tensor is None or name != placed.name or spec_of(tensor) != placed.spec:
-                raise InvalidRequest(
-                    f"{placed.name!r} was announced next, and {name!r} came",
-                    field="tensors",
-                    fix="give the same tensors in the same order each time",
-                )
+            _, tensor = next(source)
             place = data[placed.offset : placed.offset + placed.spec.nbytes]
             copy_into(place, tensor)
             if digests is not None:

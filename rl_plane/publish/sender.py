@@ -55,8 +55,9 @@ class Sender(Protocol):
 
 @runtime_checkable
 class KeepingSender(Sender, Protocol):
-    def keep(self, adapter: str | None = None) -> None:
-        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept."""
+    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept.
+        `onto_previous`: it is a delta of the one before, which stays as long as it does."""
 
 
 @runtime_checkable

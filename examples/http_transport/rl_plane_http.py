@@ -1,0 +1,140 @@
+"""Weights over plain HTTP: a transport of your own, small enough to read before you write another.
+
+The trainer keeps the packed buckets in memory and serves them at `/<key>/<number>`; each rank of each engine fetches
+them. Install this package beside the trainer and beside every worker, and say `transport="http"`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar, Literal
+
+from rl_plane.errors import InvalidRequest, InvalidWeights, Unavailable
+from rl_plane.manifest import Manifest
+from rl_plane.publish.sender import Surroundings
+from worker.transports.base import Places, check_fields
+from worker.transports.packed import PackedDelivery
+
+BACKEND = "http"
+TIMEOUT_S = 20.0
+"""Of a connection on which nothing moves."""
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+class HttpTransport:
+    """The receiving half, in the process that holds the model."""
+
+    backend = BACKEND
+
+    def __init__(self, places: Places) -> None:
+        pass
+
+    def init(self, config: Mapping[str, Any]) -> None:
+        check_fields(BACKEND, config)
+
+    def destroy(self) -> None:
+        pass
+
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
+        check_fields(BACKEND, request, "host", "port", "key")
+        host, port, key = request.get("host"), request.get("port"), request.get("key")
+        if not (isinstance(host, str) and type(port) is int and isinstance(key, str) and key.isalnum()):
+            raise InvalidRequest(
+                "it needs host, port and key", field="transport", fix="send what HttpSender.open gave"
+            )
+        connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+        try:
+            manifest = Manifest.from_wire(json.loads(_fetch(connection, f"/{key}/manifest")))
+            if (kind == "lora") != (manifest.adapter_config is not None):
+                raise InvalidWeights(f"this is no {kind}", field="target.kind", fix="publish what the target says")
+        except BaseException:
+            connection.close()
+            raise
+
+        def buckets() -> Iterator[memoryview]:
+            for number, bucket in enumerate(manifest.buckets):
+                yield memoryview(_fetch(connection, f"/{key}/{number}", bucket.nbytes))
+
+        return PackedDelivery(manifest, buckets(), refetchable=False, owned=True, close=connection.close)
+
+
+def _fetch(connection: HTTPConnection, path: str, nbytes: int | None = None) -> bytes:
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        body = reply.read(MAX_MANIFEST_BYTES if nbytes is None else nbytes + 1)
+    except (OSError, HTTPException) as error:
+        raise Unavailable(f"the trainer did not give the weights: {error}") from error
+    if reply.status != 200 or (nbytes is not None and len(body) != nbytes):
+        raise InvalidWeights(
+            f"source_gone: {path} is not there", field="transport", fix="publish the weights again"
+        )
+    return body
+
+
+class HttpSender:
+    """The trainer's half. One version at a time, gone when its update has ended."""
+
+    backend = BACKEND
+    receivers_from: ClassVar[Literal["open", "finish"]] = "finish"  # the fleet is asked when all is here
+
+    def __init__(self, host: str, port: int) -> None:
+        self._pages: dict[str, bytes | bytearray] = {}
+        self._manifest: Manifest | None = None
+        self._buckets: list[bytearray] = []
+        self._key = ""
+        pages = self._pages
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            timeout = TIMEOUT_S
+
+            def do_GET(self) -> None:
+                body = pages.get(self.path)
+                self.send_response(200 if body is not None else 404)
+                self.send_header("Content-Length", str(len(body or b"")))
+                self.end_headers()
+                self.wfile.write(body or b"")
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._host = host
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="rl-plane-http", daemon=True).start()
+
+    def open(self, manifest: Manifest) -> dict[str, Any]:
+        self._manifest, self._key = manifest, secrets.token_hex(16)
+        self._buckets = [bytearray(bucket.nbytes) for bucket in manifest.buckets]
+        return {"backend": BACKEND, "host": self._host, "port": self._server.server_port, "key": self._key}
+
+    def buffer(self, number: int) -> memoryview:
+        return memoryview(self._buckets[number])
+
+    def send(self, number: int) -> None:
+        self._pages[f"/{self._key}/{number}"] = self._buckets[number]
+
+    def finish(self, digests: Mapping[str, str] | None) -> None:
+        assert self._manifest is not None
+        manifest = self._manifest if digests is None else self._manifest.digested(digests)
+        self._pages[f"/{self._key}/manifest"] = json.dumps(manifest.to_wire()).encode()
+
+    def close(self) -> None:
+        self._pages.clear()
+        self._buckets = []
+
+    def destroy(self) -> None:
+        self.close()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def build(around: Surroundings) -> HttpSender:
+    around.check_options(BACKEND, "host", "port")
+    return HttpSender(*around.address())
