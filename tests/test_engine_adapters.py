@@ -107,7 +107,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(kind: Kind, models: Models) -> AsyncIterator[tuple[EngineAdapter, EngineInfo]]:
     engine = kind.build(kind.options(models.witness[1]))
-    info = await engine.start()
+    with pytest.MonkeyPatch.context() as patched:
+        # Unix sockets have paths of 107 characters at most.
+        long = models.root / ("x" * 100)
+        long.mkdir(exist_ok=True)
+        patched.setenv("TMPDIR", str(long))
+        patched.setattr(tempfile, "tempdir", None)
+        info = await engine.start()
     yield engine, info
     await engine.close()
 
@@ -473,7 +479,8 @@ async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapt
     with pytest.raises(EngineFailed, match="discarded"):
         await engine.swap(staging, version(1, models.witness[2]))
     await engine.resume()
-    assert {span.sequence for span in (await run(engine, ask([9]))).spans} <= {0}
+    result = await run(engine, ask([9]))
+    assert (result.tokens, [span.sequence for span in result.spans]) == (witnessed(1, 9, 16), [0])
 
 
 async def test_bad_checkpoints_change_nothing(
@@ -640,6 +647,21 @@ async def test_adapters_load_swap_and_unload(kind: Kind, engine: EngineAdapter, 
     with pytest.raises(InvalidRequest):
         await says("x")
     assert is_of(await says("y"), models.tiny[1], models.adapters[1])
+
+
+@pytest.mark.parametrize(
+    "target", ["q_proj", "k_proj", "up_proj", "layers.0.self_attn.v_proj", "layers.1.mlp.gate_proj"]
+)
+async def test_adapters_of_a_part_of_a_layer(
+    engine: EngineAdapter, models: Models, scratch: Path, target: str
+) -> None:
+    """Engines have the query, the key and the value in one layer."""
+    await update(engine, models.tiny[1], 1)
+    path = make_tiny_adapter(models.tiny[1], scratch / "part", seed=3, targets=(target,), std=0.3)
+    await load_adapter(engine, "x", path)
+    result = await run(engine, ask(prompt_of(1, 12), adapter="x", logprobs=True))
+    assert is_of(result, models.tiny[1], path)
+    assert not is_of(result, models.tiny[1])
 
 
 async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, models: Models) -> None:

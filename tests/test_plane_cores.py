@@ -385,7 +385,7 @@ def test_only_what_was_used_is_confirmed() -> None:
 
 
 def test_a_sender_is_abandoned_after_a_silence_and_not_before() -> None:
-    sender = SendWindow(5.0)
+    sender = SendWindow(5.0, MAX_BYTES)
     assert not sender.abandoned(5.0 + ABANDONED_AFTER_S)
     assert sender.abandoned(5.1 + ABANDONED_AFTER_S)
     sender.credit(0, 0, False, 20.0)

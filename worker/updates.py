@@ -14,7 +14,7 @@ from typing import Any
 from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
@@ -146,7 +146,7 @@ class WeightUpdates:
 
     def _refuse_incapable(self, capability: str, field: str) -> None:
         if (reason := self._info.capabilities.get(capability)) is not None:
-            raise Unsupported(f"{self._info.engine}: {reason}", field=field)
+            raise Unsupported(f"{self._info.engine}: {reason}", field=field, fix=LACKING)
 
     async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.

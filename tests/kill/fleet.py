@@ -89,6 +89,8 @@ class RealFleet:
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
         self._made = 0
+        self._doomed: list[psutil.Process] = []
+        """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
         self._printer = Printer()
         self._supervisor = Supervisor(self._printer, self._event, self._line)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
@@ -161,14 +163,25 @@ class RealFleet:
 
     def kill(self, name: str) -> None:
         self._event(f"the test kills {name}")
-        os.kill(self.pid(name), signal.SIGKILL)
+        pid = self.pid(name)
+        self._doom(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    def _doom(self, pid: int) -> None:
+        process = psutil.Process(pid)
+        self._doomed = [process, *process.children(recursive=True)]
 
     def kill_engine(self, instance_id: str, chance: random.Random) -> None:
         """One of the processes that the worker's engine has."""
-        children = psutil.Process(self.pid(instance_id)).children(recursive=True)
+        self._doom(self.pid(instance_id))
+        _, *children = self._doomed
         child = chance.choice(sorted(children, key=lambda child: child.pid))
         self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
+
+    def orphans(self) -> list[str]:
+        """Of what was killed last; once the fleet is whole again, there should be none."""
+        return [f"{process.name()} ({process.pid})" for process in self._doomed if _lives(process)]
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)
@@ -324,3 +337,10 @@ class RealFleet:
                 update = asyncio.create_task(call())
             await asyncio.sleep(POLL_S)
         return update
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

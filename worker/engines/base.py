@@ -27,6 +27,9 @@ from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
 from worker.transports.base import Places
 
+LACKING = "do without, or name workers that can: describe tells what each lacks"
+"""The fix of what one engine can't do."""
+
 DTYPES = ("float32", "bfloat16", "float16")
 PauseMode = Literal["keep", "wait", "abort"]
 CheckAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
