@@ -150,7 +150,7 @@ VLLM = Kind(
     build=vllm.build,
     arguments={
         "kv_cache_memory_bytes": str(32 << 20),
-        "max_model_len": "4096",
+        "max_model_len": "2048",
         "max_lora_rank": "64",
         "max_loras": "2",
         "max_num_batched_tokens": str(BATCH_TOKENS),
@@ -165,7 +165,7 @@ VLLM = Kind(
     },
     processes="VLLM::",
     ranks="VLLM::Worker",
-    max_model_len=4096,
+    max_model_len=2048,
     max_temperature=2.0,
     adapts_head=True,
     places=2,
@@ -177,7 +177,7 @@ VLLM = Kind(
 SGLANG = Kind(
     name="sglang",
     build=sglang.build,
-    arguments={"max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
+    arguments={"context_length": "2048", "max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
     two_ranks={"tp_size": "2"},
     bad_arguments={
         "nonsense": "1",
@@ -188,7 +188,7 @@ SGLANG = Kind(
     },
     processes="sglang::",
     ranks="sglang::scheduler",
-    max_model_len=8186,
+    max_model_len=2042,
     max_temperature=float("inf"),
     adapts_head=False,
     places=None,
