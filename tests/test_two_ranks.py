@@ -66,6 +66,7 @@ async def test_what_is_broadcast(mixed: Mixed, client: RlClient, http: httpx.Asy
         await pushing.push(mixed.tiny(1), "group")
         await pushing.push(mixed.adapter(1), "a1", **LORA)
     await proven(http, mixed, "group", mixed.tiny(1), ("a", mixed.adapter(1)))
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
 
 
 async def test_what_is_shared_on_one_machine(

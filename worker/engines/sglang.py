@@ -37,7 +37,7 @@ UNUSED_WAIT_S = 5.0
 CHECK_TIMEOUT_S = 600.0
 """Of a check of all weights: it reads each byte."""
 
-NO_SAVER = "start it on a GPU with --engine-arg enable_memory_saver=true"
+NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
 

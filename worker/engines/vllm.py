@@ -47,7 +47,7 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
-_NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
+_NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 _VITAL = "VLLM::"
 """So begin the names of its processes."""
