@@ -157,7 +157,7 @@ def is_of(result: Result, base: Path, adapter: Path | None = None) -> bool:
 async def test_what_it_says_of_itself(kind: Kind, engine: EngineAdapter, info: EngineInfo) -> None:
     assert (info.engine, info.dtype, info.device, info.world_size) == (kind.name, "bfloat16", "cpu", 1)
     assert info.vocab_size == VOCAB_SIZE
-    assert info.max_model_len == kind.max_model_len
+    assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
     assert "filesystem" in info.transports
     assert set(info.capabilities) == {"release_memory", "resume_memory"}
     assert engine.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))

@@ -185,6 +185,7 @@ class VllmEngine:
             transports=ranks.transports,
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
+            max_adapters=self._lora_places(),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -467,16 +468,15 @@ class VllmEngine:
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         self._check_paused()
+        assert self._info is not None, "start sets it"
         before = self._loras.get(name)
         if staging is None:
             return await self._unload(name, before)
-        if before is None and len(self._loras) >= self._lora_places():
+        try:
+            self._info.check_place(name, self._loras)  # vLLM would make one
+        except InvalidRequest:
             await self._forget(staging)
-            raise InvalidRequest(
-                f"{len(self._loras)} adapters are loaded, more have no place here",
-                field="target.name",
-                fix="unload one, or start the engine with a larger --engine-arg max_loras",
-            )
+            raise
         rows = await asyncio.to_thread(self._receivers().rows, "take_adapter", {"staging": staging})
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
@@ -492,10 +492,12 @@ class VllmEngine:
         await self._name_state(self._state.base, self._state.adapters | {name: version})
         return flushed
 
-    def _lora_places(self) -> int:
+    def _lora_places(self) -> int | None:
         from vllm.platforms import current_platform
 
         limits = self._llm.vllm_config.lora_config
+        if limits is None:
+            return None
         # On a CPU the last slot is kept empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
