@@ -39,7 +39,6 @@ class Kind:
     name: str
     build: EngineFactory
     arguments: dict[str, str]
-    two_ranks: dict[str, str]
     bad_arguments: dict[str, str]
     processes: str
     """So begin the names of its processes."""
@@ -156,7 +155,6 @@ VLLM = Kind(
         "max_num_batched_tokens": str(BATCH_TOKENS),
         "max_num_seqs": "64",
     },
-    two_ranks={"tensor_parallel_size": "2"},
     bad_arguments={
         "nonsense": "1",
         "max_model_len": "many",
@@ -178,7 +176,6 @@ SGLANG = Kind(
     name="sglang",
     build=sglang.build,
     arguments={"context_length": "2048", "max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
-    two_ranks={"tp_size": "2"},
     bad_arguments={
         "nonsense": "1",
         "tp_size": "two",

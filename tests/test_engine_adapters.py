@@ -1,6 +1,7 @@
 """What an EngineAdapter promises, held against real vLLM and real SGLang on a CPU, and a plain transformers model.
 
-Each engine is started once for all; `-k vllm` runs one of them. What they are peculiar in: tests/engine_kinds.py.
+Each engine is started once for all; `-k vllm` runs one of them. What they are peculiar in: tests/engine_kinds.py. With
+more ranks than one, and killed: tests/test_two_ranks.py.
 """
 
 from __future__ import annotations
@@ -55,9 +56,6 @@ from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  #
 
 ENDLESS = 2000
 """More tokens than an engine makes meanwhile."""
-
-DEATH_S = 2.0
-"""How soon a death must be noticed."""
 
 LOGPROBS = 0.02
 """Two forwards in bfloat16, batched in other ways, agree to this."""
@@ -773,57 +771,6 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
     with pytest.raises(EngineFailed, match="did not start"):
         await kind.build(kind.options(broken)).start()
     assert kind.children() == before
-
-
-async def test_two_ranks_then_one_is_killed(kind: Kind, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TP 2, every rank answers; SIGKILL of one ends all, soon, and leaves nothing."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
-    engine = kind.build(kind.options(models.witness[1], **kind.two_ranks))
-    try:
-        assert (await engine.start()).world_size == 2
-        engine.set_version(version(0, models.witness[1]))
-        assert (await run(engine, ask([9]))).tokens == witnessed(1, 9, 16)
-        await update(engine, models.witness[2], 1)
-        assert (await run(engine, ask([9]))).tokens == witnessed(2, 9, 16)
-        rows = await engine.check_weights("checksum")
-        assert [row["rank"] for row in rows] == [0, 1]
-        assert rows[0]["checksum"] != rows[1]["checksum"]
-        rows = await asyncio.to_thread(engine.init_transport, {"backend": "filesystem"})
-        assert rows == [{"rank": 0}, {"rank": 1}]
-        with pytest.raises(InvalidWeights):
-            await receive(engine, reception(models.tiny[1], digest="blake3:" + "0" * 64))
-        await update(engine, models.tiny[1], 2)
-        await load_adapter(engine, "x", models.adapters[2])
-        adapted = await run(engine, ask([9], adapter="x", logprobs=True))
-        assert is_of(adapted, models.tiny[1], models.adapters[2])
-        await engine.pause("keep", False)
-        await receive(engine, reception(models.tiny[2], in_place=True))
-        assert await engine.flush_cache() is True
-        await engine.resume()
-        adapted = await run(engine, ask([9], adapter="x", logprobs=True))
-        assert is_of(adapted, models.tiny[2], models.adapters[2])
-        await engine.check_weights("reset_tensors")
-        assert len((await run(engine, ask([9]))).tokens) == 16
-        pids, directory, ranks = kind.pids(engine), kind.directory(engine), kind.rank_pids(engine)
-        assert len(ranks) == 2
-        stream = Run(engine, ask([20], max_tokens=ENDLESS))
-        await stream.reach(2)
-        draining = asyncio.create_task(engine.pause("wait", False))
-        os.kill(ranks[1], signal.SIGKILL)
-        async with asyncio.timeout(DEATH_S):
-            for told in (draining, stream.end(), engine.liveness()):
-                with pytest.raises(EngineFailed):
-                    await told
-        for refused in (engine.flush_cache(), engine.pause("keep", False), run(engine, ask([1]))):
-            with pytest.raises(EngineFailed):
-                await refused
-    finally:
-        await engine.close()
-    assert all(map(gone, pids))
-    assert not directory.exists()
 
 
 async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[EngineAdapter, EngineInfo]) -> None:
