@@ -43,6 +43,8 @@ ANSWER_S = 40.0
 CLEAR_S = 60.0
 """For an answer to the repeated call that is neither "try again" nor a lost connection."""
 POLL_S = 0.02
+VITAL = ("VLLM::", "sglang::")
+"""So begin the names of the processes that an engine can't do without."""
 TAIL_LINES = 12
 
 
@@ -175,7 +177,8 @@ class RealFleet:
         """One of the processes that the worker's engine has."""
         self._doom(self.pid(instance_id))
         _, *children = self._doomed
-        child = chance.choice(sorted(children, key=lambda child: child.pid))
+        vital = [child for child in children if child.name().startswith(VITAL)]
+        child = chance.choice(sorted(vital, key=lambda child: child.pid))
         self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
 
