@@ -288,7 +288,7 @@ class RecordFollower:
 
     def _wanted_of(self, body: ops.Prepare, transport: ops.Transport, name: str | None, fence: int) -> Wanted:
         """Checked: this worker and its engine can do it."""
-        self._updates.check(name, body.encoding, body.staging, transport.backend)
+        self._updates.check(name, body.encoding, body.staging, transport.backend, self._state.adapters)
         return Wanted(
             body.update_id,
             transport.model_dump(),

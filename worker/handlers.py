@@ -13,7 +13,7 @@ from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import ByRank, Handler
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
 from worker.updates import Staging, WeightUpdates
 
@@ -260,7 +260,7 @@ class OpHandlers:
 
     def _refuse_incapable(self, op: str) -> None:
         if (reason := self._info.capabilities.get(op)) is not None:
-            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op")
+            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op", fix=LACKING)
 
     # ---- admission ----
 

@@ -7,14 +7,14 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
@@ -133,8 +133,16 @@ class WeightUpdates:
             fix=f"this worker has {', '.join(self._info.transports)}",
         )
 
-    def check(self, name: str | None, encoding: str, staging: str, backend: str | None) -> None:
-        """Refuses, before anything is touched, what this engine or worker can't do."""
+    def check(
+        self,
+        name: str | None,
+        encoding: str,
+        staging: str,
+        backend: str | None,
+        loaded: Collection[str] = (),
+    ) -> None:
+        """Refuses, before anything is touched, what this engine or worker can't do. `loaded`: the adapters that it
+        has."""
         if name is not None:
             self._refuse_incapable("prepare_update:lora", "target.kind")
         if encoding != "full":
@@ -143,10 +151,12 @@ class WeightUpdates:
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
             self.check_backend(backend)
+            if name is not None:  # loaded or swapped; without a backend it goes
+                self._info.check_place(name, loaded)
 
     def _refuse_incapable(self, capability: str, field: str) -> None:
         if (reason := self._info.capabilities.get(capability)) is not None:
-            raise Unsupported(f"{self._info.engine}: {reason}", field=field)
+            raise Unsupported(f"{self._info.engine}: {reason}", field=field, fix=LACKING)
 
     async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.

@@ -51,7 +51,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 def check_platform() -> None:
     if sys.platform != "linux":
-        raise Unsupported("ipc needs Linux: memory and sockets without names")
+        raise Unsupported(
+            "ipc needs Linux: memory and sockets without names",
+            field="transport.backend",
+            fix="use nixl or filesystem",
+        )
 
 
 def address(name: str) -> str:

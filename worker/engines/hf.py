@@ -23,7 +23,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupporte
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
 from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
@@ -388,4 +388,4 @@ def _capabilities() -> dict[str, str]:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise Unsupported(reason, reason=reason)
+    raise Unsupported(reason, field="op", fix=LACKING)

@@ -86,7 +86,7 @@ class VllmHolder(RankHolder):
     def _max_rank(self) -> int:
         limits = self._runner.lora_config
         if not limits:
-            raise Unsupported(f"this vLLM has no LoRA: {NO_LORA}")
+            raise Unsupported("this vLLM has no LoRA", field="target.kind", fix=NO_LORA)
         return int(limits.max_lora_rank)
 
     def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:
