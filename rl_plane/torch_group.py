@@ -2,18 +2,20 @@
 
 It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
 and is formed anew over whoever is there. gloo can't take back what was posted, so whoever gives up says so in the
-group's store, where the others look while they wait.
+group's store, where the others look while they wait. Nor does it always tell of a death: the kernel does, on a
+connection that each rank holds to the trainer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +35,13 @@ LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
 WATCH_S = 0.2
 """How often each rank asks the store whether another one has given up."""
+TELL_S = 5.0
+"""For the reason why a rank gives up to be in the store, before it lets the trainer know by its lifeline."""
+BACKLOG = 4096
+"""Ranks that come at once: what Linux allows by default."""
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
-MAX_NAME_CHARS = 64
+MAX_NAME_BYTES = 256
 MAX_WORLD_SIZE = 1 << 16
 
 FORM_AGAIN = "form the group again (init_transport), and send the update again"
@@ -57,11 +63,13 @@ class Place:
     world_size: int
     rank: int
     timeout_s: float = RECEIVE_TIMEOUT_S
+    lifeline_port: int | None = None
+    """Where the trainer's Lifelines listen; None: there are none."""
 
     @classmethod
     def of_worker(cls, config: Mapping[str, Any], backend: str) -> Place:
         """From what `init_transport` says."""
-        known = {"backend", "group", "master_address", "master_port", "world_size", "rank_offset", "timeout_s"}
+        known = {field.name for field in fields(cls)} - {"rank"} | {"rank_offset"}
         for key in config:
             if key not in known:
                 raise InvalidRequest(
@@ -69,7 +77,7 @@ class Place:
                 )
         for key in ("master_address", "group"):
             value = config.get(key)
-            if not (isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS * 4 and value.isprintable()):
+            if not (isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_NAME_BYTES):
                 raise InvalidRequest(
                     f"{key} must be a text", field=key, fix="give what the trainer's sender announces"
                 )
@@ -87,8 +95,16 @@ class Place:
                 field="timeout_s",
                 fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
             )
+        lifeline = None if config.get("lifeline_port") is None else _number(config, "lifeline_port", 1, 65_535)
         return cls(
-            backend, config["group"], config["master_address"], port, world_size, rank, timeout_s=float(timeout_s)
+            backend,
+            config["group"],
+            config["master_address"],
+            port,
+            world_size,
+            rank,
+            float(timeout_s),
+            lifeline,
         )
 
 
@@ -99,16 +115,93 @@ def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
     return value
 
 
+class Lifelines:
+    """Connections between the trainer and each rank of the fleet: the kernel cuts them when a process ends. Nothing is
+    said on them but who it is; whoever else comes to the port is not listened to."""
+
+    def __init__(self) -> None:
+        self.port: int | None = None
+        self._listener: socket.socket | None = None
+        self._lines = selectors.DefaultSelector()
+
+    @classmethod
+    def of_trainer(cls, host: str) -> Lifelines:
+        """Listens, at any port."""
+        self = cls()
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise InvalidRequest(
+                f"can't listen at {host}: {error.strerror or error}",
+                field="host",
+                fix="give an address of this machine",
+            ) from error
+        self._listener.setblocking(False)
+        self._lines.register(self._listener, selectors.EVENT_READ)
+        self.port = self._listener.getsockname()[1]
+        return self
+
+    @classmethod
+    def of_rank(cls, place: Place) -> Lifelines:
+        self = cls()
+        if place.lifeline_port is not None:
+            address = (place.master_address, place.lifeline_port)
+            line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
+            self._lines.register(line, selectors.EVENT_READ, data="its trainer")
+            line.sendall(f"{place.group} {place.rank}".encode())
+        return self
+
+    def cut(self, group: str, timeout_s: float) -> str:
+        """Waits so long at most; whose was cut, if any."""
+        for key, _ in self._lines.select(timeout_s):
+            line: Any = key.fileobj
+            if line is self._listener:
+                with contextlib.suppress(OSError):  # it has gone again
+                    self._lines.register(line.accept()[0], selectors.EVENT_READ)
+                continue
+            try:
+                said = line.recv(MAX_NAME_BYTES + 8)
+            except OSError:
+                said = b""
+            name, _, rank = said.decode(errors="replace").rpartition(" ")
+            if said and key.data is None and name == group:
+                self._lines.modify(line, selectors.EVENT_READ, data=f"rank {rank}")
+            elif not said or key.data is None:
+                self._lines.unregister(line)
+                line.close()
+                if key.data is not None:
+                    return str(key.data)
+        return ""
+
+    def close(self) -> None:
+        for key in list(self._lines.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._lines.close()
+
+
 class Group:
     """Formed once made: it blocks until every rank has joined, or JOIN_TIMEOUT_S. Methods block, one call at a time;
     `drop` may come from anywhere, twice included."""
 
-    def __init__(self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    def __init__(
+        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: Lifelines | None = None
+    ) -> None:
+        """`lifelines`: the trainer's own; they are closed with the group, and if none is made."""
         self.place = place
         self.why_dropped = ""
         """Empty: it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
+        self._told = threading.Event()
+        with contextlib.ExitStack() as undo:
+            self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
+            undo.callback(self._lifelines.close)
+            self._form(place, join_timeout_s)
+            undo.pop_all()
+        self._start(self._watch)
+
+    def _form(self, place: Place, join_timeout_s: float) -> None:
         self._device = usable_device(place.backend)
         try:
             self._store = connect_store(place, join_timeout_s)
@@ -121,7 +214,6 @@ class Group:
                 field="transport.group",
                 fix="is every worker alive? call init_transport again with a fresh group",
             ) from error
-        self._start(self._watch)
 
     # ---- broadcasting ----
 
@@ -215,23 +307,28 @@ class Group:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
         with contextlib.suppress(RuntimeError):
             self._store.set("given_up", self.why_dropped)
+        self._told.set()
         torch_group, self._torch_group = self._torch_group, None
         with contextlib.suppress(RuntimeError):
             torch_group.abort()
         del torch_group
 
     def _watch(self) -> None:
-        """Looks whether another rank has given up. On a connection of its own, since the answer of a store that stands
-        still is awaited without a bound."""
+        """Looks whether another rank has died or given up. On a connection of its own to the store, since the answer of
+        one that stands still is awaited without a bound."""
         try:
             store = connect_store(self.place, CONNECT_TIMEOUT_S)
             while not self.why_dropped:
+                cut = self._lifelines.cut(self.place.group, WATCH_S)
                 if store.check(["given_up"]):
                     self.drop(store.get("given_up").decode())
-                    return
-                time.sleep(WATCH_S)
+                elif cut:
+                    self.drop(f"{cut} is gone")
         except (RuntimeError, PlaneError) as error:
             self.drop(f"its trainer is gone: {_first_line(error)}")
+        finally:
+            self._told.wait(TELL_S)
+            self._lifelines.close()
 
 
 class Broadcast:
@@ -306,16 +403,21 @@ def connect_store(place: Place, timeout_s: float) -> Any:
     """The group's own part of the trainer's store."""
     dist = import_torch().distributed
     address = (place.master_address, place.master_port)
-    try:
-        socket.create_connection(address, CONNECT_TIMEOUT_S).close()  # torch's own would try for long
-    except OSError as error:
-        raise InvalidRequest(
-            f"the trainer's store does not answer at {address[0]}:{address[1]}: {error.strerror or error}",
-            field="master_port",
-            fix="let the trainer's sender listen first, at an address that the workers reach",
-        ) from error
+    _connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
+
+
+def _connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
+    try:
+        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise InvalidRequest(
+            f"{what} at {address[0]}:{address[1]}: {error.strerror or error}",
+            field=field,
+            fix="let the trainer's sender listen first, at an address that the workers reach",
+        ) from error
+    return connection
 
 
 def _first_line(error: Exception) -> str:

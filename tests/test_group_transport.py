@@ -15,7 +15,6 @@ pytest.importorskip("peft")
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     InvalidWeights,
     Locked,
@@ -249,7 +248,7 @@ async def test_in_the_middle_of_a_bucket(plane: Plane, dies: str) -> None:
         assert not done
         if dies == "worker":
             frozen.kill()
-            with pytest.raises((Unavailable, DeadlineExceeded)):  # gloo does not always tell of a peer's death
+            with pytest.raises(Unavailable, match="broke"):
                 await sending
             with pytest.raises(Unavailable, match="broke"):
                 await _send_all(trainer)

@@ -32,6 +32,7 @@ from rl_plane.torch_group import (
     RECEIVE_TIMEOUT_S,
     Broadcast,
     Group,
+    Lifelines,
     Place,
     import_torch,
 )
@@ -87,12 +88,14 @@ class GroupSender:
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
         body = self._announce()
+        lifelines = Lifelines.of_trainer(self._host)
+        body["lifeline_port"] = lifelines.port
         withdrawn = threading.Event()
         joined: list[Group | PlaneError] = []
 
         def join() -> None:
             try:
-                joined.append(self._join(body["group"], withdrawn))
+                joined.append(self._join(body["group"], lifelines, withdrawn))
             except PlaneError as error:
                 joined.append(error)
 
@@ -128,15 +131,16 @@ class GroupSender:
             "timeout_s": self._timeout_s,
         }
 
-    def _join(self, name: str, withdrawn: threading.Event) -> Group:
+    def _join(self, name: str, lifelines: Lifelines, withdrawn: threading.Event) -> Group:
         """Once a worker says how many ranks there are."""
         key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
         while not self._store.check([key]):
             if withdrawn.wait(LOOK_S) or time.monotonic() > until:
+                lifelines.close()
                 raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
         size = int(self._store.get(key))
         place = Place(self.backend, name, self._host, self._store.port, size, 0, self._timeout_s)
-        return Group(place, self._join_timeout_s)
+        return Group(place, self._join_timeout_s, lifelines)
 
     def leave(self) -> None:
         """Drops the group; the store goes on listening."""
