@@ -156,9 +156,9 @@ class Lifelines:
         """Waits so long at most; whose was cut, if any."""
         for key, _ in self._lines.select(timeout_s):
             line: Any = key.fileobj
-            if line is self._listener:
+            if self._listener is line:
                 with contextlib.suppress(OSError):  # it has gone again
-                    self._lines.register(line.accept()[0], selectors.EVENT_READ)
+                    self._lines.register(self._listener.accept()[0], selectors.EVENT_READ)
                 continue
             try:
                 said = line.recv(MAX_NAME_BYTES + 8)

@@ -118,6 +118,11 @@ class WeightUpdates:
         """The update that is being received or is staged."""
         return self._busy.update_id if self._busy is not None else None
 
+    @property
+    def failed(self) -> str | None:
+        """The update that it listened for in vain, until that is asked for, or another one comes."""
+        return self._failed.wanted.update_id if self._failed is not None else None
+
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
             return
