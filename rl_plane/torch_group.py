@@ -39,6 +39,11 @@ TELL_S = 5.0
 """For the reason why a rank gives up to be in the store, before it lets the trainer know by its lifeline."""
 BACKLOG = 4096
 """Ranks that come at once: what Linux allows by default."""
+TAKE_S = 30.0
+"""For what the trainer has put into the store: some MB."""
+CHUNK_BYTES = 4 << 20
+"""Of what is put there: a value may have 8 MB."""
+MAX_CHUNKS = 64
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
 MAX_NAME_BYTES = 256
@@ -214,6 +219,39 @@ class Group:
                 field="transport.group",
                 fix="is every worker alive? call init_transport again with a fresh group",
             ) from error
+
+    # ---- what is long, and no tensor ----
+
+    def put(self, key: str, data: bytes) -> None:
+        """For the others to `take`."""
+        chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"{key}/{number}", chunk)
+        self._store.set(key, str(len(chunks)))
+
+    def take(self, key: str) -> bytes:
+        """On a connection and a thread of its own, as `_watch`."""
+        taken: list[bytes] = []
+
+        def take() -> None:
+            with contextlib.suppress(RuntimeError, PlaneError, ValueError):
+                store = connect_store(self.place, CONNECT_TIMEOUT_S)
+                count = int(store.get(key)) if store.check([key]) else 0
+                if 0 < count <= MAX_CHUNKS:
+                    taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+
+        thread = threading.Thread(target=take, name="weight group", daemon=True)
+        thread.start()
+        thread.join(TAKE_S)
+        if not taken:
+            raise Unavailable(f"the trainer's store does not give {key!r}", fix=FORM_AGAIN)
+        return taken[0]
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            for number in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{number}")
+            self._store.delete_key(key)
 
     # ---- broadcasting ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("peft")
 
 from frontend.options import FrontendOptions
 from frontend.process import started
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
@@ -23,6 +25,8 @@ from rl_plane.errors import (
     Unavailable,
     UpdateAborted,
 )
+from rl_plane.manifest import Manifest, pack
+from rl_plane.wire import MAX_MESSAGE_BYTES
 from tests.faults import Stream
 from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
@@ -37,6 +41,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 BUCKET = 16_384
 """A witness model is some ten of them."""
+MANY_TENSORS = 10_000
+"""Each takes a hundred bytes of a manifest."""
 MANY_BYTES = 16 << 20
 """More than a socket holds."""
 IN_THE_MIDDLE_S = 1.0
@@ -141,6 +147,21 @@ async def test_a_mixed_world_and_a_joiner(plane: Plane) -> None:
         assert {*ids, late.instance_id} == {*(await states(client))}
 
 
+async def test_a_manifest_longer_than_a_message(plane: Plane) -> None:
+    client = await plane.client()
+    model, other = (plane.model(seed, tensors=MANY_TENSORS, nbytes=4) for seed in (1, 2))
+    plane.spawn_copies(2, model=model)
+    checkpoint = open_checkpoint(other)
+    told = Manifest(pack(checkpoint.specs.items())).digested(checkpoint.tensor_digests()).to_wire()
+    checkpoint.close()
+    assert len(json.dumps(told)) > MAX_MESSAGE_BYTES
+    with Trainer(plane, stated=True) as trainer:
+        reply = await Pushing(client, trainer).push(other, "two")
+        again = await client.run("complete_weights_update", {"update_id": reply["update_id"]})
+        assert again["num_buckets_received"] == reply["num_buckets_received"]
+    assert await all_serve(client, "two")
+
+
 async def _is_listed(client: RlClient, instance_id: str) -> bool:
     return instance_id in await states(client)
 
@@ -153,7 +174,7 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     with Trainer(plane) as trainer:
         fingerprint = await trainer.do("form")
-        transport = await trainer.do("open", [str(other), BUCKET])
+        transport = await trainer.do("open inline", [str(other), BUCKET])
         async with (
             started(options) as urls,
             httpx.AsyncClient(base_url=f"{urls['rl_url']}/v1/rl/", timeout=60) as rl,
@@ -334,7 +355,8 @@ async def test_what_is_refused(plane: Plane) -> None:
     with Trainer(plane) as trainer:
         pushing = Pushing(client, trainer)
         fingerprint = await trainer.do("form")
-        transport = await trainer.do("open", [str(other), BUCKET])
+        stored = await trainer.do("open", [str(other), BUCKET])
+        transport = await trainer.do("open inline", [str(other), BUCKET])
         # The group: counted before anybody joins, and joined only where a trainer listens.
         announced = {"backend": "gloo", "group": "g", "master_address": "127.0.0.1", "master_port": 1}
         await refused("init_transport", {**announced, "world_size": 7}, "world_size")
@@ -353,6 +375,14 @@ async def test_what_is_refused(plane: Plane) -> None:
             ({"manifest": None}, "transport.manifest"),
         ):
             await refused("prepare_weights_update", {"transport": {**transport, **wrong}}, field)
+        for wrong, field in (
+            ({"manifest": transport["manifest"]}, "transport.manifest_key"),
+            ({"manifest_digest": None}, "transport.manifest_digest"),
+            ({"num_buckets": None}, "transport.num_buckets"),
+        ):
+            await refused("prepare_weights_update", {"transport": {**stored, **wrong}}, field)
+        nowhere = {"transport": {**stored, "manifest_key": "nowhere"}}
+        await refused("prepare_weights_update", nowhere, None, UpdateAborted)
         other_names = {**transport["manifest"], "buckets": [[["x", "F32", [1]]]]}
         body = {"transport": {**transport, "manifest": other_names, "num_buckets": 1}}
         await refused("prepare_weights_update", body, "transport", InvalidWeights)
@@ -386,7 +416,7 @@ async def test_other_bytes_than_were_stated_are_found(plane: Plane) -> None:
     with Trainer(plane, stated=True) as trainer:
         pushing = Pushing(client, trainer)
         fingerprint = await trainer.do("form")
-        transport = await trainer.do("open", [str(other), BUCKET])
+        transport = await trainer.do("open inline", [str(other), BUCKET])
         digests = transport["manifest"]["tensor_digests"]
         first = next(iter(digests))
         transport["manifest"]["tensor_digests"] = {**digests, first: "0" * 64}

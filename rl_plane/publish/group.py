@@ -14,12 +14,15 @@ sender.close()
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from blake3 import blake3
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
 from rl_plane.manifest import Manifest
@@ -36,6 +39,7 @@ from rl_plane.torch_group import (
     Place,
     import_torch,
 )
+from rl_plane.versions import DIGEST_PREFIX
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +79,7 @@ class GroupSender:
         self._store: Any = None
         self._group: Group | None = None
         self._manifest: Manifest | None = None
+        self._manifest_key = ""
         self._places: list[torch.Tensor] = []
         self._under_way: dict[int, Broadcast] = {}
         self._deadline = 0.0
@@ -162,13 +167,17 @@ class GroupSender:
         group = self._whole()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         self._manifest = manifest
+        told = json.dumps(manifest.to_wire()).encode()
+        self._manifest_key = f"manifest-{secrets.token_hex(4)}"
+        group.put(self._manifest_key, told)
         self._places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
         self._under_way = {}
         self._deadline = time.monotonic() + self._timeout_s
         return {
             "backend": self.backend,
             "group": group.place.group,
-            "manifest": manifest.to_wire(),
+            "manifest_key": self._manifest_key,
+            "manifest_digest": DIGEST_PREFIX + blake3(told).hexdigest(),
             "num_buckets": len(sizes),
         }
 
@@ -187,12 +196,13 @@ class GroupSender:
         if manifest.tensor_digests is None:
             self._state_digest(group, None if digests is None else manifest.digested(digests).digest)
         group.barrier().wait("the last receiver", self._deadline)
+        group.remove(self._manifest_key)
         self._forget()
 
     def _state_digest(self, group: Group, digest: str | None) -> None:
         data = group.tensor(DIGEST_BYTES)
         if digest is not None:
-            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix("blake3:"))
+            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))
         group.broadcast(data).wait("the digest", self._deadline)
 
     def close(self) -> None:

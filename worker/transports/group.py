@@ -1,7 +1,9 @@
 """The `gloo` and `nccl` transports: buckets that a trainer broadcasts to every rank of the fleet.
 
 `init_transport {backend, group, master_address, master_port, timeout_s?}` forms the group; the plane adds `world_size`
-and each worker's `rank_offset`. Then `{backend, group?, manifest, num_buckets?}` receives one update in it.
+and each worker's `rank_offset`. Then one update is received in it. Its manifest is in the group's store, as JSON, in
+chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short one may be in the
+request: `{backend, group?, manifest, num_buckets?}`.
 A receive that does not end well drops the group: what was posted to it can't be taken back.
 """
 
@@ -12,16 +14,20 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from blake3 import blake3
+
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.manifest import Manifest
+from rl_plane.safetensors_file import load_json_object
 from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, usable_device
-from worker.transports.base import Places
+from rl_plane.versions import DIGEST_PREFIX
+from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
 
 AHEAD = 2
 """Buckets in memory: one is taken while the next one comes."""
 
-_FIELDS = frozenset({"backend", "group", "manifest", "num_buckets"})
+_FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 
 
 class GroupTransport:
@@ -51,22 +57,16 @@ class GroupTransport:
             group.drop(f"rank {group.place.rank} left it")
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery:
-        for key in request:
-            if key not in _FIELDS:
-                raise InvalidRequest(
-                    f"{self.backend} has no field {key}",
-                    field=f"transport.{key}",
-                    fix=f"use only {', '.join(sorted(_FIELDS))}",
-                )
-        manifest = Manifest.from_wire(request.get("manifest"))
-        count = request.get("num_buckets", len(manifest.buckets))
-        if count != len(manifest.buckets):
+        check_fields(self.backend, request, *_FIELDS)
+        group = self._formed(request.get("group"))
+        manifest = _manifest(group, request)
+        count = request.get("num_buckets", len(manifest.buckets) if "manifest" in request else None)
+        if type(count) is not int or count != len(manifest.buckets):
             raise InvalidRequest(
                 f"num_buckets is {count!r}, but the manifest lists {len(manifest.buckets)}",
                 field="transport.num_buckets",
-                fix="leave it out, or list every bucket",
+                fix="say how many buckets the manifest lists",
             )
-        group = self._formed(request.get("group"))
         if self._receiving is not None and not self._receiving.ended:
             raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
         self._receiving = GroupDelivery(manifest, group)
@@ -83,6 +83,35 @@ class GroupTransport:
             )
         group.check()
         return group
+
+
+def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
+    key, digest = request.get("manifest_key"), request.get("manifest_digest")
+    if key is None:
+        return Manifest.from_wire(request.get("manifest"))
+    if not isinstance(key, str) or "manifest" in request:
+        raise InvalidRequest(
+            "manifest_key must be a text, and there is no manifest beside it",
+            field="transport.manifest_key",
+            fix="put the manifest into the group's store, or into the request",
+        )
+    told = group.take(key)
+    found = DIGEST_PREFIX + blake3(told).hexdigest()
+    if digest != found:
+        raise InvalidRequest(
+            f"manifest_digest is {str(digest)[:80]!r}, the stored manifest's is {found}",
+            field="transport.manifest_digest",
+            fix="store each manifest under a key of its own, and state its digest",
+        )
+    try:
+        wire = load_json_object(told)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the stored manifest can't be read: {str(error)[:200]}",
+            field="transport.manifest_key",
+            fix="store JSON",
+        ) from error
+    return Manifest.from_wire(wire, "transport.manifest_key")
 
 
 class GroupDelivery(PackedDelivery):
