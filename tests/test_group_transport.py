@@ -71,7 +71,7 @@ class Pushing:
 
     async def push(self, directory: Path, version: str, **body: Any) -> dict[str, Any]:
         """Both phases; the committed reply."""
-        await self.prepare(directory, version, **body)
+        prepared = await self.prepare(directory, version, **body)
         last = await self.trainer.do("send")
         digest = await self.trainer.do("finish")
         await self.trainer.do("close")
@@ -79,7 +79,7 @@ class Pushing:
         assert reply["num_buckets_received"] == last + 1
         assert reply["version"]["digest"] == digest
         assert reply["excluded"] == []
-        return reply
+        return {**reply, "update_id": prepared["update_id"]}
 
 
 async def test_base_and_adapter_into_two_workers_while_they_generate(plane: Plane) -> None:
