@@ -1,9 +1,9 @@
 """A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
 
 It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
-and is formed anew over whoever is there. gloo can't take back what was posted, so whoever gives up says so in the
-group's store, where the others look while they wait. Nor does it always tell of a death: the kernel does, on a
-connection that each rank holds to the trainer.
+and is formed anew over whoever is there. gloo can't take back what was posted, and does not always tell of a death: so
+each rank holds a connection to the trainer, by which whoever gives up says why, and which the kernel cuts when a
+process ends.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ JOIN_TIMEOUT_S = 60.0
 RECEIVE_TIMEOUT_S = 300.0
 """Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
 CONNECT_TIMEOUT_S = 5.0
-"""To the trainer's store, which listens before anybody is told to come."""
+"""To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
+from the group's: each asks a name server, which may be slow."""
 LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
-WATCH_S = 0.2
-"""How often each rank asks the store whether another one has given up."""
-TELL_S = 5.0
-"""For the reason why a rank gives up to be in the store, before it lets the trainer know by its lifeline."""
+WATCH_S = 1.0
+"""At most so much later a lifeline's watch ends."""
+MAX_REASON_BYTES = 4096
 BACKLOG = 4096
 """Ranks that come at once: what Linux allows by default."""
 TAKE_S = 30.0
@@ -121,68 +121,92 @@ def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
 
 
 class Lifelines:
-    """Connections between the trainer and each rank of the fleet: the kernel cuts them when a process ends. Nothing is
-    said on them but who it is; whoever else comes to the port is not listened to."""
+    """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
+    at most why it gives up. Who comes to the trainer's port and is no rank is not listened to."""
 
-    def __init__(self) -> None:
-        self.port: int | None = None
-        self._listener: socket.socket | None = None
-        self._lines = selectors.DefaultSelector()
+    def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
+        self._listener = listener
+        self._lines = list(lines)
+        self._selector = selectors.DefaultSelector()
+        for one in (listener, *lines):
+            if one is not None:
+                self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
 
     @classmethod
     def of_trainer(cls, host: str) -> Lifelines:
         """Listens, at any port."""
-        self = cls()
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         except OSError as error:
             raise InvalidRequest(
                 f"can't listen at {host}: {error.strerror or error}",
                 field="host",
                 fix="give an address of this machine",
             ) from error
-        self._listener.setblocking(False)
-        self._lines.register(self._listener, selectors.EVENT_READ)
-        self.port = self._listener.getsockname()[1]
-        return self
+        listener.setblocking(False)
+        return cls(listener)
 
     @classmethod
-    def of_rank(cls, place: Place) -> Lifelines:
-        self = cls()
-        if place.lifeline_port is not None:
-            address = (place.master_address, place.lifeline_port)
-            line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
-            self._lines.register(line, selectors.EVENT_READ, data="its trainer")
-            line.sendall(f"{place.group} {place.rank}".encode())
-        return self
+    def of_rank(cls, place: Place) -> Lifelines | None:
+        if place.lifeline_port is None:
+            return None
+        address = (place.master_address, place.lifeline_port)
+        line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
+        line.sendall(f"{place.group} {place.rank}\n".encode())
+        return cls(None, line)
 
-    def cut(self, group: str, timeout_s: float) -> str:
-        """Waits so long at most; whose was cut, if any."""
-        for key, _ in self._lines.select(timeout_s):
-            line: Any = key.fileobj
-            if self._listener is line:
-                with contextlib.suppress(OSError):  # it has gone again
-                    self._lines.register(self._listener.accept()[0], selectors.EVENT_READ)
-                continue
-            try:
-                said = line.recv(MAX_NAME_BYTES + 8)
-            except OSError:
-                said = b""
-            name, _, rank = said.decode(errors="replace").rpartition(" ")
-            if said and key.data is None and name == group:
-                self._lines.modify(line, selectors.EVENT_READ, data=f"rank {rank}")
-            elif not said or key.data is None:
-                self._lines.unregister(line)
-                line.close()
-                if key.data is not None:
-                    return str(key.data)
+    @property
+    def port(self) -> int:
+        assert self._listener is not None, "the trainer's"
+        return int(self._listener.getsockname()[1])
+
+    def watch(self, group: str, ended: Callable[[], object]) -> str:
+        """Blocks until somebody has given up or died, and says why; or until it has `ended`, here."""
+        listener = self._listener
+        while not ended():
+            for key, _ in self._selector.select(WATCH_S):
+                line: Any = key.fileobj
+                if listener is not None and line is listener:
+                    self._accept(listener)
+                elif why := self._heard(line, key.data, group):
+                    return why
         return ""
 
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            line = listener.accept()[0]
+            self._lines.append(line)
+            self._selector.register(line, selectors.EVENT_READ)
+
+    def _heard(self, line: socket.socket, who: str | None, group: str) -> str:
+        try:
+            said = line.recv(MAX_REASON_BYTES).decode(errors="replace")
+        except OSError:
+            said = ""
+        if who is None:
+            hello, _, said = said.partition("\n")
+            name, _, rank = hello.rpartition(" ")
+            if name != group:
+                self._selector.unregister(line)
+                line.close()
+                return ""
+            self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
+            return said
+        return said or f"{who} is gone"
+
+    def end(self, why: str) -> None:
+        """Tells the other side, and ends `watch`."""
+        for line in list(self._lines):
+            with contextlib.suppress(OSError):
+                line.send(why.encode()[:MAX_REASON_BYTES])
+                line.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        for key in list(self._lines.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._lines.close()
+        for one in (self._listener, *self._lines):
+            if one is not None:
+                one.close()
+        self._selector.close()
 
 
 class Group:
@@ -198,13 +222,15 @@ class Group:
         """Empty: it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
-        self._told = threading.Event()
-        with contextlib.ExitStack() as undo:
-            self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
-            undo.callback(self._lifelines.close)
+        self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
+        try:
             self._form(place, join_timeout_s)
-            undo.pop_all()
-        self._start(self._watch)
+        except BaseException:
+            if self._lifelines is not None:
+                self._lifelines.close()
+            raise
+        if self._lifelines is not None:
+            self._start(self._watch)
 
     def _form(self, place: Place, join_timeout_s: float) -> None:
         self._device = usable_device(place.backend)
@@ -230,21 +256,25 @@ class Group:
         self._store.set(key, str(len(chunks)))
 
     def take(self, key: str) -> bytes:
-        """On a connection and a thread of its own, as `_watch`."""
+        """On a thread of its own, since the answer of a store that stands still is awaited without a bound."""
         taken: list[bytes] = []
+        why = [f"it has not answered within {TAKE_S:g} s"]
 
         def take() -> None:
-            with contextlib.suppress(RuntimeError, PlaneError, ValueError):
-                store = connect_store(self.place, CONNECT_TIMEOUT_S)
+            try:
+                store = self._store
                 count = int(store.get(key)) if store.check([key]) else 0
-                if 0 < count <= MAX_CHUNKS:
-                    taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+                if not 0 < count <= MAX_CHUNKS:
+                    raise ValueError(f"1 to {MAX_CHUNKS} chunks may be stored, these are {count}")
+                taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+            except (RuntimeError, ValueError) as error:
+                why[0] = _first_line(error)
 
         thread = threading.Thread(target=take, name="weight group", daemon=True)
         thread.start()
         thread.join(TAKE_S)
         if not taken:
-            raise Unavailable(f"the trainer's store does not give {key!r}", fix=FORM_AGAIN)
+            raise Unavailable(f"the trainer's store does not give {key!r}: {why[0]}", fix=FORM_AGAIN)
         return taken[0]
 
     def remove(self, key: str) -> None:
@@ -328,6 +358,8 @@ class Group:
             if self.why_dropped:
                 return
             self.why_dropped = why
+        if self._lifelines is not None:
+            self._lifelines.end(why)
         self._start(self._bury)
 
     def await_end(self, timeout_s: float) -> None:
@@ -343,30 +375,16 @@ class Group:
 
     def _bury(self) -> None:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set("given_up", self.why_dropped)
-        self._told.set()
         torch_group, self._torch_group = self._torch_group, None
         with contextlib.suppress(RuntimeError):
             torch_group.abort()
         del torch_group
 
     def _watch(self) -> None:
-        """Looks whether another rank has died or given up. On a connection of its own to the store, since the answer of
-        one that stands still is awaited without a bound."""
-        try:
-            store = connect_store(self.place, CONNECT_TIMEOUT_S)
-            while not self.why_dropped:
-                cut = self._lifelines.cut(self.place.group, WATCH_S)
-                if store.check(["given_up"]):
-                    self.drop(store.get("given_up").decode())
-                elif cut:
-                    self.drop(f"{cut} is gone")
-        except (RuntimeError, PlaneError) as error:
-            self.drop(f"its trainer is gone: {_first_line(error)}")
-        finally:
-            self._told.wait(TELL_S)
-            self._lifelines.close()
+        assert self._lifelines is not None
+        if why := self._lifelines.watch(self.place.group, lambda: self.why_dropped):
+            self.drop(why)
+        self._lifelines.close()
 
 
 class Broadcast:

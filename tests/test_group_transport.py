@@ -205,46 +205,6 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
 # ---- what dies ----
 
 
-@pytest.mark.parametrize("sent", [0, 2, "all"])
-async def test_a_trainer_that_dies(plane: Plane, sent: Any) -> None:
-    client = await plane.client()
-    model, other = models(plane)
-    ids = plane.spawn_copies(2, model=model)
-    with Trainer(plane) as trainer:
-        await Pushing(client, trainer).prepare(other, "two")
-        if sent:
-            await trainer.do("send", None if sent == "all" else sent)
-        trainer.kill()
-        with pytest.raises(UpdateAborted, match="broke"):
-            await client.run("complete_weights_update")
-    await _is_as_before(client, ids, "initial")
-    with Trainer(plane) as trainer:
-        await Pushing(client, trainer).push(other, "two")
-    assert await all_serve(client, "two")
-
-
-@pytest.mark.parametrize("sent", [0, 2])
-async def test_a_worker_that_dies(plane: Plane, sent: int) -> None:
-    client = await plane.client()
-    model, other = models(plane)
-    staying, doomed = plane.spawn_many(2, model=model)
-    with Trainer(plane) as trainer:
-        pushing = Pushing(client, trainer)
-        await pushing.prepare(other, "two")
-        if sent:
-            await trainer.do("send", sent)
-        doomed.kill()
-        with pytest.raises(Unavailable, match="broke"):
-            await _send_all(trainer)
-        await trainer.do("close")
-        with pytest.raises(UpdateAborted):
-            await client.run("complete_weights_update")
-        await plane.until(lambda: _is_gone(client, doomed.instance_id))
-        await _is_as_before(client, [staying.instance_id], "initial")
-        await pushing.push(other, "two")
-        assert await all_serve(client, "two")
-
-
 async def _send_all(trainer: Trainer) -> None:
     await trainer.do("send")
     await trainer.do("finish")
