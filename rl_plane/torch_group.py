@@ -70,11 +70,13 @@ class Place:
     timeout_s: float = RECEIVE_TIMEOUT_S
     lifeline_port: int | None = None
     """Where the trainer's Lifelines listen; None: there are none."""
+    device: str | None = None
+    """Where nccl's buckets are; None: in host memory."""
 
     @classmethod
-    def of_worker(cls, config: Mapping[str, Any], backend: str) -> Place:
+    def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
         """From what `init_transport` says."""
-        known = {field.name for field in fields(cls)} - {"rank"} | {"rank_offset"}
+        known = {field.name for field in fields(cls)} - {"rank", "device"} | {"rank_offset"}
         for key in config:
             if key not in known:
                 raise InvalidRequest(
@@ -110,6 +112,7 @@ class Place:
             rank,
             float(timeout_s),
             lifeline,
+            device,
         )
 
 
@@ -233,7 +236,7 @@ class Group:
             self._start(self._watch)
 
     def _form(self, place: Place, join_timeout_s: float) -> None:
-        self._device = usable_device(place.backend)
+        self._device = None if place.device is None else import_torch().device(place.device)
         try:
             self._store = connect_store(place, join_timeout_s)
             if place.rank:
@@ -417,14 +420,15 @@ def import_torch() -> Any:
     return torch
 
 
-def usable_device(backend: str) -> Any:
-    """Where broadcast bytes are; None: in host memory. Unsupported where this process can't."""
-    torch = import_torch()
-    if backend == "gloo":
-        return None
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise Unsupported("nccl needs a GPU in every rank", field="transport.backend", fix="use gloo")
-    return torch.device("cuda", torch.cuda.current_device())
+def gpu(device: str | None) -> str:
+    """The same, where nccl can use it."""
+    if device is None or not device.startswith("cuda"):
+        raise Unsupported(
+            "nccl needs the weights on a GPU, in every rank", field="transport.backend", fix="use gloo"
+        )
+    if not import_torch().distributed.is_nccl_available():
+        raise Unsupported("this torch is built without nccl", field="transport.backend", fix="use gloo")
+    return device
 
 
 def _make(place: Place, store: Any, timeout_s: float) -> Any:

@@ -23,15 +23,20 @@ from rl_plane.errors import (
     MembershipChanged,
     PlaneError,
     Unavailable,
+    Unsupported,
     UpdateAborted,
 )
 from rl_plane.manifest import Manifest, pack
+from rl_plane.publish.group import GroupSender
+from rl_plane.torch_group import Place
 from rl_plane.wire import MAX_MESSAGE_BYTES
 from tests.faults import Stream
 from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
 from tests.test_hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.test_plane_update import all_serve, states
+from worker.receiver import load_transports
+from worker.transports.base import Places
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -200,6 +205,22 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             assert [(row.body["tensors"], row.body["refetchable"]) for row in rows] == [(5, False)] * 2
             await client.call_all("abort_update", {"update_id": "u"}, held=held)
     await _is_as_before(client, ids, "two")
+
+
+def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "nccl" not in load_transports(Places(device="cpu"))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    there = load_transports(Places(device="cuda:1"))["nccl"]
+    with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
+        there.init(
+            {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
+        )
+    config = {"backend": "nccl", "group": "g", "master_address": "a", "master_port": 1, "world_size": 2}
+    assert Place.of_worker({**config, "rank_offset": 1}, "nccl", "cuda:1").device == "cuda:1"
+    with pytest.raises(InvalidRequest, match="device"):
+        Place.of_worker({**config, "rank_offset": 1, "device": "cuda:0"}, "nccl", "cuda:1")
+    with pytest.raises(Unsupported):
+        GroupSender("nccl")
 
 
 # ---- what dies ----

@@ -19,10 +19,13 @@ from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
 
-KNOWN_TRANSPORTS = frozenset({"ipc", "nixl", "object_store"})
+KNOWN_TRANSPORTS = frozenset({"ipc", "nccl", "nixl", "object_store"})
 """Names that other workers may know: not an error of the caller's."""
 
-EXTRAS = {"nixl": "install rl-plane[nixl] beside this worker, or use filesystem"}
+EXTRAS = {
+    "nccl": "put the model on a GPU, or use gloo",
+    "nixl": "install rl-plane[nixl] beside this worker, or use filesystem",
+}
 """What brings a transport to a worker that lacks it."""
 
 ABORT_WAIT_S = 30.0

@@ -37,6 +37,7 @@ from rl_plane.torch_group import (
     Group,
     Lifelines,
     Place,
+    gpu,
     import_torch,
 )
 from rl_plane.versions import DIGEST_PREFIX
@@ -67,9 +68,12 @@ class GroupSender:
         port: int = 0,
         timeout_s: float = RECEIVE_TIMEOUT_S,
         join_timeout_s: float = JOIN_TIMEOUT_S,
+        device: str = "cuda:0",
     ) -> None:
-        """`host`: as the workers reach this process. `timeout_s`: of a whole update."""
+        """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
+        nccl."""
         self.backend: str = backend
+        self._device = gpu(_here(device)) if backend == "nccl" else None
         self.fingerprint = ""
         """Of the fleet that is in the group."""
         self._host = host
@@ -144,7 +148,9 @@ class GroupSender:
                 lifelines.close()
                 raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
         size = int(self._store.get(key))
-        place = Place(self.backend, name, self._host, self._store.port, size, 0, self._timeout_s)
+        place = Place(
+            self.backend, name, self._host, self._store.port, size, 0, self._timeout_s, device=self._device
+        )
         return Group(place, self._join_timeout_s, lifelines)
 
     def leave(self) -> None:
@@ -237,12 +243,14 @@ class FleetGroupSender(GroupSender):
     """Forms its group by itself."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], around: Surroundings) -> None:
-        around.check_options(backend, "host", "port", "timeout_s")
+        device = ("device",) if backend == "nccl" else ()
+        around.check_options(backend, "host", "port", "timeout_s", *device)
         host, port = around.address()
         timeout_s = around.options.get("timeout_s", RECEIVE_TIMEOUT_S)
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
-        super().__init__(backend, host=host, port=port, timeout_s=timeout_s)
+        at = around.options.get("device", "cuda:0")
+        super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
         self._run = around.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -251,13 +259,24 @@ class FleetGroupSender(GroupSender):
         return super().open(manifest)
 
 
+def _here(device: object) -> str | None:
+    """If it is one of this machine's."""
+    torch = import_torch()
+    known = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if known and device not in known:
+        raise InvalidRequest(
+            f"device is {str(device)[:64]!r}", field="options.device", fix=f"use one of {', '.join(known)}"
+        )
+    return str(device) if known else None
+
+
 def build_gloo(around: Surroundings) -> FleetGroupSender:
     """Options: see `Surroundings.address`; `timeout_s`, of a whole update."""
     return FleetGroupSender("gloo", around)
 
 
 def build_nccl(around: Surroundings) -> FleetGroupSender:
-    """As `build_gloo`."""
+    """As `build_gloo`; `device`, the trainer's: `cuda:0`."""
     return FleetGroupSender("nccl", around)
 
 

@@ -19,7 +19,7 @@ from blake3 import blake3
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
-from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, usable_device
+from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, gpu, import_torch
 from rl_plane.versions import DIGEST_PREFIX
 from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
@@ -34,6 +34,7 @@ class GroupTransport:
     """In one rank. Keeps one group."""
 
     backend: str
+    _device: str | None = None
 
     def __init__(self, places: Places) -> None:
         self._group: Group | None = None
@@ -41,8 +42,8 @@ class GroupTransport:
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
-        usable_device(self.backend)
-        place = Place.of_worker(config, self.backend)
+        import_torch()
+        place = Place.of_worker(config, self.backend, self._device)
         with self._forming:
             group = self._group
             if group is not None and group.place == place and not group.why_dropped:
@@ -161,3 +162,7 @@ class GlooTransport(GroupTransport):
 
 class NcclTransport(GroupTransport):
     backend = "nccl"
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        self._device = gpu(places.device)
