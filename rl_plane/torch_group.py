@@ -14,11 +14,12 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.ops import MAX_TIMEOUT_S
 
@@ -44,6 +45,8 @@ TAKE_S = 30.0
 CHUNK_BYTES = 4 << 20
 """Of what is put there: a value may have 8 MB."""
 MAX_CHUNKS = 64
+AHEAD = 2
+"""Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
 MAX_NAME_BYTES = 256
@@ -225,6 +228,7 @@ class Group:
         """Empty: it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
+        self._lanes: list[torch.Tensor] = []
         self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
         try:
             self._form(place, join_timeout_s)
@@ -288,13 +292,16 @@ class Group:
 
     # ---- broadcasting ----
 
-    def tensor(self, nbytes: int) -> torch.Tensor:
-        """For `broadcast`: bytes in host memory."""
-        import torch
-
-        return (
-            torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-        )
+    def lanes(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Host memory for buckets of these sizes, in turns. It is kept for the next update: to touch new memory takes
+        longer than to fill it."""
+        for number in range(min(AHEAD, len(sizes))):
+            needed = max(sizes[number::AHEAD])
+            if number == len(self._lanes):
+                self._lanes.append(_bytes(needed))
+            elif self._lanes[number].numel() < needed:
+                self._lanes[number] = _bytes(needed)
+        return self._lanes[: len(sizes)]
 
     def broadcast(self, data: torch.Tensor) -> Broadcast:
         """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended."""
@@ -429,6 +436,17 @@ def gpu(device: str | None) -> str:
     if not import_torch().distributed.is_nccl_available():
         raise Unsupported("this torch is built without nccl", field="transport.backend", fix="use gloo")
     return device
+
+
+def _bytes(nbytes: int) -> Any:
+    torch = import_torch()
+    return torch.frombuffer(fresh(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def digest_tensor() -> torch.Tensor:
+    """For the version's digest."""
+    made: torch.Tensor = _bytes(DIGEST_BYTES)
+    return made
 
 
 def _make(place: Place, store: Any, timeout_s: float) -> Any:

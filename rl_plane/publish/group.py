@@ -28,7 +28,7 @@ from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Plan
 from rl_plane.manifest import Manifest
 from rl_plane.publish.sender import Surroundings
 from rl_plane.torch_group import (
-    DIGEST_BYTES,
+    AHEAD,
     FORM_AGAIN,
     JOIN_TIMEOUT_S,
     LOOK_S,
@@ -37,6 +37,7 @@ from rl_plane.torch_group import (
     Group,
     Lifelines,
     Place,
+    digest_tensor,
     gpu,
     import_torch,
 )
@@ -51,14 +52,14 @@ INIT_TIMEOUT_S = 330.0
 """Beyond the op's own time-out."""
 END_S = 5.0
 """For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
-AHEAD = 2
-"""Buckets in memory: one is packed while the one before is sent."""
 
 
 class GroupSender:
     """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
 
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    bucket_bytes: ClassVar[int] = 32 << 20
+    """Each side keeps two of them; larger ones are no faster."""
 
     def __init__(
         self,
@@ -87,6 +88,11 @@ class GroupSender:
         self._places: list[torch.Tensor] = []
         self._under_way: dict[int, Broadcast] = {}
         self._deadline = 0.0
+
+    @property
+    def port(self) -> int:
+        """Of the store, once a group was formed."""
+        return int(self._store.port)
 
     @property
     def formed(self) -> bool:
@@ -176,7 +182,7 @@ class GroupSender:
         told = json.dumps(manifest.to_wire()).encode()
         self._manifest_key = f"manifest-{secrets.token_hex(4)}"
         group.put(self._manifest_key, told)
-        self._places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        self._places = group.lanes(sizes)
         self._under_way = {}
         self._deadline = time.monotonic() + self._timeout_s
         return {
@@ -206,7 +212,7 @@ class GroupSender:
         self._forget()
 
     def _state_digest(self, group: Group, digest: str | None) -> None:
-        data = group.tensor(DIGEST_BYTES)
+        data = digest_tensor()
         if digest is not None:
             memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))
         group.broadcast(data).wait("the digest", self._deadline)

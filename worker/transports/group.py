@@ -19,13 +19,10 @@ from blake3 import blake3
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
-from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, gpu, import_torch
+from rl_plane.torch_group import AHEAD, FORM_AGAIN, Group, Place, digest_tensor, gpu, import_torch
 from rl_plane.versions import DIGEST_PREFIX
 from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
-
-AHEAD = 2
-"""Buckets in memory: one is taken while the next one comes."""
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 
@@ -131,7 +128,7 @@ class GroupDelivery(PackedDelivery):
 
     def _received(self) -> Iterator[memoryview]:
         group, sizes = self._group, [bucket.nbytes for bucket in self._manifest.buckets]
-        places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        places = group.lanes(sizes)
         views = [memoryview(place.numpy()) for place in places]
 
         def begin(number: int) -> Any:
@@ -150,7 +147,7 @@ class GroupDelivery(PackedDelivery):
 
     def _stated(self) -> str | None:
         """The version's digest, which its trainer knows only now."""
-        data = self._group.tensor(DIGEST_BYTES)
+        data = digest_tensor()
         self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
         told = bytes(data.numpy())
         return f"blake3:{told.hex()}" if any(told) else None
