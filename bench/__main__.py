@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.broadcasts import measure_broadcasts
 from bench.commits import measure_commits
 from bench.deaths import measure_deaths, measure_joins
 from bench.fanout import measure_fan_out
@@ -27,6 +28,7 @@ from bench.report import (
     KILL_AIM_S,
     PROBED_KILL_AIM_S,
     Row,
+    broadcast_rows,
     commit_rows,
     fan_out_rows,
     gap_rows,
@@ -58,6 +60,7 @@ SHARED_BYTES, QUICK_SHARED_BYTES = 1 << 30, 64 << 20
 SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
 PULL_ROUNDS, QUICK_PULL_ROUNDS = 8, 1
+BROADCAST_BYTES, QUICK_BROADCAST_BYTES = 1 << 30, 64 << 20
 RECEIVERS = (1, 3)
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
@@ -139,6 +142,15 @@ async def pulls(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
+async def broadcasts(scratch: Path, quick: bool) -> list[Row]:
+    nbytes, rounds = (QUICK_BROADCAST_BYTES, QUICK_PULL_ROUNDS) if quick else (BROADCAST_BYTES, PULL_ROUNDS)
+    found: list[Row] = []
+    for receivers in RECEIVERS:
+        _say(f"broadcasts by gloo to {receivers}, {rounds} rounds …")
+        found += broadcast_rows(await asyncio.to_thread(measure_broadcasts, nbytes, receivers, rounds))
+    return found
+
+
 MEASURED = {
     "fan_outs": fan_outs,
     "times": times,
@@ -146,6 +158,7 @@ MEASURED = {
     "stored": stored,
     "shared_memory": shared_memory,
     "pulls": pulls,
+    "broadcasts": broadcasts,
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, truediv
 
+from bench.broadcasts import BroadcastTimes
 from bench.commits import CommitTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
@@ -35,6 +36,8 @@ COPY_AIM = 1.25
 """0.8 × the speed of a copy."""
 PULL_AIM = 1.25
 """0.8 × the speed of a bare read."""
+BROADCAST_AIM = 1.11
+"""0.9 × the speed of a bare broadcast."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -176,6 +179,19 @@ def pull_rows(times: PullTimes) -> list[Row]:
     return [
         row(", digests not checked", "pull", PULL_AIM),
         row("", "verified", PULL_AIM),
+        row(", staged", "staged", None),
+    ]
+
+
+def broadcast_rows(times: BroadcastTimes) -> list[Row]:
+    bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
+
+    def row(what: str, way: str, aim: float | None) -> Row:
+        return _beside(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
+
+    return [
+        row(", digests not checked", "received", BROADCAST_AIM),
+        row("", "checked", BROADCAST_AIM),
         row(", staged", "staged", None),
     ]
 

@@ -119,6 +119,7 @@ class OpHandlers:
             record=record.to_wire() if record is not None else None,
             admitted=self._state.admission()["open"],
             model_digest=self._core.model_digest,
+            failed=self._updates.failed,
         )
 
     def _describe(self, body: ops.Empty, fence: int) -> ops.DescribeReply:

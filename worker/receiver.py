@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from rl_plane.errors import EngineFailed
+from rl_plane.errors import EngineFailed, Unsupported
 from rl_plane.ops import PreparedReply
 from worker.reception import Cancelled, Reception, Staged, WeightHolder
 from worker.staging import check_overwrite, check_staged, overwrite, receive, receive_adapter
@@ -33,8 +33,14 @@ def _installed() -> dict[str, type[WeightTransport]]:
 
 
 def load_transports(places: Places) -> dict[str, WeightTransport]:
-    """One of each that is installed."""
-    return {name: kind(places) for name, kind in _installed().items()}
+    """One of each that is installed, and can work here."""
+    found = {}
+    for name, kind in _installed().items():
+        try:
+            found[name] = kind(places)
+        except Unsupported as error:
+            log.info("there is no %s transport: %s", name, error)
+    return found
 
 
 class Receiver:

@@ -19,10 +19,13 @@ from worker.reception import Reception
 
 log = logging.getLogger("worker.updates")
 
-KNOWN_TRANSPORTS = frozenset({"ipc", "nixl", "object_store"})
+KNOWN_TRANSPORTS = frozenset({"ipc", "nccl", "nixl", "object_store"})
 """Names that other workers may know: not an error of the caller's."""
 
-EXTRAS = {"nixl": "install rl-plane[nixl] beside this worker, or use filesystem"}
+EXTRAS = {
+    "nccl": "put the model on a GPU, or use gloo",
+    "nixl": "install rl-plane[nixl] beside this worker, or use filesystem",
+}
 """What brings a transport to a worker that lacks it."""
 
 ABORT_WAIT_S = 30.0
@@ -117,6 +120,11 @@ class WeightUpdates:
     def busy_with(self) -> str | None:
         """The update that is being received or is staged."""
         return self._busy.update_id if self._busy is not None else None
+
+    @property
+    def failed(self) -> str | None:
+        """The update that it listened for in vain, until that is asked for, or another one comes."""
+        return self._failed.wanted.update_id if self._failed is not None else None
 
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:

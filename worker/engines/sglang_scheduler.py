@@ -7,6 +7,7 @@ requests: the ranks of one model stay in step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ class Rank:
         model = Path(told["model"])
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
-        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"])))
+        device = next(scheduler.tp_worker.model_runner.model.parameters()).device  # with its number
+        self._receiver = Receiver(
+            self._holder, load_transports(replace(Places.from_wire(told["places"]), device=str(device)))
+        )
         self._taken: Staged | None = None
         self._outcome: PlaneError | None = None
         """Of the last call: SGLang passes on the first rank's alone, and of that the words."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class RankExtension:
             # It warns of tables that are in no checkpoint, at each reload.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
+            here = replace(Places.from_wire(places), device=str(self.model_runner.device))
+            self.rl_plane_receiver = Receiver(holder, load_transports(here))
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)
             methods |= self._rl_plane_methods()
