@@ -73,7 +73,7 @@ def main(
     holds: tuple[int, ...] = (),
     child: bool = False,
     corrupt: bool = False,
-    **bounds: float,
+    **bounds: Any,
 ) -> None:
     """`holds`: before these buckets are packed. `child`: fork one there, which goes on living. `corrupt`: state other
     digests than those of what is sent."""

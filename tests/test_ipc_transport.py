@@ -95,7 +95,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def sender_of(receivers: int, **bounds: float) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
     sender = IpcSender(lambda: receivers, **bounds)
     try:
         yield sender, sender.open(MANIFEST)
@@ -216,7 +216,7 @@ def memory(data: bytes, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 PACKED = msgpack.packb(MANIFEST.to_wire())
 NEEDED = ipc_wire.buffer_bytes(MANIFEST)
-FIRST = {"protocol": 1, "manifest": len(PACKED), "buffer": NEEDED}
+FIRST = {"protocol": ipc_wire.PROTOCOL, "manifest": len(PACKED), "buffer": NEEDED, "cuda": False}
 
 
 def good() -> list[int]:
@@ -274,7 +274,7 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
         ([b"x" * 5000], good),
         ([[1]], good),
         ([{}], good),
-        ([{**FIRST, "protocol": 2}], good),
+        ([{**FIRST, "protocol": 1}], good),
         ([FIRST], list),
         ([FIRST], lambda: instead(2)),
         ([FIRST], lambda: instead(2, plain_file())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -32,9 +33,9 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places) -> dict[str, WeightTransport]:
-    """One of each that is installed."""
-    return {name: kind(places) for name, kind in _installed().items()}
+def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+    """One of each that is installed. `device`: where the model is."""
+    return {name: kind(replace(places, device=device)) for name, kind in _installed().items()}
 
 
 class Receiver:

@@ -134,7 +134,7 @@ class HfEngine:
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
         self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
-        self._receiver = Receiver(self._holder, load_transports(self._options.places))
+        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)

@@ -31,7 +31,8 @@ class RankExtension:
             # It warns of tables that are in no checkpoint, at each reload.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
+            transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
+            self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)
             methods |= _own_methods(self.rl_plane_receiver, holder)
