@@ -351,7 +351,7 @@ class _Update:
                 receiver.told += 1
                 receiver.since = time.monotonic()
         except OSError as error:
-            self._drop(receiver, str(error))
+            self._drop(receiver, str(error), gone=not isinstance(error, BlockingIOError))
 
     def _read(self, receiver: _Receiver) -> None:
         try:
@@ -359,9 +359,7 @@ class _Update:
         except BlockingIOError:
             return
         except (OSError, EOFError, ValueError) as error:
-            if not isinstance(error, ValueError):  # nobody is there any more
-                given_up(receiver.handles)
-            self._drop(receiver, str(error))
+            self._drop(receiver, str(error), gone=not isinstance(error, ValueError))
             return
         if not receiver.named and answer.keys() == {"gpu"}:
             self._name(receiver, answer["gpu"])
@@ -399,9 +397,24 @@ class _Update:
             if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
-    def _drop(self, receiver: _Receiver, why: str) -> None:
+    def _drop(self, receiver: _Receiver, why: str, gone: bool = False) -> None:
+        if gone and receiver.handles and not self._said_closed(receiver):
+            given_up(receiver.handles)
         log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
         self._forget(receiver)
+
+    def _said_closed(self, receiver: _Receiver) -> bool:
+        """Before its connection ended. An error of the connection comes once, ahead of what was said."""
+        for _ in range(BUFFERS + 2):
+            try:
+                answer, _ = read_packet(receiver.connection)
+            except EOFError:
+                return False
+            except (OSError, ValueError):
+                continue
+            if answer == {"closed": True}:
+                return True
+        return False
 
     def _forget(self, receiver: _Receiver) -> None:
         del self._receivers[receiver.connection]
