@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -32,12 +33,12 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places) -> dict[str, WeightTransport]:
-    """One of each that is installed, and can work here."""
-    found = {}
+def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+    """One of each that is installed, and can work here. `device`: where the model is."""
+    here, found = replace(places, device=device), {}
     for name, kind in _installed().items():
         try:
-            found[name] = kind(places)
+            found[name] = kind(here)
         except Unsupported as error:
             log.info("there is no %s transport: %s", name, error)
     return found

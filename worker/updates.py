@@ -126,6 +126,12 @@ class WeightUpdates:
         """The update that it listened for in vain, until that is asked for, or another one comes."""
         return self._failed.wanted.update_id if self._failed is not None else None
 
+    @property
+    def receiving(self) -> Wanted | None:
+        """Nobody has called it off."""
+        one = self._receiving
+        return one.wanted if one is not None and not one.cancelled.is_set() else None
+
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
             return
@@ -253,6 +259,14 @@ class WeightUpdates:
         assert staged.wanted.update_id == update_id, "the core has looked"
         self._set(None)
         return staged.name
+
+    async def give_up(self, update_id: str) -> None:
+        """As `drop`, but does not wait until a receive notices."""
+        receiving = self._receiving
+        if receiving is not None and receiving.wanted.update_id == update_id:
+            receiving.cancelled.set()
+        else:
+            await self.drop(update_id)
 
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""

@@ -32,8 +32,8 @@ from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
-from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import KeepingSender, PushingSender, Sender, Surroundings, members
+from rl_plane.publish.packing import Place, Tensor, fill
+from rl_plane.publish.sender import DeviceSender, KeepingSender, PushingSender, Sender, Surroundings, members
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -331,6 +331,8 @@ class _Attempt:
         if bucket_bytes is None:
             bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
         manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
+        if isinstance(sender, DeviceSender):
+            sender.device = taken.device
         self._body["transport"] = sender.open(manifest)
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
@@ -342,7 +344,7 @@ class _Attempt:
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication._tells("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
 
-        def buffer(number: int) -> memoryview:
+        def buffer(number: int) -> Place:
             return _sent(lambda: sender.buffer(number))
 
         for number in fill(manifest, taken.tensors, buffer, self._digests):

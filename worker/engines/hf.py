@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -134,8 +134,7 @@ class HfEngine:
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
         self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
-        places = replace(self._options.places, device=str(self._model.device))
-        self._receiver = Receiver(self._holder, load_transports(places))
+        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)

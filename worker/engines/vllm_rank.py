@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ class RankExtension:
             # It warns of tables that are in no checkpoint, at each reload.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            here = replace(Places.from_wire(places), device=str(self.model_runner.device))
-            self.rl_plane_receiver = Receiver(holder, load_transports(here))
+            transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
+            self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)
             methods |= self._rl_plane_methods()

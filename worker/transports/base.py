@@ -30,8 +30,8 @@ class Places:
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
     """The only ones whose stored objects may be read."""
-    device: str | None = None
-    """Of this rank's model, such as `cuda:1`; None: not known yet, or there is none."""
+    device: str = "cpu"
+    """Of the model in this process, as torch calls it."""
 
     def to_wire(self) -> dict[str, Any]:
         return {**asdict(self), "weight_roots": [str(root.absolute()) for root in self.weight_roots]}
