@@ -20,6 +20,7 @@ from pathlib import Path
 from bench.broadcasts import measure_broadcasts
 from bench.commits import measure_commits
 from bench.deaths import measure_deaths, measure_joins
+from bench.deltas import measure_deltas
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.kills import measure_kills
@@ -30,6 +31,7 @@ from bench.report import (
     Row,
     broadcast_rows,
     commit_rows,
+    delta_rows,
     fan_out_rows,
     gap_rows,
     ipc_rows,
@@ -61,6 +63,8 @@ SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
 PULL_ROUNDS, QUICK_PULL_ROUNDS = 8, 1
 BROADCAST_BYTES, QUICK_BROADCAST_BYTES = 1 << 30, 64 << 20
+DELTA_BYTES, QUICK_DELTA_BYTES = 1 << 30, 32 << 20
+DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
@@ -124,6 +128,13 @@ async def stored(scratch: Path, quick: bool) -> list[Row]:
     return stored_rows(await measure_stored(models, QUICK_STORED_ROUNDS if quick else STORED_ROUNDS))
 
 
+async def deltas(scratch: Path, quick: bool) -> list[Row]:
+    nbytes = QUICK_DELTA_BYTES if quick else DELTA_BYTES
+    _say(f"deltas of {nbytes / 1e6:,.0f} MB …")
+    rounds = QUICK_DELTA_ROUNDS if quick else DELTA_ROUNDS
+    return delta_rows(await asyncio.to_thread(measure_deltas, scratch, nbytes, rounds))
+
+
 async def shared_memory(scratch: Path, quick: bool) -> list[Row]:
     nbytes = QUICK_SHARED_BYTES if quick else SHARED_BYTES
     _say(f"shared memory, updates of {nbytes / 1e6:,.0f} MB …")
@@ -156,6 +167,7 @@ MEASURED = {
     "times": times,
     "updates": updates,
     "stored": stored,
+    "deltas": deltas,
     "shared_memory": shared_memory,
     "pulls": pulls,
     "broadcasts": broadcasts,

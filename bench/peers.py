@@ -104,7 +104,7 @@ def workers(
     from worker.process import run
 
     if not verify:
-        worker.staging._hash = lambda data: "0" * 64
+        worker.staging.tensor_digest = lambda data: "0" * 64  # type: ignore[attr-defined]
     run(
         WorkerOptions(
             engine,

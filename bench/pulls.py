@@ -110,11 +110,12 @@ def receiver(transport: dict[str, Any]) -> None:
         told = read_frame(connection)
     agent = make_agent("bare")
     peer = agent.add_remote_agent(told["metadata"])
-    largest = max(place[1] for place in told["places"])
+    places = [bucket for (bucket,) in told["places"]]
+    largest = max(nbytes for _, nbytes, _ in places)
     buffers = [Memory(agent, largest) for _ in range(2)]
 
     def bare() -> None:
-        for number, (address, nbytes, device) in enumerate(told["places"]):
+        for number, (address, nbytes, device) in enumerate(places):
             here = agent.get_xfer_descs([(buffers[number % 2].address, nbytes, 0)], "DRAM")
             there = agent.get_xfer_descs([(address, nbytes, device)], "DRAM")
             handle = agent.initialize_xfer("READ", here, there, peer)

@@ -10,6 +10,7 @@ from operator import add, truediv
 
 from bench.broadcasts import BroadcastTimes
 from bench.commits import CommitTimes
+from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.kills import WORKERS, KillTimes
@@ -32,6 +33,8 @@ FILE_AIM = 1.25
 """0.8 × the speed of a plain read."""
 OBJECT_AIM = 0.1
 """Ten times as fast as nats-py's own get."""
+DELTA_AIM = 1.0
+"""Faster than to read it all."""
 COPY_AIM = 1.25
 """0.8 × the speed of a copy."""
 PULL_AIM = 1.25
@@ -154,6 +157,14 @@ def stored_rows(times: StoredTimes) -> list[Row]:
         row("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
         row("object_store", "object", "plain read", "plain"),
         row("object_store, publishing", "publish", "nats-py put", "nats_put"),
+    ]
+
+
+def delta_rows(times: DeltaTimes) -> list[Row]:
+    words = f"delta, {times.nbytes / 1e6:,.0f} MB of bf16, 1 % changed: {times.share:.1%} of the bytes"
+    return [
+        _beside(f"{words}, {what}", None, times.seconds[what], "plain read", times.seconds["plain"], DELTA_AIM)
+        for what in ("encode", "apply")
     ]
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
+
+from rl_plane.errors import EngineFailed
+from rl_plane.tasks import never
 
 T = TypeVar("T")
 
 HUGE_BYTES = 2 << 20
 """From this size on huge pages are asked for: small ones take longer to get and to free than to fill."""
+
+LOOK_S = 0.1
+"""How often who waits for an item looks whether it is still wanted."""
 
 END_S = 5.0
 """A read under way ends within milliseconds, unless a disk hangs."""
@@ -29,10 +36,18 @@ def fresh(nbytes: int) -> memoryview:
 
 class Ahead(Generic[T]):
     """Iterates `items` on a thread of its own, one item ahead of who takes them: one is used, one is made. What is
-    raised there is raised here. `close` ends it with the item that is being made: end first what that waits for."""
+    raised there is raised here. `close` ends it with the item that is being made. `cancelled()`: nobody wants that one
+    any more; `interrupt()` ends what its making waits for."""
 
-    def __init__(self, items: Iterable[T]) -> None:
+    def __init__(
+        self,
+        items: Iterable[T],
+        cancelled: Callable[[], bool] = never,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
         self._items = items
+        self._cancelled = cancelled
+        self._interrupt = interrupt
         self._made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(2)
         self._closed = False
@@ -41,7 +56,7 @@ class Ahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         self._thread.start()
         try:
-            while (made := self._made.get()) is not None:
+            while (made := self._next()) is not None:
                 if isinstance(made, BaseException):
                     raise made
                 yield made[0]
@@ -50,8 +65,16 @@ class Ahead(Generic[T]):
         finally:
             self.close()
 
+    def _next(self) -> tuple[T] | BaseException | None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._made.get(timeout=LOOK_S)
+            if self._cancelled():
+                raise EngineFailed("staging was cancelled")
+
     def close(self) -> None:
         self._closed = True
+        self._interrupt()
         self._room.release()
         if self._thread.is_alive():
             self._thread.join(END_S)

@@ -11,6 +11,7 @@
     │   ├── StaleFence               another coordinator has taken over
     │   ├── WrongIncarnation         the worker is a new process since
     │   ├── NotPrepared              commit without a matching prepare
+    │   ├── NotAtBase                the version that a delta changes is not there: send the full one
     │   └── UpdateAborted            the update was undone everywhere
     ├── PayloadTooLarge         413  a body over its limit
     ├── EngineFailed            500  the engine could not do what it should
@@ -114,6 +115,12 @@ class WrongIncarnation(Conflict):
 
 class NotPrepared(Conflict):
     code = "not_prepared"
+
+
+class NotAtBase(Conflict):
+    """Fact `base`: the digest of the version that a delta may change, where there is one."""
+
+    code = "not_at_base"
 
 
 class UpdateAborted(Conflict):

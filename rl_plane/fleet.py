@@ -42,10 +42,12 @@ from rl_plane.fleet_replies import (
     is_serving,
     join,
     merged,
+    sources_of,
     updated,
 )
 from rl_plane.history import (
     Journal,
+    before_of,
     first_answer,
     pushed_buckets,
     read_entry,
@@ -59,6 +61,7 @@ from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import (
     DesiredPause,
+    Source,
     UpdateSession,
     read_pause,
     read_record,
@@ -219,6 +222,7 @@ class Fleet:
             loras=sorted({name for body in bodies for name in body["loras"]}),
             version=version_wire(record),
             adapters=adapters_of(record),
+            sources=sources_of(record),
             sequence=record.sequence if record else None,
         )
 
@@ -360,7 +364,7 @@ class Fleet:
         if (first := await self._first_answer(call, request)) is not None:
             return first
         snapshot = await self._whole_fleet(call)
-        body = await self._with_source(call, asked, snapshot)
+        body, before = await self._with_source(call, asked, snapshot)
         _check_name(body.target, snapshot)
         pinned = call.select.epoch is not None or call.select.fingerprint is not None
         policy = body.policy
@@ -373,7 +377,7 @@ class Fleet:
                     return answered(call, entry)
                 try:
                     pin = snapshot.fingerprint if pinned else None
-                    asked_for = Coordination("update", call.request_id, body, pin)
+                    asked_for = Coordination("update", call.request_id, body, pin, before=before)
                     return await self._committed(call, held, journal, asked_for)
                 except PlaneError as error:
                     await journal.failed(error)
@@ -391,11 +395,14 @@ class Fleet:
         entry = await first_answer(self.client.bus, call.view.subjects.state, call.request_id, request)
         return answered(call, entry) if entry is not None else None
 
-    async def _with_source(self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot) -> ops.UpdateWeights:
-        """The update itself: a roll-back is one with the source and the digest that the history has."""
+    async def _with_source(
+        self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot
+    ) -> tuple[ops.UpdateWeights, Source | None]:
+        """The update itself: a roll-back is one with the source and the digest that the history has, and of a delta
+        with the source of what it changed."""
         given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
         if asked.rollback is None:
-            return ops.UpdateWeights.model_validate(given)
+            return ops.UpdateWeights.model_validate(given), None
         state = call.view.subjects.state
         entries = await read_history(self.client.bus, state)
         record = await read_record(self.client.bus, state)
@@ -406,8 +413,11 @@ class Fleet:
             "transport": source_of(target, snapshot),
             "digest": target.digest,
             "cast": target.cast,
+            "encoding": target.encoding,
+            "base": target.base,
         }
-        return ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+        body = ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+        return body, before_of(target)
 
     def _journal(
         self,

@@ -14,11 +14,16 @@ MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
 
-def send_frame(connection: socket.socket, content: Any) -> None:
+def frame_of(content: Any) -> bytes:
+    """ValueError for what nobody would read."""
     data: bytes = msgpack.packb(content)
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(data)} bytes, at most {MAX_FRAME_BYTES} are sent")
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
+
+
+def send_frame(connection: socket.socket, content: Any) -> None:
+    connection.sendall(frame_of(content))
 
 
 def read_frame(connection: socket.socket, max_bytes: int | None = None) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from rl_plane.errors import (
 from rl_plane.lock import HeldLock, read_holder
 from rl_plane.membership import Member
 from rl_plane.ops import PUSHED
-from rl_plane.record import DecisionRecord, UpdateSession, read_record, read_session
+from rl_plane.record import DecisionRecord, Source, UpdateSession, read_record, read_session
 from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.versions import WeightVersion
 
@@ -85,6 +85,11 @@ class UpdateEntry:
     """Committed, or as the caller stated it."""
     cast: bool = False
     refetchable: bool = True
+    encoding: str = "full"
+    base: str | None = None
+    """Of a delta: the digest of the version that it changed."""
+    before: Mapping[str, Any] | None = None
+    """Of a delta: that version's Source."""
     rollback: Mapping[str, Any] | None = None
     """The version that it went back to, as it was asked for."""
     num_buckets: int | None = None
@@ -120,7 +125,7 @@ class UpdateEntry:
 
     def to_wire(self) -> dict[str, Any]:
         wire = self._fields()
-        del wire["request"]
+        del wire["request"], wire["before"]
         always = ("version", "transport", "ended_at")
         return {key: value for key, value in wire.items() if value is not None or key in always}
 
@@ -171,6 +176,9 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         digest=version.digest,
         cast=source.cast,
         refetchable=source.refetchable,
+        encoding=source.encoding,
+        base=source.base,
+        before=source.before.to_wire() if source.before is not None else None,
     )
 
 
@@ -251,10 +259,15 @@ def target_of(entry: UpdateEntry, loaded: Iterable[str]) -> dict[str, Any]:
     return target
 
 
+def before_of(entry: UpdateEntry) -> Source | None:
+    """Of a version that was sent as a delta: where the one came from that it changed."""
+    return Source.from_wire(entry.before) if entry.before is not None else None
+
+
 def source_of(entry: UpdateEntry, members: Iterable[Member]) -> dict[str, Any]:
     """The transport that brings a committed version again, or an error that says why none does."""
-    label = entry.label
-    if not entry.refetchable:
+    label, before = entry.label, before_of(entry)
+    if not entry.refetchable or (before is not None and not before.from_scratch):
         raise Conflict(
             f"the weights of {label} can't be fetched again from where they came",
             field="rollback",
@@ -352,6 +365,8 @@ class Journal:
             transport=_without_manifest(body.get("transport")),
             digest=body.get("digest"),
             cast=bool(body.get("cast")),
+            encoding=str(body.get("encoding") or "full"),
+            base=body.get("base"),
             rollback=rollback,
             num_buckets=pushed_buckets(body.get("transport")),
             request=request,

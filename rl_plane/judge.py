@@ -9,6 +9,7 @@ from typing import Any
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
+    NotAtBase,
     NotFound,
     NoWorkers,
     PlaneError,
@@ -17,7 +18,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from rl_plane.ops import LoraTarget, UpdatePolicy, UpdateWeights
-from rl_plane.record import Adapter, DecisionRecord, Source, UpdateSession, newer
+from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
 from rl_plane.rows import WorkerRow
 from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
 from rl_plane.versions import WeightVersion
@@ -38,15 +39,23 @@ def label_of(base: DecisionRecord, body: UpdateWeights) -> str:
 
 
 def next_record(
-    base: DecisionRecord, body: UpdateWeights, update_id: str, prepared: Prepared, now: float
+    base: DecisionRecord,
+    body: UpdateWeights,
+    update_id: str,
+    prepared: Prepared,
+    now: float,
+    before: Source | None = None,
 ) -> DecisionRecord:
-    """The decision for what was prepared, on top of what is committed."""
+    """The decision for what was prepared, on top of what is committed. `before`: of a delta, see Source."""
     policy = body.policy
     made = WeightVersion(base.version.run, base.sequence + 1, label_of(base, body), prepared.digest)
     transport = body.transport.model_dump() if body.transport is not None else None
     if transport is not None and not prepared.refetchable:
         transport = {"backend": transport["backend"]}  # nobody can fetch by the rest, which may be long
-    source = Source(transport, body.cast, prepared.refetchable, policy.staging)
+    keep = policy.keep_staged or body.encoding == "delta"
+    source = Source(
+        transport, body.cast, prepared.refetchable, policy.staging, keep, body.encoding, body.base, before
+    )
     adapters = dict(base.adapters)
     version, base_source = base.version, base.source
     if isinstance(body.target, LoraTarget):
@@ -72,8 +81,8 @@ def next_record(
     )
 
 
-def check_against(base: DecisionRecord, body: UpdateWeights) -> None:
-    """Refuses, before anybody is touched, what can't become the next version."""
+def check_against(base: DecisionRecord, body: UpdateWeights, before: Source | None = None) -> None:
+    """Refuses, before anybody is touched, what can't become the next version. `before`: of a delta, see Source."""
     target, policy = body.target, body.policy
     if isinstance(target, LoraTarget):
         there = ", ".join(sorted(base.adapters)) or "none"
@@ -87,11 +96,28 @@ def check_against(base: DecisionRecord, body: UpdateWeights) -> None:
             raise NotFound(
                 f"there is no adapter {target.name!r}; there is {there}", field="target.name", fix="load it first"
             )
-    if policy.staging == "none" and not base.source.refetchable:
+    if before is not None:
+        _check_delta(base, body, before)
+    if policy.staging == "none" and not base.source.from_scratch:
         raise InvalidRequest(
             "an unstaged update that fails has to bring the committed weights back, and those can't be fetched again",
             field="policy.staging",
             fix="use staging host, or publish from a source that stays",
+        )
+
+
+def _check_delta(base: DecisionRecord, body: UpdateWeights, before: Source) -> None:
+    if before is base.source and body.base != base.version.digest:
+        raise NotAtBase(
+            f"the delta is of {body.base}, and {base.version.label} is committed, which is {base.version.digest}",
+            field="base",
+            base=base.version.digest,
+            fix="encode against the committed version, or publish the full one",
+        )
+    if before.deltas >= MAX_DELTAS or before.cast:
+        why = "was cast" if before.cast else f"is {before.deltas} deltas away from a full one"
+        raise NotAtBase(
+            f"the version that this delta changes {why}", field="encoding", fix="publish a full version"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.record import DecisionRecord, PauseMode
+from rl_plane.record import DecisionRecord, Encoding, PauseMode, Source
 from rl_plane.versions import VersionReply
 
 DEFAULT_PAUSE_LEASE_S = 600.0
@@ -85,6 +85,8 @@ class StateReply(TypedDict):
     """Adapter → the version that the engine holds of it."""
     staged: VersionReply | None
     """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
+    kept: str | None
+    """The digest of the version that its ranks keep in host memory, which a delta may change (`policy.keep_staged`)."""
     loras: list[str]
     running: int
     waiting: int
@@ -231,12 +233,17 @@ class Prepare(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
     transport: Transport | None = None
     """None only to unload an adapter."""
-    encoding: Literal["full", "delta"] = "full"
+    encoding: Encoding = "full"
+    base: str | None = Field(None, pattern=DIGEST)
+    """Of a delta: the version that it changes."""
+    before: Source | None = None
+    """Of a delta: where that one can be fetched, for a worker that does not keep it."""
     label: str = Field(min_length=1, max_length=LABEL_CHARS)
     digest: str | None = Field(None, pattern=DIGEST)
     """What the trainer published; None: the first worker's is held against the others'."""
     cast: bool = False
     staging: Literal["host", "none"] = "host"
+    keep_staged: bool = False
     pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
 
@@ -314,6 +321,9 @@ class UpdatePolicy(Body):
     staging: Literal["host", "none"] = "host"
     """`none`, for a model that doesn't fit twice: it is written over the served weights, so each worker is closed from
     the first byte to the commit, and a failure heals it to the committed version."""
+    keep_staged: bool = False
+    """Each rank keeps the base weights in host memory after the swap, until others come: one copy of the model, which
+    the next update's delta is applied to, and from which others may heal."""
     pause_mode: PauseMode = Field("keep", json_schema_extra={"enum": [*PAUSE_WORDS]})
     """As the mode of `pause`. `retract` is `keep` with `flush_cache`, `in_place` is `keep` without."""
     on_prepare_failure: Literal["abort", "exclude"] = "abort"
@@ -336,7 +346,11 @@ class UpdatePolicy(Body):
 
 class _Update(Body):
     target: BaseTarget | LoraTarget = Field(default_factory=BaseTarget, discriminator="kind")
-    encoding: Literal["full", "delta"] = "full"
+    encoding: Encoding = "full"
+    """`delta`: only what has changed since `base`, as `rl_plane.delta` encodes it: a U8 tensor for each that has. Then
+    `digest` must be given: it is the full version's, and so is `base`."""
+    base: str | None = Field(None, pattern=DIGEST)
+    """Of a delta: the digest of the committed version, to which it is applied."""
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The trainer's word for it, such as `step_17`; None: the sequence number."""
     digest: str | None = Field(None, pattern=DIGEST)
@@ -352,6 +366,13 @@ class _Update(Body):
                 field="policy.staging",
                 fix="use staging host",
             )
+        _check_delta(self)
+        if self.policy.staging == "none" and self.policy.keep_staged:
+            raise InvalidRequest(
+                "what is not staged can't be kept",
+                field="policy.keep_staged",
+                fix="use staging host, or leave it out",
+            )
         if self.policy.barrier == "rolling" and self.policy.staging == "none":
             raise InvalidRequest(
                 "a rolling update serves the version before while the next one arrives, so it needs staging",
@@ -359,6 +380,34 @@ class _Update(Body):
                 fix="use staging host, or barrier strict",
             )
         return self
+
+
+def _check_delta(update: _Update) -> None:
+    """What a delta needs, and what it can't be together with."""
+    if update.encoding == "full":
+        if update.base is not None:
+            raise InvalidRequest("base is of a delta", field="base", fix="leave it out, or send encoding delta")
+        return
+    if update.target.kind == "lora":
+        raise InvalidRequest(
+            "an adapter is sent whole: it is small", field="encoding", fix="leave encoding out, or send full"
+        )
+    for field in ("base", "digest"):
+        if getattr(update, field) is None:
+            whose = "the version that it changes" if field == "base" else "the full version that it makes"
+            raise InvalidRequest(f"a delta needs the digest of {whose}", field=field, fix="add it: blake3:…")
+    if update.cast:
+        raise InvalidRequest(
+            "a delta changes bits, which a cast would not keep",
+            field="cast",
+            fix="leave it out, or send full weights",
+        )
+    if update.policy.staging == "none":
+        raise InvalidRequest(
+            "a delta is applied to the copy that a worker keeps in host memory",
+            field="policy.staging",
+            fix="use staging host, or send full weights",
+        )
 
 
 def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:
@@ -410,7 +459,7 @@ class UpdateCall(_Update):
         if self.rollback is None:
             check_source(self.target, self.transport, ", or which earlier version is meant (rollback)")
             return self
-        given = {"transport", "target", "encoding", "digest", "cast"} & self.model_fields_set
+        given = {"transport", "target", "encoding", "base", "digest", "cast"} & self.model_fields_set
         if given:
             name = sorted(given)[0]
             raise InvalidRequest(

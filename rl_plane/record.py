@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["keep", "wait", "abort"]
 Staging = Literal["host", "none"]
+Encoding = Literal["full", "delta"]
 
 SERVING_LEASE_S = 5.0
 """A worker or frontend admits requests only if it has confirmed the record with the leader in the last so many
 seconds. So long after a decision nobody serves the version before, whoever could not be told."""
+MAX_DELTAS = 32
+"""On one full version: so many, of 2 to 3 % each, are as much again for a worker that has to fetch them all."""
 LEASE_MARGIN_S = 1.0
 """Two clocks that run at slightly different speeds, and a round trip."""
 
@@ -38,6 +41,27 @@ class Source:
     cast: bool = False
     refetchable: bool = True
     staging: Staging = "host"
+    keep_staged: bool = False
+    encoding: Encoding = "full"
+    base: str | None = None
+    """Of a delta: the digest of the version that it changes."""
+    before: Source | None = None
+    """Of a delta: that version's source."""
+
+    @property
+    def deltas(self) -> int:
+        """On top of a full version."""
+        return 0 if self.before is None else 1 + self.before.deltas
+
+    def chain(self, digest: str) -> list[tuple[str, Source]]:
+        """(digest, source) of the full version and of each that a delta has made of it, up to this one's."""
+        before = [] if self.before is None or self.base is None else self.before.chain(self.base)
+        return [*before, (digest, self)]
+
+    @property
+    def from_scratch(self) -> bool:
+        """Can a worker that keeps nothing fetch it?"""
+        return self.refetchable and (self.before is None or self.before.from_scratch)
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -45,11 +69,16 @@ class Source:
             "cast": self.cast,
             "refetchable": self.refetchable,
             "staging": self.staging,
+            "keep_staged": self.keep_staged,
+            "encoding": self.encoding,
+            "base": self.base,
+            "before": self.before.to_wire() if self.before is not None else None,
         }
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Source:
-        return cls(**wire)
+        before = wire.get("before")
+        return cls(**{**wire, "before": cls.from_wire(before) if before is not None else None})
 
 
 @dataclass(frozen=True, slots=True)

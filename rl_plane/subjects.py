@@ -164,5 +164,8 @@ HISTORY_PREFIX = "history."
 FRONTEND_PREFIX = "frontend."
 """State bucket: `frontend.<id>`, a frontend that delivers tokens; it expires when the frontend is gone."""
 
+KEPT_PREFIX = "kept."
+"""State bucket: `kept.<instance_id>`, where others may fetch the weights that a worker keeps in memory."""
+
 ADMISSION_PREFIX = "admission."
 """State bucket: `admission.<instance_id>`, what an operator disabled."""

@@ -1,4 +1,4 @@
-"""Ending background tasks, surely."""
+"""Ending what runs in the background, surely."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ log = logging.getLogger("rl_plane.tasks")
 ROUND_S = 0.5
 ROUNDS = 10
 """A cancellation that a library has swallowed is sent again; after so many the task is left behind, and named."""
+
+
+def never() -> bool:
+    """For work that nobody can cancel."""
+    return False
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.ops import MAX_TIMEOUT_S
+from rl_plane.tasks import never
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +54,6 @@ MAX_NAME_BYTES = 256
 MAX_WORLD_SIZE = 1 << 16
 
 FORM_AGAIN = "form the group again (init_transport), and send the update again"
-
-
-def never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ from rl_plane.record import (
     SERVING_LEASE_S,
     DecisionRecord,
     DesiredPause,
+    Source,
     UpdateSession,
     first_record,
 )
@@ -153,10 +154,11 @@ class UpdateMachine:
         _, base, outcome = yield from self._survey()
         if base.update_id == self.call.update_id:  # asked again, after its coordinator died
             return outcome or Outcome(base.made)
-        check_against(base, body)
+        check_against(base, body, self._before(base, body))
         try:
             prepared = yield from self._prepare(base, body)
-            record = next_record(base, body, self.call.update_id, prepared, self._now)
+            before = self._before(base, body)
+            record = next_record(base, body, self.call.update_id, prepared, self._now, before)
             written = yield from self._decide(record, base)
         except OutcomeUnknown:
             raise
@@ -173,7 +175,7 @@ class UpdateMachine:
             raise self._committed(base, "prepare the next one under a new id")
         if session is not None and session.live(self._now):
             return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
-        check_against(base, body)
+        check_against(base, body, self._before(base, body))
         if body.pushed and body.policy.staging == "none":
             raise InvalidRequest(
                 "nobody generates from the first byte of an unstaged update on, so none waits for its trainer",
@@ -209,6 +211,7 @@ class UpdateMachine:
             return outcome or Outcome(base.made)
         session = self._expected(session)
         body = UpdateWeights.model_validate(session.body)
+        before = self._before(base, body)
         ready = still_there(session.prepared, self._members)
         try:
             if not session.live(self._now):
@@ -225,7 +228,7 @@ class UpdateMachine:
                 if all_or_none:
                     self._refuse_joiners(session)
                 rows = yield from self._ask_to_prepare(
-                    "prepare_update", session.update_id, session.label, body, ready
+                    "prepare_update", session.update_id, session.label, body, ready, before
                 )
                 with _telling_of(rows):
                     received = judge_prepare(rows, set(ready), body.policy, stated)
@@ -237,7 +240,9 @@ class UpdateMachine:
                 raise UpdateAborted(
                     f"the workers hold {session.digest}, the caller stated {stated}", field="digest"
                 )
-            record = next_record(base, body, session.update_id, prepared, self._now)
+            if before is not None:
+                check_against(base, body, before)
+            record = next_record(base, body, session.update_id, prepared, self._now, before)
             written = yield from self._decide(record, base)
         except OutcomeUnknown:
             raise
@@ -291,6 +296,10 @@ class UpdateMachine:
     def _body(self) -> UpdateWeights:
         assert self.call.body is not None
         return self.call.body
+
+    def _before(self, base: DecisionRecord, body: UpdateWeights) -> Source | None:
+        """Of a delta: where the version comes from that it changes."""
+        return (self.call.before or base.source) if body.encoding == "delta" else None
 
     def _is_decided(self, session: UpdateSession | None, base: DecisionRecord) -> bool:
         """Is the update that is meant the committed one? Its coordinator died before it could answer."""
@@ -371,7 +380,9 @@ class UpdateMachine:
         """Stages on every member; on failure the error tells of each worker."""
         yield Note("begin", base=base)
         update_id, label = self.call.update_id, label_of(base, body)
-        rows = yield from self._ask_to_prepare("prepare_update", update_id, label, body, self._members)
+        rows = yield from self._ask_to_prepare(
+            "prepare_update", update_id, label, body, self._members, self._before(base, body)
+        )
         with _telling_of(rows):
             all_or_none = body.pushed and body.policy.on_prepare_failure == "abort"
             pinned = self.call.fingerprint or (self._fingerprint if all_or_none else None)
@@ -385,12 +396,20 @@ class UpdateMachine:
         """Makes every member listen for what is pushed."""
         yield Note("begin", base=base)
         update_id, label = self.call.update_id, label_of(base, body)
-        rows = yield from self._ask_to_prepare("arm_update", update_id, label, body, self._members)
+        rows = yield from self._ask_to_prepare(
+            "arm_update", update_id, label, body, self._members, self._before(base, body)
+        )
         with _telling_of(rows):
             return judge_armed(rows)
 
     def _ask_to_prepare(
-        self, op: str, update_id: str, label: str, body: UpdateWeights, workers: Members
+        self,
+        op: str,
+        update_id: str,
+        label: str,
+        body: UpdateWeights,
+        workers: Members,
+        before: Source | None,
     ) -> Generator[Instruction, Any, list[WorkerRow]]:
         """A row for each of these workers."""
         request = {
@@ -398,10 +417,13 @@ class UpdateMachine:
             "target": body.target.model_dump(),
             "transport": body.transport.model_dump() if body.transport is not None else None,
             "encoding": body.encoding,
+            "base": body.base,
+            "before": before.to_wire() if before is not None else None,
             "label": label,
             "digest": body.digest,
             "cast": body.cast,
             "staging": body.policy.staging,
+            "keep_staged": body.policy.keep_staged or body.encoding == "delta",
             "pause_mode": body.policy.pause_mode,
         }
         answered: Answered = yield Ask("prepare", op, request, list(workers), body.policy.prepare_timeout_s)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
 from rl_plane.ops import UpdateWeights
-from rl_plane.record import DecisionRecord, DesiredPause, UpdateSession
+from rl_plane.record import DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
 
@@ -225,3 +225,5 @@ class Call:
     """The fleet that the caller pinned: abort if it is another one after preparing."""
     digest: str | None = None
     """To complete an update: what the caller says was sent."""
+    before: Source | None = None
+    """To go back to a version that was sent as a delta: the source of the one that it changed."""

@@ -14,6 +14,9 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
 
+PARALLEL_HASH_BYTES = 16 << 20
+"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
+
 MAX_NAME_CHARS = 512
 """Checkpoint names are dotted module paths; the longest known ones have some 120 characters."""
 
@@ -79,8 +82,16 @@ class HostTensor:
     """Nobody else uses this memory: whoever takes the tensor may keep it. Else it is only lent."""
 
 
+def tensor_digest(data: memoryview) -> str:
+    """BLAKE3 of a tensor's raw bytes, hex."""
+    from blake3 import blake3
+
+    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
+    return str(blake3(data, max_threads=threads).hexdigest())
+
+
 def tensors_digest(tensors: Iterable[tuple[str, TensorSpec, str]]) -> str:
-    """The digest of a version, from `(name, spec, blake3 hex of the tensor's raw bytes)` in any order.
+    """The digest of a version, from `(name, spec, tensor_digest)` in any order.
 
     BLAKE3 over the sorted lines `name dtype shape digest`, shape as `2x3` (empty for a scalar).
     """

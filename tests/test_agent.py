@@ -20,7 +20,8 @@ import rl_plane.frames as frames
 import worker.agent.client as client_module
 import worker.agent.wire as wire
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, PlaneError
-from worker.agent.client import AgentClient, never
+from rl_plane.tasks import never
+from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
 from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.base import EngineOptions

@@ -38,6 +38,7 @@ STORED = (
     ("object_store", "plain read"),
     ("object_store, publishing", "nats-py put"),
 )
+DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
@@ -87,6 +88,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
     assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
+    assert [row["what"] for row in rows["deltas"]] == DELTAS
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     for row in [row for table in rows.values() for row in table]:

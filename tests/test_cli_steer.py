@@ -172,7 +172,16 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     }
     facade.answers(reply)
     argv = ["update", "ckpt/step_3", "--version", "step_3", "--cast", "--keep-pause", "--pause-mode", "wait"]
-    argv += ["--no-flush", "--on-prepare-failure", "exclude", "--min-ready", "2", "--timeout-s", "33"]
+    argv += [
+        "--keep-staged",
+        "--no-flush",
+        "--on-prepare-failure",
+        "exclude",
+        "--min-ready",
+        "2",
+        "--timeout-s",
+        "33",
+    ]
     argv += ["--digest", DIGEST]
     assert main.run(argv) == 0
     (asked,) = facade.asked
@@ -186,6 +195,7 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
         "policy": {
             "barrier": "strict",
             "staging": "host",
+            "keep_staged": True,
             "pause_mode": "wait",
             "on_prepare_failure": "exclude",
             "min_ready": 2,

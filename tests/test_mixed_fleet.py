@@ -27,6 +27,7 @@ from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
 from tests.faults import Stream
 from tests.reference import logprobs_of, prompt_logprobs
+from tests.test_delta_fleet import by_delta
 from tests.test_frontend_generation import ask, frontend
 from tests.test_group_transport import LORA, Pushing
 from tests.test_ipc_transport import trainer_of
@@ -172,6 +173,22 @@ async def test_every_engine_serves_each_version_of_a_sequence(
     rolled = update_of(mixed.base(1), "base 1", barrier="rolling")
     await client.run("update_weights", rolled)
     await proven(http, mixed, "base 1", mixed.base(1))
+
+
+async def test_every_engine_applies_deltas_to_what_it_keeps(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    one, two, three = map(mixed.base, (1, 2, 3))
+    await client.run("update_weights", update_of(two, "base 2", keep_staged=True))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    for old, new, label in ((two, three, "base 3"), (three, one, "base 1")):
+        body = by_delta(mixed.plane, old, new, label)
+        with pytest.raises(PlaneError, match="the delta makes"):
+            await client.run("update_weights", {**body, "digest": "blake3:" + "0" * 64})
+        await client.run("update_weights", body)
+        await proven(http, mixed, label, new)
+        await proven(http, mixed, label, new, ("style", mixed.adapter(1)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
 
 
 def seed_of(label: str) -> int:

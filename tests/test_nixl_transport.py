@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
 import pytest
 import pytest_asyncio
 
@@ -31,6 +32,7 @@ from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sender import KeepingSender
 from rl_plane.versions import HostTensor, TensorSpec
+from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
 from tests.test_worker_healing import until_behind, until_open
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 needs_nixl = pytest.mark.engines("nixl")
 
 pytestmark = pytest.mark.timeout(400)
+
+BOUND_S = 30.0
 
 HEAL_S = 60.0
 """A worker's first pull imports nixl, and with it torch."""
@@ -165,7 +169,7 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
     addresses = {}
     for seed in (1, 2):
         key = offer(sender, seed)["key"]
-        addresses[seed] = sender._desk._offers[key]
+        addresses[seed] = msgpack.unpackb(sender._desk._offers[key][4:])
         sender.keep(str(seed))
     agent = nixl_wire.make_agent("reader")
     here = nixl_wire.Memory(agent, 64)
@@ -175,8 +179,8 @@ def test_only_what_the_manifest_names_can_be_read(sender: NixlSender) -> None:
         descriptors = [agent.get_xfer_descs([(one, 64, 0)], "DRAM") for one in (here.address, address)]
         agent.initialize_xfer("READ", *descriptors, source).release()
 
-    prepared(addresses[1]["places"][0][0])
-    for elsewhere in (addresses[2]["places"][0][0], id(SPECS)):
+    prepared(addresses[1]["places"][0][0][0])
+    for elsewhere in (addresses[2]["places"][0][0][0], id(SPECS)):
         with pytest.raises(Exception, match="NIXL_ERR_NOT_FOUND"):
             prepared(elsewhere)
 
@@ -191,6 +195,50 @@ def test_weights_that_are_replaced_meanwhile_end_the_pull(sender: NixlSender, pu
         list(arriving)
     delivery.close()
     assert pull(puller, offer(sender, 3))[0] == data_of(tensors(3))
+
+
+@needs_nixl
+@pytest.mark.parametrize("leaves", [True, False])
+def test_memory_is_used_again_once_its_pullers_have_left(
+    sender: NixlSender, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_plane.publish.nixl_desk.LEAVE_S", BOUND_S if leaves else 0.1)
+    first = offer(sender, 1)
+    area = sender._opened.area if sender._opened is not None else None
+    sender.keep()
+    with socket.create_connection((first["host"], first["port"]), BOUND_S) as puller:
+        frames.send_frame(puller, {"protocol": nixl_wire.PROTOCOL, "key": first["key"]})
+        frames.read_frame(puller)
+        offer(sender, 2)
+        keeping = threading.Thread(target=sender.keep)
+        keeping.start()
+        assert puller.recv(1) == b"", "it is told"
+        if leaves:
+            assert area not in sender._free
+            puller.close()
+        keeping.join(BOUND_S)
+        assert area in sender._free
+
+
+@needs_nixl
+def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> None:
+    specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
+    manifest = Manifest(pack(specs.items(), 1 << 18))
+    given = {name: HostTensor(spec, memoryview(name[6:7].encode())) for name, spec in specs.items()}
+    transport, digests = sender.open(manifest), dict[str, str]()
+    for number in fill(manifest, given.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    assert len(sender._desk._offers[transport["key"]]) > 4 << 20
+    assert pull(puller, transport) == (data_of(given), manifest.digested(digests).digest)
+
+
+@needs_nixl
+def test_a_manifest_that_nobody_would_read_is_refused(sender: NixlSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(InvalidRequest, match="manifest is too large") as caught:
+        offer(sender, 1)
+    assert caught.value.facts["field"] == "tensors"
 
 
 @needs_nixl
@@ -242,6 +290,44 @@ def test_an_address_that_is_none_of_ours_is_refused() -> None:
     assert caught.value.facts["field"] == "host"
 
 
+@needs_nixl
+def test_what_a_worker_keeps_is_pulled_from_where_it_lies(puller: NixlTransport) -> None:
+    from worker.transports.nixl_shelf import Shelf
+
+    kept = tensors(1) | {
+        "empty": HostTensor(TensorSpec("F32", (0, 4)), memoryview(b"")),
+        "large": HostTensor(TensorSpec("U8", (100_000,)), memoryview(random.Random(2).randbytes(100_000))),
+    }
+    lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in kept.items()}
+    shelf = Shelf("127.0.0.1")
+    for _ in range(2):
+        transport = dict(shelf.offer(lent))
+        assert pull(puller, transport)[0] == data_of(kept)
+    delivery = puller.open(transport, "base")
+    next(arriving := delivery.tensors())
+    shelf.withdraw()
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        puller.open(transport, "base")
+    list(arriving)  # one bucket, which was here
+    delivery.close()
+    shelf.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize(("read_bytes", "read_pieces"), [(100, 1024), (1 << 20, 2)])
+def test_small_pieces_are_read_together(
+    puller: NixlTransport, read_bytes: int, read_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.transports.nixl_shelf import Shelf
+
+    monkeypatch.setattr("worker.transports.nixl.READ_BYTES", read_bytes)
+    monkeypatch.setattr("worker.transports.nixl.READ_PIECES", read_pieces)
+    shelf = Shelf("127.0.0.1")
+    lent = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(1).items()}
+    assert pull(puller, dict(shelf.offer(lent)))[0] == data_of(lent)
+    shelf.close()
+
+
 # ---- senders that are none ----
 
 
@@ -271,12 +357,12 @@ def impostor(answer: Any) -> Iterator[dict[str, Any]]:
 GOOD: dict[str, Any] = {
     "metadata": b"none",
     "manifest": MANIFEST.to_wire(),
-    "places": [[4096, bucket.nbytes, 0] for bucket in MANIFEST.buckets],
+    "places": [[[4096, bucket.nbytes, 0]] for bucket in MANIFEST.buckets],
 }
 
 
 def _placed(*place: Any) -> dict[str, Any]:
-    return {**GOOD, "places": [list(place), *GOOD["places"][1:]]}
+    return {**GOOD, "places": [[list(place)], *GOOD["places"][1:]]}
 
 
 @needs_nixl
@@ -450,6 +536,52 @@ async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
 
 
 @needs_nixl
+async def test_an_aborted_update_ends_in_the_middle_of_a_read(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    bounds = "import worker.transports.nixl, worker.updates\n"
+    bounds += (
+        "worker.transports.nixl.READ_S = worker.updates.ABORT_WAIT_S = 10 * 60\n"  # only a cancellation ends it
+    )
+    patch, at, go, flying = _held_at(plane, 2, TCP + bounds)
+    source, client = trainer(UCX_TLS="tcp"), await plane.client()
+    plane.spawn(patch=patch)
+    await client.run("init_transport", {"backend": "nixl"})  # or it takes the time that the update has
+    transport = await source.offers(plane.model(1))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=5)))
+    await plane.until(at.exists, HEAL_S)
+    source.stop()
+    go.touch()
+    await plane.until(flying.exists, HEAL_S)
+    with pytest.raises(PlaneError):
+        await asyncio.wait_for(task, HEAL_S)
+    assert await all_serve(client, "initial")
+    source.process.send_signal(signal.SIGCONT)
+    await asyncio.wait_for(publish(client, source, plane.model(2), "two"), HEAL_S)
+    assert await all_serve(client, "two")
+
+
+@needs_nixl
+async def test_a_slow_healer_whose_source_goes_on_heals_to_the_next(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    patch, at, go, _ = _held_at(plane, 2)
+    source, client = trainer(), await plane.client()
+    plane.spawn()
+    await publish(client, source, plane.model(1), "one")
+    await source.keeps()
+    slow = plane.spawn(ready=False, patch=patch)
+    await plane.until(at.exists, HEAL_S)
+    await publish(client, source, plane.model(2), "two", on_prepare_failure="exclude", prepare_timeout_s=2)
+    await source.keeps()
+    await source.offers(plane.model(3))  # over what it was reading
+    go.touch()
+    await asyncio.to_thread(slow.wait_ready, HEAL_S)
+    await until_open(plane, client, slow.instance_id, "two", HEAL_S)
+    assert (await states(client))[slow.instance_id]["version"]["digest"] == model_digest(plane.model(2))
+
+
+@needs_nixl
 async def test_when_the_trainer_is_gone_a_late_worker_waits_for_the_next_update(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
@@ -537,3 +669,39 @@ async def test_hf_takes_base_and_adapter_and_a_late_worker_heals_both(
         ids += await asyncio.to_thread(witnesses.spawn, 1)
         await plane.until(lambda: all_serve(client, "two"), HEAL_S)
         await proven(http, ids, 2, a=3)
+
+
+@needs_nixl
+async def test_without_its_trainer_a_worker_heals_from_another(
+    plane: Plane, trainer: Callable[..., Trainer]
+) -> None:
+    from tests.test_frontend_generation import frontend
+    from tests.test_hf_fleet import Witnesses, proven
+
+    witnesses, source, client = Witnesses(plane), trainer(), await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 2)
+
+    async def heals(number: int, label: str, seed: int) -> None:
+        """The worker `ids[number]` is killed, and comes back with its old model."""
+        next(one for one in reversed(plane.spawned) if one.instance_id == ids[number]).kill()
+        await asyncio.to_thread(witnesses.spawn, 1, instance_id=ids[number])
+        await plane.until(lambda: all_serve(client, label), HEAL_S)
+        digest = (await states(client))[ids[number]]["version"]["digest"]
+        assert digest == model_digest(witnesses.base(seed))
+        await proven(http, [ids[number]], seed)
+
+    async with frontend(plane, admission_wait_s=HEAL_S) as http:
+        transport = await source.offers(witnesses.base(2), bucket_bytes=1 << 16)
+        await client.run("update_weights", update_of(transport, "two", keep_staged=True))
+        await source.keeps()
+        source.kill()
+        await heals(0, "two", 2)
+        # What can't be fetched again by the transport that brought it, too.
+        pushing = IpcTrainer()
+        try:
+            pushing.publish(witnesses.base(3), 2)
+            body = update_of((await pushing.says("transport"))["transport"], "three", keep_staged=True)
+            await client.run("update_weights", body)
+        finally:
+            pushing.close()
+        await heals(1, "three", 3)

@@ -12,7 +12,16 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.publisher as publishers
-from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
+from rl_plane.errors import (
+    InvalidRequest,
+    InvalidWeights,
+    Locked,
+    NoWorkers,
+    PlaneError,
+    Unavailable,
+    Unsupported,
+    UpdateAborted,
+)
 from rl_plane.manifest import Manifest
 from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
@@ -20,8 +29,11 @@ from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import choose, installed
 from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
+from tests.test_delta_fleet import tensors_in
+from tests.test_plane_update import all_serve
 from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
@@ -74,11 +86,13 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
 class Broken(DirectorySource):
     """Fails after some tensors."""
 
+    good = 10
+
     def take(self) -> Taken:
         taken = super().take()
 
         def tensors() -> Iterator[Any]:
-            yield from itertools.islice(taken.tensors, 10)
+            yield from itertools.islice(taken.tensors, self.good)
             raise RuntimeError("out of memory, say")
 
         return Taken(taken.specs, tensors(), None, taken.close)
@@ -140,7 +154,7 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
     events: list[Any] = []
 
     class Keeping(FilesystemSender):
-        def keep(self, adapter: str | None = None) -> None:
+        def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
             events.append(("kept", adapter))
 
         def close(self) -> None:
@@ -157,6 +171,57 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
     with pytest.raises(InvalidWeights):
         await WeightPublisher(plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
     assert set(events) == {"closed"}
+
+
+async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last version but one may be gone, a source may fail, and a worker may have lost what it kept."""
+    plane.spawn_many(2)
+    models = [plane.model(1)]
+    for number in range(1, 9):
+        models.append(nudged(plane, models[-1], number))
+    client, source = await plane.client(), Changing()
+    publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="auto")
+
+    async def publish(model: int, encoding: str) -> None:
+        source.path = models[model]
+        await publisher.publish_async(f"step {model}")
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert (newest["label"], newest["encoding"]) == (f"step {model}", encoding)
+        assert await all_serve(client, f"step {model}")
+        assert {row["kept"] for row in (await client.run("workers"))["workers"]} == {model_digest(models[model])}
+
+    for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
+        await publish(model, encoding)
+    # What the chain needs has stayed, for one that is new.
+    plane.spawn()
+    await plane.until(lambda: all_serve(client, "step 3"), BOUND_S)
+    # A source that breaks off, or a fleet that refuses, leaves the copy at what is committed.
+    broken, whole = Broken(models[5]), publisher._source
+    broken.good = 3
+    publisher._source = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await publisher.publish_async("broken")
+    publisher._source = whole
+    publisher._policy["min_ready"] = 9
+    source.path = models[6]
+    with pytest.raises(UpdateAborted, match="min_ready"):
+        await publisher.publish_async("too few")
+    del publisher._policy["min_ready"]
+    await publish(4, "delta")
+    # Nobody keeps it, and what would bring it is gone.
+    body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
+    await client.run("update_weights", body)
+    models[4].rename(plane.tmp / "away")
+    with monkeypatch.context() as patch:
+        patch.setattr(publishers._ByCopy, "_is_kept", lambda *_: True)
+        await publish(5, "full")
+    await publish(6, "delta")
+    # Somebody else has published meanwhile.
+    body = {"transport": {"backend": "filesystem", "path": str(models[2])}, "policy": {"keep_staged": True}}
+    await client.run("update_weights", body)
+    await publish(7, "full")
+    await publish(8, "delta")
+    await asyncio.to_thread(publisher.close)
 
 
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +491,14 @@ def test_what_is_installed_can_be_loaded() -> None:
 
 @pytest.mark.parametrize(
     ("given", "field"),
-    [({"adapter": "a"}, "adapter"), ({"bucket_bytes": 0}, "bucket_bytes"), ({"fleet": 3}, "fleet")],
+    [
+        ({"adapter": "a"}, "adapter"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"fleet": 3}, "fleet"),
+        ({"encoding": "delta"}, "encoding"),
+        ({"encoding": "auto", "cast": True}, "encoding"),
+        ({"encoding": "auto", "policy": {"staging": "none"}}, "encoding"),
+    ],
 )
 def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -456,6 +528,18 @@ class Changing:
         return DirectorySource(self.path).take()
 
 
+def nudged(plane: Plane, model: Path, number: int) -> Path:
+    """The same weights, but for a few bits of one tensor."""
+    tensors = tensors_in(model)
+    name = sorted(tensors)[number % len(tensors)]
+    spec, data = tensors[name]
+    tensors[name] = (spec, bytes([data[0] ^ (1 + number)]) + data[1:])
+    path = plane.tmp / "weights" / f"{model.name}+{number}"
+    path.mkdir()
+    write_safetensors(path / "model.safetensors", tensors)
+    return path
+
+
 @pytest.mark.parametrize("transport", ["filesystem", "gloo", "ipc", "nixl", "object_store"])
 async def test_each_transport_brings_one_version_after_another(transport: str, plane: Plane) -> None:
     pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(transport, "rl_plane"))
@@ -467,15 +551,20 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
         transport=transport,
         root=root_of(plane) if transport == "filesystem" else None,
         bucket_bytes=1500,
+        encoding="auto",
     )
+    two = plane.model(2)
+    one_more = nudged(plane, two, 1)
+    steps = [two, one_more, nudged(plane, one_more, 2), plane.model(3), two]
     try:
-        for number, seed in enumerate((2, 3, 2), 1):
-            if number == 3:  # to a fleet that has changed
+        for number, source.path in enumerate(steps, 1):
+            if number == 5:  # to a fleet that has changed
                 workers[0].kill()
                 assert await (await client.view()).wait_until(lambda now: len(now) == 1, BOUND_S)
-            source.path = plane.model(seed)
             await publisher.publish_async(f"step {number}")
             assert await served(plane) == {(f"step {number}", model_digest(source.path), number)}
         assert publisher.backend == transport
+        told = (await client.run("updates"))["updates"]
+        assert [one["encoding"] for one in told[::-1][1:]] == ["full", "delta", "delta", "full", "full"]
     finally:
         await asyncio.to_thread(publisher.close)

@@ -11,7 +11,6 @@ import pytest
 from blake3 import blake3
 
 import rl_plane.checkpoint as checkpoint
-import worker.staging as staging
 from rl_plane.checkpoint import write_manifest
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.safetensors_file import write_safetensors
@@ -189,7 +188,7 @@ def test_the_digest_does_not_depend_on_the_order() -> None:
 
 
 def test_large_tensors_hash_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PARALLEL_HASH_BYTES", 1)
+    monkeypatch.setattr("rl_plane.versions.PARALLEL_HASH_BYTES", 1)
     delivery = Memory({"a": bytes(3 << 20)})
     assert run(Engine(delivery), delivery) == delivery.true_digest()
 

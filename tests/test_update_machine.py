@@ -16,6 +16,7 @@ from rl_plane.errors import (
     InvalidRequest,
     Locked,
     MembershipChanged,
+    NotAtBase,
     NotFound,
     NotPrepared,
     NoWorkers,
@@ -26,7 +27,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
-from rl_plane.record import Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
+from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
 from rl_plane.update_steps import (
@@ -243,10 +244,13 @@ def test_a_whole_update() -> None:
         "target": {"kind": "base", "adapters": "keep"},
         "transport": FILES,
         "encoding": "full",
+        "base": None,
+        "before": None,
         "label": "new",
         "digest": None,
         "cast": False,
         "staging": "host",
+        "keep_staged": False,
         "pause_mode": "keep",
     }
     decided = driver.one(Write, "decide").record
@@ -423,6 +427,50 @@ def test_what_all_can_fetch_again_is_refetchable_else_not() -> None:
     driver = Driver(update(), prepare=prepared_rows(ok("b", digest=NEW, refetchable=False)))
     driver.outcome()
     assert not driver.one(Write, "decide").record.source.refetchable
+
+
+OLD = WeightVersion("run-1", 0, "initial", "blake3:" + "0" * 64)
+FULL = DecisionRecord(OLD, Source(None), "", OLD)
+DELTA = {"encoding": "delta", "base": OLD.digest, "digest": NEW}
+
+
+def test_a_delta_brings_along_where_its_base_comes_from() -> None:
+    driver = Driver(update(**DELTA), FULL)
+    assert driver.outcome().version.digest == NEW
+    prepare = driver.one(Ask, "prepare").body
+    assert (prepare["encoding"], prepare["base"], prepare["keep_staged"]) == ("delta", OLD.digest, True)
+    assert prepare["before"] == FULL.source.to_wire()
+    decided = driver.one(Write, "decide").record
+    assert decided.source == Source(FILES, keep_staged=True, encoding="delta", base=OLD.digest, before=FULL.source)
+    assert [digest for digest, _ in decided.source.chain(NEW)] == [OLD.digest, NEW]
+    assert DecisionRecord.decode(decided.encode()) == decided
+    # The next one is on top of it, until the chain is long enough.
+    for number in range(1, MAX_DELTAS):
+        onto = replace(decided.opened(), update_id=f"before {number}")
+        assert onto.source.deltas == number
+        driver = Driver(update(**{**DELTA, "base": NEW}), onto)
+        driver.outcome()
+        decided = driver.one(Write, "decide").record
+    full = Driver(update(**{**DELTA, "base": NEW}), replace(decided.opened(), update_id="last"))
+    assert f"{MAX_DELTAS} deltas away" in full.error(NotAtBase).message
+    assert full.all(Ask, "prepare") == []
+
+
+def test_a_delta_of_another_version_than_the_committed_one_touches_nobody() -> None:
+    driver = Driver(update(**{**DELTA, "base": NEW}), FULL)
+    assert driver.error(NotAtBase).facts["base"] == OLD.digest
+    assert driver.all(Ask, "prepare") == []
+    cast = replace(FULL, source=Source(None, cast=True))
+    assert "was cast" in Driver(update(**DELTA), cast).error(NotAtBase).message
+
+
+def test_back_to_a_version_that_was_a_delta() -> None:
+    before = Source({"backend": "filesystem", "path": "/base"}, keep_staged=True)
+    other = {**DELTA, "base": "blake3:" + "7" * 64}
+    driver = Driver(replace(update(**other), before=before), R1_OPEN)
+    driver.outcome()
+    assert driver.one(Ask, "prepare").body["before"] == before.to_wire()
+    assert driver.one(Write, "decide").record.source.before == before
 
 
 @pytest.mark.parametrize("refetchable", [True, False])

@@ -364,6 +364,14 @@ def test_an_operator_or_a_new_decision_brings_the_next_try_at_once() -> None:
     assert isinstance(core.next(100.0), Wait), "the same decision, written again"
 
 
+def test_what_others_keep_can_be_fetched_from_them() -> None:
+    core = serving()
+    gone = after(R0, refetchable=False)
+    kept = replace(gone, source=replace(gone.source, keep_staged=True))
+    core.learnt(kept.opened(), 2, 0.0)
+    assert core.next(0.0) == Fetch("heal-1", None, kept.version, kept.source)
+
+
 def test_what_can_not_be_fetched_again_waits_for_the_next_update() -> None:
     core = serving()
     gone = after(R0, refetchable=False)

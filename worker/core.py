@@ -35,6 +35,7 @@ COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
+SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
 # ---- instructions ----
@@ -87,7 +88,8 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Brings a committed version from its recorded source into staging. → `is_staged` or `fetch_failed`"""
+    """Brings a committed version into staging, from its recorded source or from a worker that keeps it.
+    → `is_staged` or `fetch_failed`"""
 
     update_id: str
     name: str | None
@@ -361,8 +363,8 @@ class WorkerCore:
                 f"this worker's model has the digest {self.model_digest}, the fleet's first version is "
                 f"{change.version.digest}: {OTHER_MODEL_FIX}"
             )
-        elif not source.refetchable:
-            why = "source_gone: the committed weights can't be fetched again; an update brings new ones"
+        elif not source.refetchable and (change.name is not None or not source.keep_staged):
+            why = SOURCE_GONE
         elif self.staged is not None:
             self.state.close("behind", f"waiting for the update {self.staged.update_id}, which is being prepared")
             return Wait(now + HEAL_RETRY_S)  # no failure: nothing is tried less often for it

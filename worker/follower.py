@@ -7,20 +7,23 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 from nats.aio.msg import Msg
 
 from rl_plane import ops
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.lock import live_fence
-from rl_plane.record import SERVING_LEASE_S, DecisionRecord, read_pause, read_session, record_of
+from rl_plane.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
 from rl_plane.subjects import RECORD, Subjects
 from rl_plane.versions import tensors_digest
 from worker.core import (
     HEAL_RETRY_S,
+    SOURCE_GONE,
     Drop,
     Fetch,
     Instruction,
@@ -38,6 +41,8 @@ from worker.core import (
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, PauseMode
+from worker.peers import Peers
+from worker.reception import Link
 from worker.staging import not_fitting
 from worker.updates import Staging, Wanted, WeightUpdates
 
@@ -63,6 +68,7 @@ class RecordFollower:
         adapter: EngineAdapter,
         engine: EngineLoop,
         updates: WeightUpdates,
+        peers: Peers,
         model_path: str,
         tell: Callable[[], None],
     ) -> None:
@@ -75,6 +81,7 @@ class RecordFollower:
         self._adapter = adapter
         self._engine = engine
         self._updates = updates
+        self._peers = peers
         self._model = {"backend": "filesystem", "path": model_path}
         self._tell = tell
         self._wanted = asyncio.Event()
@@ -236,21 +243,46 @@ class RecordFollower:
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
+        source = fetch.source
+        unstaged = self._core.in_place or source.staging == "none"
         wanted = Wanted(
             fetch.update_id,
-            fetch.source.transport or self._model,
+            source.transport or self._model,
             fetch.name,
             fetch.version.label,
             fetch.version.digest,
-            fetch.source.cast,
-            in_place=fetch.name is None and (self._core.in_place or fetch.source.staging == "none"),
+            source.cast,
+            in_place=unstaged and fetch.name is None and source.base is None,
+            keep=source.keep_staged and fetch.name is None,
+            base=source.base,
+            before=self._links(source.before, source.base),
         )
         if not wanted.in_place:
-            await self._updates.prepare(wanted)
+            await self._staged(wanted, source.refetchable)
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
                 await self._overwrite(wanted, "keep")
+
+    async def _staged(self, wanted: Wanted, refetchable: bool) -> None:
+        """From the recorded source, or from a worker that keeps the same weights."""
+        try:
+            if not refetchable:
+                raise InvalidRequest(SOURCE_GONE, field="transport", fix="publish the weights again")
+            await self._updates.prepare(wanted)
+        except PlaneError as error:
+            if isinstance(error, Conflict) and not isinstance(error, NotAtBase):
+                raise  # an update has the staging
+            if wanted.name is not None or (isinstance(error, InvalidWeights) and not_fitting(error)):
+                raise
+            assert wanted.digest is not None
+
+            async def take(transport: Mapping[str, Any]) -> None:
+                await self._updates.prepare(replace(wanted, transport=transport, base=None, before=()))
+
+            if not await self._peers.bring(wanted.digest, take):
+                raise
+            log.info("%s has the weights of a peer: %s", self._state.instance_id, why(error))
 
     # ---- what coordinators ask ----
 
@@ -271,7 +303,7 @@ class RecordFollower:
         target = body.target.model_dump()
         name = target_name(target)
         if body.transport is None:
-            self._updates.check(name, body.encoding, body.staging, None)
+            self._updates.check(name, body.staging, None)
             return ops.PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
         wanted = self._wanted_of(body, body.transport, name, fence)
         if not wanted.in_place:
@@ -289,7 +321,7 @@ class RecordFollower:
 
     def _wanted_of(self, body: ops.Prepare, transport: ops.Transport, name: str | None, fence: int) -> Wanted:
         """Checked: this worker and its engine can do it."""
-        self._updates.check(name, body.encoding, body.staging, transport.backend, self._state.adapters)
+        self._updates.check(name, body.staging, transport.backend, self._state.adapters)
         return Wanted(
             body.update_id,
             transport.model_dump(),
@@ -299,7 +331,18 @@ class RecordFollower:
             body.cast,
             fence,
             in_place=body.staging == "none" and name is None,
+            keep=body.keep_staged and name is None,
+            base=body.base,
+            before=self._links(body.before, body.base),
         )
+
+    def _links(self, before: Source | None, base: str | None) -> list[Link]:
+        if before is None or base is None:
+            return []
+        return [
+            Link(digest, source.transport or self._model, source.refetchable)
+            for digest, source in before.chain(base)
+        ]
 
     async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
@@ -342,7 +385,13 @@ class RecordFollower:
         assert record is not None
         if body.transport is None or target_name(body.target.model_dump()) is not None:
             raise Conflict("one worker alone takes base weights only", field="target", fix="update the fleet")
-        self._updates.check(None, body.encoding, body.policy.staging, body.transport.backend)
+        if body.encoding != "full":
+            raise Conflict(
+                "one worker alone takes a full version: only an update of the fleet changes one",
+                field="encoding",
+                fix="update the fleet",
+            )
+        self._updates.check(None, body.policy.staging, body.transport.backend)
         wanted = Wanted(
             f"alone-{secrets.token_hex(8)}",
             body.transport.model_dump(),
@@ -350,6 +399,7 @@ class RecordFollower:
             body.version or record.version.label,
             body.digest,
             body.cast,
+            keep=body.policy.keep_staged,
         )
         reply = await self._updates.prepare(wanted)
         if reply["digest"] != record.version.digest:
@@ -407,6 +457,7 @@ class RecordFollower:
             if not was_paused and not (pause_s and swapped) and state.digest is not None:
                 await self._engine.run(self._adapter.resume())
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
+        await self._updates.swapped()
         record = core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None

@@ -106,6 +106,7 @@ class OpHandlers:
             sequence=state.sequence,
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
+            kept=self._updates.kept,
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from rl_plane.errors import EngineFailed, Unsupported
+from rl_plane.checkpoint import Kind
+from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.ops import PreparedReply
-from worker.reception import Cancelled, Reception, Staged, WeightHolder
-from worker.staging import check_overwrite, check_staged, overwrite, receive, receive_adapter
-from worker.transports.base import Delivery, Places, WeightTransport
+from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes
+from worker.reception import Cancelled, Link, Reception, Staged, WeightHolder
+from worker.staging import (
+    check_changes,
+    check_overwrite,
+    check_staged,
+    digest_of,
+    overwrite,
+    receive,
+    receive_adapter,
+)
+from worker.transports.base import Delivery, OfferingTransport, Places, WeightTransport
 from worker.transports.packed import PackedDelivery
 
 log = logging.getLogger("worker.receiver")
@@ -52,15 +63,54 @@ class Receiver:
         self._transports = transports
         self._opened: dict[str, tuple[Reception, Delivery]] = {}
         self._staged: dict[str, Staged] = {}
+        self._to_keep: dict[str, Kept] = {}
+        self._undo: dict[str, tuple[Kept, Changes]] = {}
+        """What was kept before a delta was applied to it, for `discard`."""
+        self._kept: Kept | None = None
+        self._place: dict[str, Any] | None = None
+        self._offering = threading.Lock()
+
+    @property
+    def kept(self) -> Kept | None:
+        """What an update with `keep`, or a delta, has left here. It goes when other base weights are received; None
+        also while they, or a delta's, wait for `take`."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        with self._offering:
+            if self._place is not None and kept is not self._kept:
+                self._place = None
+                for transport in self._offers():
+                    transport.withdraw()
+            self._kept = kept
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where others find what is kept, until it goes: `{digest, transport}`; None: nothing is kept."""
+        with self._offering:
+            transport = next(iter(self._offers()), None)
+            if self._kept is not None and transport is not None and self._place is None:
+                place = dict(transport.offer(self._kept.tensors))
+                self._place = {"digest": self._kept.digest, "transport": place}
+            return self._place
+
+    def _offers(self) -> list[OfferingTransport]:
+        return [transport for transport in self._transports.values() if isinstance(transport, OfferingTransport)]
 
     @property
     def backends(self) -> tuple[str, ...]:
         return tuple(sorted(self._transports))
 
+    @property
+    def kept_digest(self) -> str | None:
+        return self.kept.digest if self.kept is not None else None
+
     def open(self, reception: Reception) -> None:
         """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
-        delivery = self._transport(reception.transport).open(reception.transport, reception.kind)
-        if reception.in_place:
+        delivery = self._open(reception.transport, reception.kind)
+        if reception.base is not None:
+            self._check_delta(reception, reception.base, delivery)
+        elif reception.in_place:
             check_overwrite(self.holder, delivery, cast=reception.cast, expected_digest=reception.digest)
         else:
             check_staged(self.holder, delivery, reception.kind, cast=reception.cast)
@@ -72,8 +122,7 @@ class Receiver:
         if opened is None:
             raise EngineFailed(f"nothing is open as {staging!r}")
         reception, delivery = opened
-        if isinstance(delivery, PackedDelivery):
-            delivery.cancelled = cancelled
+        _heed(delivery, cancelled)
         tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
@@ -81,11 +130,20 @@ class Receiver:
             "expected_digest": reception.digest,
             "cancelled": cancelled,
         }
-        if reception.in_place:
-            digest = overwrite(self.holder, delivery, **how)
+        if reception.kind == "lora":
+            self._staged[staging], digest = receive_adapter(self.holder, delivery, **how)
+        elif reception.base is not None:
+            digest = self._receive_delta(reception, reception.base, delivery, cancelled)
         else:
-            take = receive if reception.kind == "base" else receive_adapter
-            self._staged[staging], digest = take(self.holder, delivery, **how)
+            self.kept = None  # before its like comes: there is room for one
+            if reception.in_place:
+                digest = overwrite(self.holder, delivery, **how)
+            else:
+                staged, digest = receive(self.holder, delivery, **how)
+                self._staged[staging] = staged
+                kept = as_kept(digest, staged, delivery.specs) if reception.keep else None
+                if kept is not None:
+                    self._to_keep[staging] = kept
         return PreparedReply(digest=digest, tensors=tensors, bytes=size, refetchable=refetchable)
 
     def take(self, staging: str) -> Staged:
@@ -93,14 +151,117 @@ class Receiver:
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
+        self.kept = self._to_keep.pop(staging, self.kept)
+        self._undo.pop(staging, None)
         return staged
 
     def discard(self, staging: str) -> None:
         """Frees what is staged or opened under this name, if anything is."""
         self._staged.pop(staging, None)
+        self._to_keep.pop(staging, None)
+        undo = self._undo.pop(staging, None)
+        if undo is not None:
+            before, changes = undo
+            before.take_back(changes)
+            self.kept = before
         opened = self._opened.pop(staging, None)
         if opened is not None:
             opened[1].close()
+
+    # ---- deltas ----
+
+    def _check_delta(self, reception: Reception, base: str, delivery: Delivery) -> None:
+        """Closes the delivery when it raises."""
+        try:
+            check_changes(self.holder.weight_spec(), delivery.specs)
+            if not self._is_there(reception):
+                missing_links(self.kept, reception.before, base)
+        except BaseException:
+            delivery.close()
+            raise
+
+    def _is_there(self, reception: Reception) -> bool:
+        """What it makes is kept already: the swap did not end well, say."""
+        return self.kept is not None and self.kept.digest == reception.digest
+
+    def _receive_delta(self, reception: Reception, base: str, delivery: Delivery, cancelled: Cancelled) -> str:
+        """Changes what is kept in place; the full version's digest."""
+        wanted = reception.digest
+        assert wanted is not None, "an update by delta names it"
+        changes: Changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+        if self._is_there(reception):
+            changes = {}
+            before = self.kept
+            assert before is not None
+        else:
+            before = self._at_base(reception, base, cancelled)
+        known, self.kept = self.kept, None
+        try:
+            after = before.change(changes, wanted, cancelled)
+        except BaseException:
+            self.kept = known
+            raise
+        try:
+            digest = digest_of(after.tensors, cancelled)
+            if digest != wanted:
+                raise InvalidWeights(
+                    f"the delta makes version digest {digest}, but {wanted} is wanted",
+                    field="transport",
+                    fix="encode it against the version that `base` names, or publish the full one",
+                    digest=digest,
+                    expected_digest=wanted,
+                )
+        except BaseException:
+            before.take_back(changes)
+            self.kept = known  # not what was fetched on the way: its own digest was never compared
+            raise
+        self._staged[reception.staging], self._to_keep[reception.staging] = after.staged, after
+        self._undo[reception.staging] = (before, changes)
+        return digest
+
+    def _at_base(self, reception: Reception, base: str, cancelled: Cancelled) -> Kept:
+        """What is kept, brought up to the version that the delta changes."""
+        kept, links = missing_links(self.kept, reception.before, base)
+        if not links:
+            assert kept is not None
+            return kept
+        self.kept = None  # there is room for one; and what is half-way changed is of no version
+        for link in links:
+            try:
+                kept = self._follow(kept, link, cancelled)
+            except EngineFailed:
+                raise  # cancelled, say
+            except PlaneError as error:
+                raise NotAtBase(
+                    f"{base}, which the delta changes, can't be fetched: {error.message}",
+                    fix="publish the full version",
+                ) from error
+        assert kept is not None
+        return kept
+
+    def _follow(self, kept: Kept | None, link: Link, cancelled: Cancelled) -> Kept:
+        """Fetches the next version on the way: the full one first. A delta's digest is not looked at, since that of
+        the last one tells of all."""
+        delivery = self._open(link.transport, "base")
+        _heed(delivery, cancelled)
+        if kept is not None:
+            changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
+            return kept.change(changes, link.digest, cancelled)
+        staged, digest = receive(
+            self.holder, delivery, cast=False, expected_digest=link.digest, cancelled=cancelled
+        )
+        kept = as_kept(digest, staged, delivery.specs)
+        if kept is None:
+            raise NotAtBase(
+                "what this engine stages of it differs from what was published, so no delta fits",
+                fix="publish the full version",
+            )
+        return kept
+
+    # ---- transports ----
+
+    def _open(self, transport: Mapping[str, Any], kind: Kind) -> Delivery:
+        return self._transport(transport).open(transport, kind)
 
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config).init(config)
@@ -110,3 +271,9 @@ class Receiver:
 
     def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
         return self._transports[config["backend"]]
+
+
+def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
+    """A delivery of buckets looks itself while it waits for one."""
+    if isinstance(delivery, PackedDelivery):
+        delivery.cancelled = cancelled

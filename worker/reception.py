@@ -7,14 +7,23 @@ tensors by a transport and gives them to the engine's `WeightHolder`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl_plane.versions import HostTensor, TensorSpec
 
 TensorStream = Iterable[tuple[str, HostTensor]]
 Cancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A version on the way from a full one to a delta's base."""
+
+    digest: str
+    transport: Mapping[str, Any]
+    refetchable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,12 @@ class Reception:
     """The version's, where it is known."""
     in_place: bool = False
     """Over the served weights, which don't fit twice; then nothing is staged."""
+    keep: bool = False
+    """What is staged stays in host memory after the swap: see `Receiver.kept`."""
+    base: str | None = None
+    """Of a delta: the digest of the version that it changes."""
+    before: Sequence[Link] = ()
+    """Of a delta: the versions up to `base`, the full one first."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -40,11 +55,26 @@ class Reception:
             "cast": self.cast,
             "digest": self.digest,
             "in_place": self.in_place,
+            "keep": self.keep,
+            "base": self.base,
+            "before": [asdict(link) for link in self.before],
         }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Reception:
+        return cls(**{**wire, "before": [Link(**link) for link in wire["before"]]})
 
 
 class Staged(Protocol):
     """Complete, verified weights in host memory, made by a holder's `stage`."""
+
+
+@runtime_checkable
+class KeepableStaged(Staged, Protocol):
+    """May be swapped in more than once."""
+
+    def host_tensors(self) -> Mapping[str, HostTensor]:
+        """Its own memory, writable, by checkpoint name."""
 
 
 class WeightHolder(Protocol):

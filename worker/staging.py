@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from blake3 import blake3
-
+from rl_plane import delta
 from rl_plane.checkpoint import Kind, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidWeights
-from rl_plane.versions import HostTensor, TensorSpec, config_line, tensors_digest
+from rl_plane.versions import (
+    DTYPE_BYTES,
+    HostTensor,
+    TensorSpec,
+    config_line,
+    tensor_digest,
+    tensors_digest,
+)
 from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
-
-PARALLEL_HASH_BYTES = 16 << 20
-"""From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
 
 SHOWN = 5
 """Tensors that a message lists of each kind before it only counts."""
@@ -143,7 +146,7 @@ class DigestingStream:
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = _hash(tensor.data)
+            digest = tensor_digest(tensor.data)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name
@@ -190,11 +193,6 @@ def _refuse(what: str, *, tensor: str | None = None, **facts: str) -> InvalidWei
         tensor=None if tensor is None else tensor[:SHOWN_CHARS],
         **facts,
     )
-
-
-def _hash(data: memoryview) -> str:
-    threads = blake3.AUTO if data.nbytes >= PARALLEL_HASH_BYTES else 1
-    return str(blake3(data, max_threads=threads).hexdigest())
 
 
 def receive(
@@ -245,6 +243,39 @@ def _finished(staged: Staged, stream: DigestingStream) -> tuple[Staged, str]:
     except BaseException:
         del staged  # or the traceback would keep the weights as long as the error is kept
         raise
+
+
+def check_changes(wanted: Mapping[str, TensorSpec], offered: Mapping[str, TensorSpec]) -> None:
+    """InvalidWeights unless `offered` can be deltas of a model's tensors, by what is known without their bytes."""
+    unknown = sorted(name for name in offered if name not in wanted)
+    wrong = sorted(
+        name for name, spec in offered.items() if name in wanted and not _may_be_delta(spec, wanted[name])
+    )
+    parts = [
+        *_part("unknown to the model", unknown, _short),
+        *_part("not the delta of their tensors (U8, one axis, not too long)", wrong, _short),
+    ]
+    if parts:
+        raise InvalidWeights(
+            f"the delta does not fit the model: {'; '.join(parts)}",
+            field="transport",
+            fix="encode it with rl_plane.delta from the committed version, or send encoding full",
+        )
+
+
+def _may_be_delta(spec: TensorSpec, of: TensorSpec) -> bool:
+    longest = delta.max_nbytes(of.nbytes, DTYPE_BYTES[of.dtype])
+    return spec.dtype == "U8" and len(spec.shape) == 1 and spec.nbytes <= longest
+
+
+def digest_of(tensors: Mapping[str, HostTensor], cancelled: Callable[[], bool]) -> str:
+    """Of the version that these bytes are."""
+    lines = []
+    for name, tensor in tensors.items():
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        lines.append((name, tensor.spec, tensor_digest(tensor.data)))
+    return tensors_digest(lines)
 
 
 def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: bool) -> None:

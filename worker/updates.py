@@ -7,15 +7,15 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import Conflict, InvalidRequest, Unsupported, UpdateAborted
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
-from worker.reception import Reception
+from worker.reception import Link, Reception
 
 log = logging.getLogger("worker.updates")
 
@@ -54,6 +54,12 @@ class Wanted:
     """The coordinator's; None: the worker fetches by itself, to heal."""
     in_place: bool = False
     """Over the served weights: the engine is paused, and nobody resumes it meanwhile."""
+    keep: bool = False
+    """In host memory, after the swap too."""
+    base: str | None = None
+    """Of a delta: the digest of the version that it changes."""
+    before: Sequence[Link] = ()
+    """Of a delta: see Reception."""
 
 
 @dataclass(slots=True)
@@ -91,7 +97,7 @@ def _ended(opened: asyncio.Future[None], task: asyncio.Task[Staging]) -> None:
 
 class WeightUpdates:
     """At most one update is received or staged at a time: staging is a model's worth of memory. `tell(staging)` is
-    called when what is staged has changed (None: nothing is)."""
+    called when what is staged has changed (None: nothing is), `tell_kept()` when the engine may keep something new."""
 
     def __init__(
         self,
@@ -99,17 +105,22 @@ class WeightUpdates:
         info: EngineInfo,
         engine: EngineLoop,
         tell: Callable[[Staging | None], None],
+        tell_kept: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._info = info
         self._engine = engine
         self._tell = tell
+        self._tell_kept = tell_kept
         self._names = (f"staging-{number}" for number in itertools.count())
         self._receiving: _Receiving | None = None
         self._failed: _Receiving | None = None
         """Armed, and its end was not asked for yet."""
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
+        self._taken: Wanted | None = None
+        self.kept: str | None = None
+        """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
     @property
     def _busy(self) -> Wanted | None:
@@ -147,20 +158,11 @@ class WeightUpdates:
             fix=f"this worker has {', '.join(self._info.transports)}",
         )
 
-    def check(
-        self,
-        name: str | None,
-        encoding: str,
-        staging: str,
-        backend: str | None,
-        loaded: Collection[str] = (),
-    ) -> None:
+    def check(self, name: str | None, staging: str, backend: str | None, loaded: Collection[str] = ()) -> None:
         """Refuses, before anything is touched, what this engine or worker can't do. `loaded`: the adapters that it
         has."""
         if name is not None:
             self._refuse_incapable("prepare_update:lora", "target.kind")
-        if encoding != "full":
-            raise Unsupported("delta updates are not supported yet: send full weights", field="encoding")
         if staging == "none":
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
@@ -227,6 +229,9 @@ class WeightUpdates:
             wanted.cast,
             wanted.digest,
             wanted.in_place,
+            wanted.keep,
+            wanted.base,
+            wanted.before,
         )
         await asyncio.to_thread(self._adapter.open, reception)
         opened.set_result(None)
@@ -236,7 +241,10 @@ class WeightUpdates:
             except BaseException:
                 await self._engine.run(self._adapter.discard(reception.staging))
                 raise
-        reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+        try:
+            reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
+        finally:
+            await self._look_at_kept(wanted)
         staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
         if cancelled.is_set():
             await self._discard(staging)
@@ -251,12 +259,31 @@ class WeightUpdates:
     async def _discard(self, staging: Staging) -> None:
         if staging.name is not None:
             await self._engine.run(self._adapter.discard(staging.name))
+            await self._look_at_kept(staging.wanted)
+
+    async def _look_at_kept(self, wanted: Wanted) -> None:
+        if not wanted.keep and self.kept is None:
+            return  # as with most engines, which keep nothing
+        try:
+            self.kept = await asyncio.to_thread(self._adapter.kept)
+        except PlaneError as error:
+            log.warning("what the engine keeps is not known: %s", error)
+            self.kept = None
+        if self.kept is not None:
+            self._tell_kept()
+
+    async def swapped(self) -> None:
+        """What was taken is in: from now on it may be kept."""
+        if (taken := self._taken) is not None:
+            self._taken = None
+            await self._look_at_kept(taken)
 
     def take(self, update_id: str) -> str | None:
         """The name of the staged weights, for the swap, which uses them up. None: they are in place."""
         staged = self.staged
         assert staged is not None
         assert staged.wanted.update_id == update_id, "the core has looked"
+        self._taken = staged.wanted
         self._set(None)
         return staged.name
 

@@ -28,6 +28,7 @@ from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
+from worker.peers import Peers
 from worker.registration import Registration
 from worker.state import Reason, WorkerState
 from worker.updates import WeightUpdates
@@ -63,12 +64,13 @@ class Worker:
         self._engine = engine
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
+        peers = Peers(bus, subjects, adapter, info.transports)
         self._updates = WeightUpdates(
-            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging))
+            adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(
-            bus, subjects, self.core, adapter, engine, self._updates, member_info["model_path"], self._tell
+            bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
         )
         self._handlers = OpHandlers(
             self.core,

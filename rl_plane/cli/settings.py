@@ -198,6 +198,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("version", "the trainer's word for the weights, such as step_17", parse.label, metavar="LABEL"),
         Setting("cast", "allow another float dtype than the engine's", None, False),
+        Setting("keep_staged", "workers keep the weights in host memory, for deltas and peers", None, False),
         Setting("keep_pause", "leave the fleet paused after the commit", None, False),
         Setting("flush", "drop the prefix caches after the commit", None),
         Setting(

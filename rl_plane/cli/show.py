@@ -159,7 +159,8 @@ def _update(one: Reply) -> dict[str, Any]:
     return {
         "began": datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M:%S") if began else None,
         "outcome": one.get("outcome"),
-        "version": _version(one["version"]) if one.get("version") else one.get("label"),
+        "version": (_version(one["version"]) if one.get("version") else str(one.get("label")))
+        + (" by delta" if one.get("encoding") == "delta" else ""),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
         "who": one.get("who"),

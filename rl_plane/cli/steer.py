@@ -37,6 +37,7 @@ POLICY = (
     "version",
     "barrier",
     "staging",
+    "keep_staged",
     "keep_pause",
     "pause_mode",
     "flush",
@@ -159,6 +160,7 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
     return UpdatePolicy(
         barrier=values["barrier"],
         staging=values["staging"],
+        keep_staged=values["keep_staged"],
         pause_mode=values["pause_mode"],
         on_prepare_failure=values["on_prepare_failure"],
         min_ready=values["min_ready"],

@@ -46,7 +46,7 @@ class FilesystemSender:
     def __init__(
         self, root: Path | str, *, keep: int = DEFAULT_KEEP, committed: Callable[[], set[str]] = set
     ) -> None:
-        """`committed`: digests of versions that must stay, asked before old ones are removed."""
+        """`committed`: what must stay, digests of versions and paths, asked before old ones are removed."""
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
         if keep < 1:
             raise InvalidRequest(f"keep is {keep}", field="keep", fix="keep at least 1 version")
@@ -94,7 +94,7 @@ class FilesystemSender:
             return
         committed = self._committed()
         for name in old:
-            if _digest_of(self._root / name) not in committed:
+            if committed.isdisjoint({_digest_of(self._root / name), str(self._root / name)}):
                 shutil.rmtree(self._root / name)
 
 

@@ -286,7 +286,8 @@ def _named(record: DecisionRecord | None) -> set[Any]:
     """The objects that a worker which heals would fetch."""
     if record is None:
         return set()
-    sources: list[Source] = [record.source, *(adapter.source for adapter in record.adapters.values())]
+    chain: list[Source] = [source for _, source in record.source.chain(record.version.digest)]
+    sources = [*chain, *(adapter.source for adapter in record.adapters.values())]
     return {
         source.transport.get("object")
         for source in sources

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
-from blake3 import blake3
-
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
-from rl_plane.versions import HostTensor, TensorSpec
+from rl_plane.versions import HostTensor, TensorSpec, tensor_digest
 
 if TYPE_CHECKING:
     import torch
@@ -18,9 +16,6 @@ Tensor = Union["torch.Tensor", HostTensor]
 Place = Union[memoryview, "torch.Tensor"]
 """Of a bucket's bytes: in host memory, or as uint8 on a GPU."""
 Named = Iterable[tuple[str, Tensor]]
-
-PARALLEL_HASH_BYTES = 16 << 20
-"""From this size on a tensor is hashed on all cores; below, threads cost more than they save."""
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -45,6 +40,32 @@ def copy_into(place: Place, tensor: Tensor) -> None:
         whole.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
 
 
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, row-major: its own memory where that is possible."""
+    if isinstance(tensor, HostTensor):
+        return tensor.data
+    import torch
+
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).cpu()
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, which must come as they were announced."""
+    source = iter(tensors)
+    for name, spec in specs:
+        found, tensor = next(source, (None, None))
+        if tensor is None or found != name or spec_of(tensor) != spec:
+            raise InvalidRequest(
+                f"{name!r} was announced next, and {found!r} came",
+                field="tensors",
+                fix="give the same tensors in the same order each time",
+            )
+        yield name, tensor
+
+
 def fill(
     manifest: Manifest,
     tensors: Named,
@@ -53,17 +74,11 @@ def fill(
 ) -> Iterator[int]:
     """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
     number once it is full. `digests` takes the digest of each tensor; None: none are made."""
-    source = iter(tensors)
+    source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
         data = buffer(number)
         for placed in bucket.tensors:
-            name, tensor = next(source, (None, None))
-            if tensor is None or name != placed.name or spec_of(tensor) != placed.spec:
-                raise InvalidRequest(
-                    f"{placed.name!r} was announced next, and {name!r} came",
-                    field="tensors",
-                    fix="give the same tensors in the same order each time",
-                )
+            _, tensor = next(source)
             place = data[placed.offset : placed.offset + placed.spec.nbytes]
             copy_into(place, tensor)
             if digests is not None:
@@ -72,9 +87,7 @@ def fill(
 
 
 def _hash(place: Place) -> str:
-    threads = blake3.AUTO if place.nbytes >= PARALLEL_HASH_BYTES else 1
-    host = place if isinstance(place, memoryview) else memoryview(place.cpu().numpy())
-    return str(blake3(host, max_threads=threads).hexdigest())
+    return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
 
 
 def _dtypes() -> dict[Any, str]:

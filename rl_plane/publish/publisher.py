@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rl_plane.client import DEFAULT_NAMESPACE
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, NotAtBase, PlaneError, Unavailable
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
+from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.packing import Place, Tensor, fill
 from rl_plane.publish.sender import DeviceSender, KeepingSender, PushingSender, Sender, Surroundings, members
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
@@ -47,6 +48,7 @@ DRAIN_S = 600.0
 """How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on
 a slow way."""
 
+Encoding = Literal["full", "auto"]
 Stage = Literal["waiting", "sending", "committing", "committed", "failed"]
 T = TypeVar("T")
 
@@ -136,6 +138,7 @@ class WeightPublisher:
         names: Names = None,
         policy: Mapping[str, Any] | None = None,
         cast: bool = False,
+        encoding: Encoding = "full",
         bucket_bytes: int | None = None,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
@@ -149,9 +152,11 @@ class WeightPublisher:
         facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
         `transport`: a backend, or `auto`; `root`: a directory that trainer and workers share, for filesystem;
         `options`: the transport's own. `adapter`: under which name a LoRA adapter is served. `policy`, `cast`: of the
-        update. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`: for how many to wait, and how
-        long. `progress`: called on the publisher's threads. `rank` None: that of torch.distributed, if it is
-        initialised by now."""
+        update. `encoding` `auto`: only what has changed, where that is less than half and the workers keep the version
+        before (they are told to); for it the publisher keeps a copy of the base weights in host memory, and the tensors
+        may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
+        for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
+        torch.distributed, if it is initialised by now."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -161,6 +166,15 @@ class WeightPublisher:
             )
         if bucket_bytes is not None and bucket_bytes < 1:
             raise InvalidRequest(f"bucket_bytes is {bucket_bytes}", field="bucket_bytes", fix="give at least 1")
+        if encoding not in ("full", "auto"):
+            raise InvalidRequest(f"encoding is {str(encoding)[:64]!r}", field="encoding", fix="use full or auto")
+        if encoding == "auto" and (cast or (policy or {}).get("staging") == "none"):
+            raise InvalidRequest(
+                "what changes bits in a staged copy goes with neither cast nor staging none",
+                field="encoding",
+                fix="leave encoding out, or those",
+            )
+        self._copy = HostCopy() if encoding == "auto" and adapter is None else None
         self._adapter = adapter
         self._told = transport
         self._root = Path(os.path.abspath(os.path.expanduser(root))) if root is not None else None
@@ -201,7 +215,10 @@ class WeightPublisher:
                 fix="await publisher.publish_async(…)",
             )
         previous, self._previous = self._previous, publication
-        attempt = _Attempt(self, self._fleet, publication, previous)
+        if self._copy is None:
+            attempt = _Attempt(self, self._fleet, publication, previous)
+        else:
+            attempt = _ByCopy(self, self._fleet, publication, previous, self._copy)
         if self._source.collective:
             attempt.read()
             _thread(attempt.end)
@@ -253,7 +270,8 @@ class WeightPublisher:
 
     def _body(self, version: str | None) -> dict[str, Any]:
         """The update, but for its transport. InvalidRequest for what is wrong in it."""
-        body: dict[str, Any] = {"cast": self._cast, "policy": self._policy}
+        policy = self._policy if self._copy is None else {**self._policy, "keep_staged": True}
+        body: dict[str, Any] = {"cast": self._cast, "policy": policy}
         if version is not None:
             body["version"] = version
         if self._adapter is not None:
@@ -284,7 +302,10 @@ class _Attempt:
         fleet: BlockingFleet,
         publication: Publication,
         previous: Publication | None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
+        """`more`: fields of the update's body."""
+        self._more = more or {}
         self._publisher = publisher
         self._fleet = fleet
         self._publication = publication
@@ -324,8 +345,8 @@ class _Attempt:
     def _send(self, taken: Taken) -> None:
         publisher, publication = self._publisher, self._publication
         if not taken.specs:
-            raise InvalidRequest("there are no tensors", field="source", fix="give weights")
-        self._body = publisher._body(publication.version)
+            raise _no_tensors()
+        self._body = {**publisher._body(publication.version), **self._more}
         sender = self._sender = publisher._ready_sender(self._fleet)
         bucket_bytes = publisher._bucket_bytes
         if bucket_bytes is None:
@@ -402,7 +423,10 @@ class _Attempt:
         if not isinstance(self._sender, KeepingSender) or self._error is not None:
             return
         try:
-            self._sender.keep(self._publisher._adapter)
+            if self._more.get("encoding") == "delta":
+                self._sender.keep(onto_previous=True)
+            else:
+                self._sender.keep(self._publisher._adapter)
         except Exception:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
@@ -419,7 +443,7 @@ class _Attempt:
         _sent(lambda: sender.finish(self._digests))
         self._publication._tells("committing")
         if self._update is None:
-            self._body["digest"] = manifest.digested(self._digests).digest
+            self._body.setdefault("digest", manifest.digested(self._digests).digest)
             self._update = self._ask()
 
     def _ask(self) -> Future[dict[str, Any]]:
@@ -460,6 +484,70 @@ class _Attempt:
         target = self._body.get("target")
         if target is not None and target["name"] in self._fleet.run("state", {})["adapters"]:
             target["op"] = "swap"
+
+
+class _ByCopy(_Attempt):
+    """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there."""
+
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        fleet: BlockingFleet,
+        publication: Publication,
+        previous: Publication | None,
+        copy: HostCopy,
+    ) -> None:
+        super().__init__(publisher, fleet, publication, previous)
+        self._copy = copy
+        self._change: Change | None = None
+
+    def _send(self, taken: Taken) -> None:
+        if not taken.specs:
+            raise _no_tensors()
+        self._change = self._copy.read(taken)
+
+    def _committed(self) -> dict[str, Any]:
+        if self._error is not None:
+            raise self._error
+        change = self._change
+        assert change is not None
+        try:
+            if change.deltas is not None and self._is_kept(change.base):
+                try:
+                    delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
+                    return self._sent(as_tensors(change.deltas), delta)
+                except PlaneError as error:
+                    if not _not_at_base(error):
+                        raise
+                    log.info("%s is sent whole: %s", self._publication.version, error)
+            return self._sent(self._copy.whole(), {"digest": change.digest})
+        except BaseException:
+            self._copy.take_back(change)
+            raise
+
+    def _is_kept(self, base: str | None) -> bool:
+        """By any worker; one that lacks it fetches it, where that is possible."""
+        rows = members(self._fleet.run("workers", self._publisher._select))
+        return any(row.get("kept") == base for row in rows)
+
+    def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
+        attempt = _Attempt(self._publisher, self._fleet, self._publication, None, more)
+        try:
+            attempt._send(taken)
+        except BaseException as error:
+            attempt._error = error
+        return attempt._committed()
+
+
+def _not_at_base(error: PlaneError) -> bool:
+    """Does it say that a delta can't be applied, there or on some worker?"""
+    rows = error.facts.get("workers")
+    codes = [(row.get("error") or {}).get("code") for row in rows] if isinstance(rows, list) else []
+    return isinstance(error, NotAtBase) or NotAtBase.code in codes
+
+
+def _no_tensors() -> InvalidRequest:
+    return InvalidRequest("there are no tensors", field="source", fix="give weights")
 
 
 def _sent(act: Callable[[], T]) -> T:

@@ -62,8 +62,9 @@ class DeviceSender(Sender, Protocol):
 
 @runtime_checkable
 class KeepingSender(Sender, Protocol):
-    def keep(self, adapter: str | None = None) -> None:
-        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept."""
+    def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
+        """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept.
+        `onto_previous`: it is a delta of the one before, which stays as long as it does."""
 
 
 @runtime_checkable
@@ -116,10 +117,12 @@ class Surroundings:
             )
 
     def committed(self) -> set[str]:
-        """The digests of what is committed: the base's and the adapters'."""
+        """Of what is committed the digests, the base's and the adapters', and where there are the paths: of the base
+        also those of the versions that it is a delta of."""
         state = self.run("state", {})
         versions = [state["version"], *state["adapters"].values()]
-        return {version["digest"] for version in versions if version is not None}
+        paths = {source["path"] for source in state["sources"] if "path" in source}
+        return paths | {version["digest"] for version in versions if version is not None}
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, error_from_wire
 from rl_plane.frames import read_frame, send_frame
+from rl_plane.tasks import never
 from worker.agent.wire import socket_of
 from worker.reception import Cancelled
 
@@ -26,10 +27,6 @@ CANCEL_WAIT_S = 25.0
 
 POLL_S = 0.05
 """How often it is looked whether the caller has cancelled."""
-
-
-def never() -> bool:
-    return False
 
 
 class AgentClient:

@@ -61,8 +61,16 @@ class Ranks:
         reply: PreparedReply = replies[0]
         return reply
 
+    def kept(self) -> str | None:
+        digests: set[str | None] = set(self._client.ask("kept"))
+        return digests.pop() if len(digests) == 1 else None
+
     def discard(self, staging: str) -> None:
         self._client.ask("discard", {"staging": staging})
+
+    def offer(self) -> dict[str, Any] | None:
+        place: dict[str, Any] | None = self._client.ask("offer")[0]
+        return place
 
     def _forget(self, staging: str) -> None:
         with contextlib.suppress(PlaneError):  # the first error is the one that counts

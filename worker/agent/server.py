@@ -53,13 +53,16 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     """What every agent can do."""
 
     def open_(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.open(Reception(**body))
+        receiver.open(Reception.from_wire(body))
 
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)
 
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
+
+    def kept(_: Mapping[str, Any], __: Cancelled) -> str | None:
+        return receiver.kept_digest
 
     def describe(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any]:
         spec = receiver.holder.weight_spec()
@@ -75,11 +78,16 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.destroy_transport(body["backend"])
 
+    def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
+        return receiver.offer() if rank == 0 else None  # each has the whole version
+
     return {
         "describe": describe,
+        "offer": offer,
         "open": open_,
         "receive": receive,
         "discard": discard,
+        "kept": kept,
         "init_transport": init_transport,
         "destroy_transport": destroy_transport,
     }

@@ -168,6 +168,10 @@ class EngineAdapter(Protocol):
         With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
         weights are of no version. They are labelled by a `set_version` that follows."""
 
+    def kept(self) -> str | None:
+        """The digest of the version that every rank keeps in host memory (`Reception.keep`); None: there is none, or
+        not the same in all. Blocks, on a thread of the worker's."""
+
     async def discard(self, staging: str) -> None:
         """Frees what is opened or staged under this name; nothing there is no error."""
 
@@ -177,6 +181,10 @@ class EngineAdapter(Protocol):
         with one made anew, as the engine can; no new request reuses KV made before; True if the prefix cache was
         flushed for that. The staging is used up, also when this
         raises."""
+
+    def offer(self) -> dict[str, Any] | None:
+        """Where others may fetch the base weights that are kept here beside the model, `{digest, transport}`, until
+        others come; None: none are kept, or by no transport that can. Blocks, on a thread of the worker's."""
 
     def set_version(self, version: WeightVersion) -> None:
         """Labels the weights that the engine holds already (sequence 0, or a relabel of equal bytes)."""

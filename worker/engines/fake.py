@@ -456,6 +456,9 @@ class FakeEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
+    def kept(self) -> str | None:
+        return self.receiver.kept_digest
+
     async def discard(self, staging: str) -> None:
         self.receiver.discard(staging)
 
@@ -464,7 +467,8 @@ class FakeEngine:
         if not isinstance(staged, FakeWeights):
             raise EngineFailed(f"{staging} is an adapter")
         await self._before_a_swap()
-        self._weights, self._version = staged, version
+        kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
+        self._weights, self._version = staged.copied() if kept else staged, version
         return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
@@ -498,6 +502,9 @@ class FakeEngine:
         finally:
             if not self._closed:
                 self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+
+    def offer(self) -> dict[str, Any] | None:
+        return self.receiver.offer()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self.receiver.init_transport(config)

@@ -84,5 +84,5 @@ class FakeHolder:
 
     def _copied(self, tensor: HostTensor) -> FakeTensor:
         # Hashed here too, not believed: a token shall tell which bytes really are in the engine.
-        data = bytes(tensor.data) if self._engine.config.hold_bytes else None
+        data = bytearray(tensor.data) if self._engine.config.hold_bytes else None
         return FakeTensor(tensor.spec, str(blake3(tensor.data).hexdigest()), data)

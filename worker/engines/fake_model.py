@@ -17,7 +17,14 @@ from blake3 import blake3
 
 from rl_plane.checkpoint import ADAPTER_NAME, open_checkpoint
 from rl_plane.safetensors_file import write_atomically, write_safetensors
-from rl_plane.versions import ADAPTER_CONFIG_NAME, TensorSpec, WeightVersion, config_line, tensors_digest
+from rl_plane.versions import (
+    ADAPTER_CONFIG_NAME,
+    HostTensor,
+    TensorSpec,
+    WeightVersion,
+    config_line,
+    tensors_digest,
+)
 from worker.engines.lora import lora_spec, parse_lora
 
 FIRST_TOKEN = 3
@@ -140,7 +147,7 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 class FakeTensor:
     spec: TensorSpec
     digest: str  # blake3 hex of the bytes
-    data: bytes | None  # None without hold_bytes
+    data: bytes | bytearray | None  # None without hold_bytes
 
     def digest_now(self) -> str:
         """From the bytes themselves where they are held."""
@@ -153,6 +160,23 @@ class FakeWeights:
     def __init__(self, tensors: dict[str, FakeTensor]) -> None:
         self.tensors = tensors
         self.digest = tensors_digest((name, tensor.spec, tensor.digest) for name, tensor in tensors.items())
+
+    def host_tensors(self) -> dict[str, HostTensor]:
+        """None of them without hold_bytes."""
+        return {
+            name: HostTensor(tensor.spec, memoryview(tensor.data), owned=True)
+            for name, tensor in self.tensors.items()
+            if tensor.data is not None
+        }
+
+    def copied(self) -> FakeWeights:
+        """By the bytes that are there now: a delta may have changed them, and another may follow."""
+        return FakeWeights(
+            {
+                name: FakeTensor(tensor.spec, tensor.digest_now(), tensor.data and bytes(tensor.data))
+                for name, tensor in self.tensors.items()
+            }
+        )
 
     def checksum(self) -> str:
         lines = sorted(f"{name} {tensor.spec} {tensor.digest_now()}" for name, tensor in self.tensors.items())

@@ -266,8 +266,11 @@ class HfEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self._receiving().receive(staging, cancelled)
 
+    def kept(self) -> str | None:
+        return self._receiving().kept_digest
+
     async def discard(self, staging: str) -> None:
-        self._receiving().discard(staging)
+        await asyncio.to_thread(self._receiving().discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged, weights = self._receiving().take(staging), self._held().weights
@@ -285,6 +288,9 @@ class HfEngine:
 
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._receiving().offer()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         self._receiving().init_transport(config)

@@ -27,9 +27,12 @@ DTYPE_OF_NAME = {name: dtype for dtype, name in NAME_OF_DTYPE.items()}
 
 @dataclass(slots=True)
 class StagedTensors:
-    """By checkpoint name, in host memory, in the model's dtypes. None once used or discarded."""
+    """By checkpoint name, in host memory, in the model's dtypes."""
 
-    tensors: dict[str, torch.Tensor] | None
+    tensors: dict[str, torch.Tensor]
+
+    def host_tensors(self) -> dict[str, HostTensor]:
+        return {name: _host_tensor(tensor) for name, tensor in self.tensors.items()}
 
 
 class ModelWeights:
@@ -59,13 +62,10 @@ class ModelWeights:
 
     def load(self, staged: StagedTensors) -> None:
         """In place, so that tied weights and views stay what they are. No step may be running."""
-        if staged.tensors is None:
-            raise EngineFailed("these staged weights were used or discarded before")
         with self._lock, torch.no_grad():
             for name, tensor in staged.tensors.items():
                 self._targets[name].copy_(tensor)
             self._settle()
-        staged.tensors = None
 
     def reset(self) -> None:
         """Noise over every floating point tensor. No step may be running."""
@@ -126,6 +126,12 @@ def _kept(tensor: HostTensor) -> torch.Tensor:
         np.copyto(copied, kept)
         kept = copied
     return torch.from_numpy(kept).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)
+
+
+def _host_tensor(tensor: torch.Tensor) -> HostTensor:
+    spec = TensorSpec(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape))
+    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if spec.nbytes else memoryview(bytearray())
+    return HostTensor(spec, data, owned=True)
 
 
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:

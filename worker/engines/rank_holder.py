@@ -52,7 +52,6 @@ class RankHolder(ABC):
         self._load(self._copies(tensors, cast, cancelled))
 
     def swap(self, staged: StagedTensors) -> None:
-        assert staged.tensors is not None, "taken once"
         self._load(staged.tensors.items())
 
     def _copies(

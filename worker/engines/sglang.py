@@ -303,6 +303,9 @@ class SglangEngine:
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
 
+    def kept(self) -> str | None:
+        return self._process.ranks.kept()
+
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
         await asyncio.to_thread(self._process.ranks.discard, staging)
@@ -327,6 +330,9 @@ class SglangEngine:
 
     def set_version(self, version: WeightVersion) -> None:
         self._version = version
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._process.ranks.offer()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._process.ranks.init_transport(config)

@@ -413,9 +413,15 @@ class VllmEngine:
         self._check_paused()
         await self._forget_base()
 
+    def kept(self) -> str | None:
+        return self._receivers().kept()
+
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
         await asyncio.to_thread(self._receivers().discard, staging)
+
+    def offer(self) -> dict[str, Any] | None:
+        return self._receivers().offer()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._receivers().init_transport(config)

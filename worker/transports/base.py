@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
@@ -82,6 +82,17 @@ class WeightTransport(Protocol):
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> Delivery:
         """`request`: the `transport` object of the body, `backend` included. Read-only. `kind`: what it must be.
         InvalidRequest for its fields, InvalidWeights for what it finds there."""
+
+
+@runtime_checkable
+class OfferingTransport(WeightTransport, Protocol):
+    """By which others may fetch what this process keeps: see `Receiver.kept`."""
+
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        """The `transport` of their request. These tensors' memory is lent, and does not change, until `withdraw`."""
+
+    def withdraw(self) -> None:
+        """Nobody reads them any more when it returns. Without an offer: nothing."""
 
 
 def check_fields(backend: str, given: Mapping[str, Any], *known: str) -> None:

@@ -12,7 +12,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Literal
 
 import msgpack
@@ -37,9 +37,11 @@ from rl_plane.publish.ipc_wire import (
     seals,
     send_packet,
 )
+from rl_plane.tasks import never
 from rl_plane.versions import HostTensor
+from worker.reception import Cancelled
 from worker.transports.base import Places, check_fields
-from worker.transports.packed import PackedDelivery, never
+from worker.transports.packed import PackedDelivery
 
 FIRST_PACKET_S = 30.0
 """A sender answers from a thread of its own; only a process that stands still does not."""
@@ -310,7 +312,7 @@ def _packet(
     connection: socket.socket,
     timeout_s: float,
     max_descriptors: int = 0,
-    cancelled: Callable[[], bool] = never,
+    cancelled: Cancelled = never,
 ) -> tuple[dict[str, Any], list[int]]:
     give_up = time.monotonic() + timeout_s
     try:

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, InvalidWeights, PlaneError, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unavailable
 from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL, Memory, have_nixl, make_agent
+from rl_plane.versions import HostTensor
 from worker.transports.base import Places, check_fields
+from worker.transports.nixl_shelf import Shelf, address_towards
 from worker.transports.packed import PackedDelivery
 
 if not have_nixl():
@@ -33,6 +35,9 @@ CONNECT_S = 10.0
 
 READ_BYTES = 32 << 20
 """One read, so that its bound fits any network and a cancelled update waits for no large tensor."""
+
+READ_PIECES = 1024
+"""More small tensors in one read gain nothing."""
 
 READ_S = 20.0
 """For one read, on the slowest link that is of use. Below what an abort waits for the receive that it ends."""
@@ -52,6 +57,9 @@ _PUBLISH = "publish the weights again"
 Place = tuple[int, int, int]
 """(address, bytes, device), in the source's memory."""
 
+Piece = tuple[int, Place]
+"""Where it goes in its bucket, and where it is."""
+
 
 class NixlTransport:
     """The `nixl` backend. Keeps its agent and buffers from one update to the next."""
@@ -59,7 +67,9 @@ class NixlTransport:
     backend = BACKEND
 
     def __init__(self, places: Places) -> None:
+        self._nats_url = places.nats_url
         self._idle: list[Puller] = []
+        self._shelf: Shelf | None = None
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
@@ -67,17 +77,27 @@ class NixlTransport:
 
     def destroy(self) -> None:
         self._idle.clear()
+        shelf, self._shelf = self._shelf, None
+        if shelf is not None:
+            shelf.close()
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> PackedDelivery:
         check_fields(BACKEND, request, *_FIELDS)
         connection = _connected(request)
         try:
-            manifest, places, metadata = _asked(connection, request["key"], kind)
-            pull = Pull(self, manifest, places, metadata, connection)
-            return PackedDelivery(manifest, pull.buckets(), refetchable=True, close=pull.close)
+            return Pull(self, *_asked(connection, request["key"], kind), connection)
         except BaseException:
             connection.close()
             raise
+
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        if self._shelf is None:
+            self._shelf = Shelf(address_towards(self._nats_url))
+        return self._shelf.offer(tensors)
+
+    def withdraw(self) -> None:
+        if self._shelf is not None:
+            self._shelf.withdraw()
 
     def take(self) -> Puller:
         return self._idle.pop() if self._idle else Puller()
@@ -102,28 +122,28 @@ class Puller:
         return self._buffers
 
 
-class Pull:
-    """One version, from its source."""
+class Pull(PackedDelivery):
+    """A Delivery of one version, from its source."""
 
     def __init__(
         self,
         transport: NixlTransport,
         manifest: Manifest,
-        places: Sequence[Place],
+        places: Sequence[Sequence[Piece]],
         metadata: bytes,
         connection: socket.socket,
     ) -> None:
+        super().__init__(manifest, self._received(), refetchable=True, close=self._end)
         self._transport = transport
-        self._manifest = manifest
         self._places = places
         self._metadata = metadata
         self._connection = connection
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="nixl pull")
         self._puller: Puller | None = None
         self._source = ""
-        self._closed = False
+        self._ended = False
 
-    def buckets(self) -> Iterator[memoryview]:
+    def _received(self) -> Iterator[memoryview]:
         """Each is used while the next one is read, by a thread of its own."""
         buckets = self._manifest.buckets
         buffers = self._begin(min(len(buckets), BUFFERS), max(bucket.nbytes for bucket in buckets))
@@ -134,8 +154,8 @@ class Pull:
                 coming = self._ahead.submit(self._read, number + 1, buffers[(number + 1) % BUFFERS])
             yield buffers[number % BUFFERS].view(0, bucket.nbytes).toreadonly()
 
-    def close(self) -> None:
-        self._closed = True
+    def _end(self) -> None:
+        self._ended = True
         self._ahead.shutdown(wait=True, cancel_futures=True)
         if self._puller is not None:
             with contextlib.suppress(Exception):  # it has gone by itself
@@ -155,11 +175,10 @@ class Pull:
     def _read(self, number: int, buffer: Memory) -> None:
         """After an error its agent goes, and nobody uses the buffers again: bytes may come late, even after a read was
         released."""
-        address, nbytes, device = self._places[number]
-        for offset in range(0, nbytes, READ_BYTES):
-            length = min(READ_BYTES, nbytes - offset)
+        for pieces in _reads(self._places[number]):
+            here = [(buffer.address + at, place[1], 0) for at, place in pieces]
             try:
-                self._read_piece((buffer.address + offset, length, 0), (address + offset, length, device))
+                self._read_pieces(here, [place for _, place in pieces])
             except PlaneError:
                 self._puller = None
                 raise
@@ -167,11 +186,11 @@ class Pull:
                 self._puller = None
                 raise _gone(error) from error.with_traceback(None)  # whose frames would keep the agent
 
-    def _read_piece(self, here: Place, there: Place) -> None:
+    def _read_pieces(self, here: list[Place], there: list[Place]) -> None:
         assert self._puller is not None
         agent = self._puller.agent
         handle = agent.initialize_xfer(
-            "READ", agent.get_xfer_descs([here], "DRAM"), agent.get_xfer_descs([there], "DRAM"), self._source
+            "READ", agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM"), self._source
         )
         try:
             until = time.monotonic() + READ_S
@@ -179,7 +198,8 @@ class Pull:
             while state == "PROC":
                 self._look()
                 if time.monotonic() > until:
-                    raise DeadlineExceeded(f"{there[1]} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
+                    nbytes = sum(place[1] for place in there)
+                    raise DeadlineExceeded(f"{nbytes} bytes did not come in {READ_S:g} s", fix=_PUBLISH)
                 time.sleep(POLL_S)
                 state = agent.check_xfer_state(handle)
             if state != "DONE":
@@ -192,8 +212,8 @@ class Pull:
 
     def _look(self) -> None:
         """Is it still wanted, and still there?"""
-        if self._closed:
-            raise Unavailable("the pull was given up")
+        if self._ended or self.cancelled():
+            raise EngineFailed("staging was cancelled")
         try:
             self._connection.recv(1)
         except BlockingIOError:
@@ -231,7 +251,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, key: str, kind: Literal["base", "lora"]
-) -> tuple[Manifest, Sequence[Place], bytes]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "key": key})
         answer = read_frame(connection)
@@ -253,15 +273,43 @@ def _asked(
     return manifest, _checked_places(answer.get("places"), manifest.buckets), answer["metadata"]
 
 
-def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Place]:
+def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:
     if not isinstance(places, list) or len(places) != len(buckets):
-        raise _refuse("it gave not one place for each bucket")
-    for place, bucket in zip(places, buckets, strict=True):
-        if not isinstance(place, list) or len(place) != 3 or not all(_is_address(value) for value in place):
-            raise _refuse("its places are not [address, bytes, device]")
-        if place[1] != bucket.nbytes:
-            raise _refuse(f"it gave {place[1]} bytes for a bucket of {bucket.nbytes}")
-    return [(address, nbytes, device) for address, nbytes, device in places]
+        raise _refuse("it gave not places for each bucket")
+    return [_checked_pieces(told, bucket) for told, bucket in zip(places, buckets, strict=True)]
+
+
+def _checked_pieces(told: Any, bucket: Bucket) -> Sequence[Piece]:
+    """The bucket in one run, or each of its tensors by itself."""
+    if not isinstance(told, list) or not all(isinstance(place, list) and len(place) == 3 for place in told):
+        raise _refuse("its places are not [address, bytes, device]")
+    if not all(_is_address(value) for place in told for value in place):
+        raise _refuse("its places are not [address, bytes, device]")
+    sizes = [place[1] for place in told]
+    if sizes == [bucket.nbytes]:
+        starts = [0]
+    elif sizes == [placed.spec.nbytes for placed in bucket.tensors]:
+        starts = [placed.offset for placed in bucket.tensors]
+    else:
+        raise _refuse(f"it gave {sum(sizes)} bytes for a bucket of {bucket.nbytes}")
+    return [(at, (address, nbytes, device)) for at, (address, nbytes, device) in zip(starts, told, strict=True)]
+
+
+def _reads(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """The same bytes, in pieces of which each read takes at most READ_BYTES and READ_PIECES."""
+    found: list[Piece] = []
+    room = READ_BYTES
+    for at, (address, nbytes, device) in pieces:
+        done = 0
+        while done < nbytes:
+            if not room or len(found) == READ_PIECES:
+                yield found
+                found, room = [], READ_BYTES
+            length = min(room, nbytes - done)
+            found.append((at + done, (address + done, length, device)))
+            done, room = done + length, room - length
+    if found:
+        yield found
 
 
 def _is_address(value: Any) -> bool:

@@ -138,6 +138,9 @@ class StoredReader:
             raise Unavailable("the delivery was closed")
         if (connection := self._socket) is None:
             connection = self._socket = NatsSocket(self._url, "rl-plane-receiver", CONNECT_TIMEOUT_S)
+            if self._closed:  # meanwhile
+                self._drop()
+                raise Unavailable("the delivery was closed")
         return connection
 
     def _drop(self) -> None:
@@ -173,13 +176,8 @@ class ObjectDelivery(PackedDelivery):
                 reader.read(after, digests)
                 self.digest = with_digests(manifest, digests).digest
 
-        ahead = Ahead(buckets())
-
-        def close() -> None:
-            reader.close()
-            ahead.close()
-
-        super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=close)
+        ahead = Ahead(buckets(), lambda: self.cancelled(), reader.close)
+        super().__init__(manifest, iter(ahead), refetchable=True, owned=True, close=ahead.close)
 
 
 class ObjectStoreTransport:

@@ -8,7 +8,9 @@ from typing import Any
 from rl_plane.errors import InvalidWeights
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
+from rl_plane.tasks import never
 from rl_plane.versions import HostTensor, TensorSpec
+from worker.reception import Cancelled
 
 
 class PackedDelivery:
@@ -31,7 +33,7 @@ class PackedDelivery:
         self.adapter_config_raw = manifest.adapter_config
         self.adapter_config: Mapping[str, Any] | None = _config(manifest.adapter_config)
         self.refetchable = refetchable
-        self.cancelled: Callable[[], bool] = never
+        self.cancelled: Cancelled = never
         """Is it not wanted any more? Whoever waits for a bucket looks."""
         self._manifest = manifest
         self._buckets = buckets
@@ -53,10 +55,6 @@ class PackedDelivery:
 
     def close(self) -> None:
         self._close()
-
-
-def never() -> bool:
-    return False
 
 
 def _config(raw: bytes | None) -> Mapping[str, Any] | None:

@@ -1,0 +1,104 @@
+"""The trainer's own copy of the version that it published last: what the next one is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rl_plane import delta
+from rl_plane.buffers import fresh
+from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
+from rl_plane.publish.sources import Taken
+from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensor_digest, tensors_digest
+
+Named = Iterator[tuple[str, HostTensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From the version that the copy held to the one that it holds."""
+
+    digest: str
+    base: str | None = None
+    deltas: Mapping[str, bytes] | None = None
+    """By tensor, of those that have changed. None: they don't pay, or there was nothing to compare with."""
+    before: Mapping[str, str] = field(default_factory=dict)
+    """The tensors' digests in `base`."""
+
+
+class HostCopy:
+    """As much memory as the weights take. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self.digest: str | None = None
+        """Of the version that it holds; None: of none."""
+        self.specs: dict[str, TensorSpec] = {}
+        self._places: dict[str, memoryview] = {}
+        self._digests: dict[str, str] = {}
+
+    def read(self, taken: Taken) -> Change:
+        """Brings a version in, and says what is other than before. When this raises, the copy is as it was, or of no
+        version."""
+        specs = dict(taken.specs)
+        if specs != self.specs:
+            self._places.clear()  # before the new ones: there is room for one
+            self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
+            self.specs, self.digest = specs, None
+        base, self.digest = self.digest, None
+        before = dict(self._digests)
+        deltas: dict[str, bytes] | None = None if base is None else {}
+        room = sum(spec.nbytes for spec in specs.values()) // 2
+        try:
+            for name, tensor in in_order(taken.specs, taken.tensors):
+                if deltas is None:
+                    copy_into(self._places[name], tensor)
+                else:
+                    blob = self._compared(name, tensor)
+                    if blob is None:
+                        continue  # its digest is known
+                    deltas[name] = blob
+                    room -= len(blob)
+                    if room < 0:
+                        deltas = None  # what was applied so far stays: only the way back is gone
+                self._digests[name] = tensor_digest(self._places[name])
+        except BaseException:
+            if deltas is not None:
+                self._take_back(deltas)
+                self.digest, self._digests = base, before
+            raise
+        self.digest = tensors_digest((name, spec, self._digests[name]) for name, spec in specs.items())
+        if deltas is None:
+            return Change(self.digest)
+        if not deltas:  # a version is never of no tensors
+            name, spec = taken.specs[0]
+            deltas[name] = delta.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
+        return Change(self.digest, base, deltas, before)
+
+    def _compared(self, name: str, tensor: Tensor) -> bytes | None:
+        place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
+        blob = delta.encode(place, raw_bytes(tensor), width)
+        if blob is not None:
+            delta.apply(blob, place, width, name)
+        return blob
+
+    def take_back(self, change: Change) -> None:
+        """It was not committed."""
+        self.digest = None
+        if change.deltas is not None:
+            self._take_back(change.deltas)
+            self.digest, self._digests = change.base, dict(change.before)
+
+    def _take_back(self, deltas: Mapping[str, bytes]) -> None:
+        for name, blob in deltas.items():
+            delta.apply(blob, self._places[name], DTYPE_BYTES[self.specs[name].dtype], name)
+
+    def whole(self) -> Taken:
+        """The version that it holds."""
+        tensors = ((name, HostTensor(spec, self._places[name])) for name, spec in self.specs.items())
+        return Taken(list(self.specs.items()), tensors)
+
+
+def as_tensors(deltas: Mapping[str, bytes]) -> Taken:
+    """Deltas, as they travel."""
+    tensors = {name: HostTensor(TensorSpec("U8", (len(blob),)), memoryview(blob)) for name, blob in deltas.items()}
+    return Taken([(name, tensor.spec) for name, tensor in tensors.items()], iter(tensors.items()))
