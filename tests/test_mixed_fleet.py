@@ -22,17 +22,16 @@ pytest.importorskip("peft")
 
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
-from tests import group_trainer, ipc_trainer, nixl_trainer
+from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer
 from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
 from tests.faults import Stream
 from tests.reference import logprobs_of, prompt_logprobs
 from tests.test_delta_fleet import by_delta
 from tests.test_frontend_generation import ask, frontend
-from tests.test_group_transport import LORA, Pushing
+from tests.test_group_transport import Pushing
 from tests.test_ipc_transport import trainer_of
 from tests.test_nixl_transport import trainer
-from tests.test_object_store import MakePublisher, publisher
 from tests.test_plane_update import all_serve, states, update_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_adapter import make_tiny_adapter
@@ -41,7 +40,7 @@ from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, w
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-__all__ = ["publisher", "trainer", "trainer_of"]
+__all__ = ["trainer", "trainer_of"]
 
 pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.timeout(600)]
 
@@ -380,7 +379,13 @@ async def test_weights_that_are_written_over_the_served_ones(
     await mixed.witnessed(client)
 
 
-# the other ways by which weights come, into all three at once
+# by which ways weights come, into all three at once
+
+
+@pytest.mark.parametrize("backend", each_transport.BACKENDS)
+async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+    await each_transport.bring(mixed, client, http, backend)
+    await mixed.witnessed(client)
 
 
 async def test_what_is_shared_on_one_machine(
@@ -396,10 +401,6 @@ async def test_what_is_shared_on_one_machine(
     with pytest.raises(UpdateAborted, match="trainer has gone"):
         await update
     await proven(http, mixed, "ipc 2", mixed.base(2))
-    await ipc.published(client, trainer_of(mixed.tiny(1), many), {"version": "ipc tiny"})
-    await ipc.published(client, trainer_of(mixed.adapter(1), many, kind="lora"), ipc.LOAD)
-    await proven(http, mixed, "ipc tiny", mixed.tiny(1), ("a", mixed.adapter(1)))
-    await client.run("unload_lora_adapter", {"lora_name": "a"})
     await mixed.witnessed(client)
 
 
@@ -408,41 +409,21 @@ async def test_what_is_pulled_from_memory(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
 ) -> None:
     source = trainer()
-    for base in (mixed.base(2), mixed.tiny(1)):
-        transport = await source.offers(base, bucket_bytes=1 << 16)
-        await client.run("update_weights", nixl.update_of(transport, f"nixl {base.name}"))
-        await source.keeps()
-        await proven(http, mixed, f"nixl {base.name}", base)
-    transport = await source.offers(mixed.adapter(1), "lora", bucket_bytes=1 << 16)
-    await client.run("update_weights", {**ipc.LOAD, **nixl.update_of(transport, "a1")})
-    adapter = ("a", mixed.adapter(1))
-    await proven(http, mixed, "nixl tiny1", mixed.tiny(1), adapter)
+    transport = await source.offers(mixed.base(2), bucket_bytes=1 << 16)
+    await client.run("update_weights", nixl.update_of(transport, "nixl 2"))
+    await source.keeps()
     transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
     source.kill()
     with pytest.raises(PlaneError, match="source_gone"):
         await client.run("update_weights", nixl.update_of(transport, "never"))
-    await proven(http, mixed, "nixl tiny1", mixed.tiny(1), adapter)
-    await client.run("unload_lora_adapter", {"lora_name": "a"})
-    await mixed.witnessed(client)
-
-
-async def test_what_is_stored_as_objects(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, publisher: MakePublisher
-) -> None:
-    source = publisher(mixed.plane, bucket_bytes=1 << 16)
-    base, adapter = mixed.tiny(1), mixed.adapter(1)
-    await client.update_weights({"transport": await source.publish(base), "version": "stored"})
-    await proven(http, mixed, "stored", base)
-    await client.update_weights({**ipc.LOAD, "transport": await source.publish(adapter, "lora"), "version": "a1"})
-    await proven(http, mixed, "stored", base, ("a", adapter))
-    await client.run("unload_lora_adapter", {"lora_name": "a"})
+    await proven(http, mixed, "nixl 2", mixed.base(2))
     await mixed.witnessed(client)
 
 
 async def test_what_is_broadcast_while_they_generate(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    for base in (mixed.base(2), mixed.base(3), mixed.tiny(1)):
+    for base in (mixed.base(2), mixed.base(3)):
         assert base.is_dir()  # now: making it would hold up this loop, and with it the streams
     streams = list((await begun(client, mixed)).values())
 
@@ -464,20 +445,16 @@ async def test_what_is_broadcast_while_they_generate(
         for stream in streams:
             stream.stop()
         await proven(http, mixed, "group 2", mixed.base(2))
-        await pushing.push(mixed.tiny(1), "group tiny")
-        await pushing.push(mixed.adapter(1), "a1", **LORA)
-        await proven(http, mixed, "group tiny", mixed.tiny(1), ("a", mixed.adapter(1)))
         # Killed in the middle: the engines live, and the next trainer's update comes.
         await pushing.prepare(mixed.base(3), "group 3")
         await trainer.do("send", 1)
         trainer.kill()
         with pytest.raises(Exception, match="broke"):
             await client.run("complete_weights_update")
-        await proven(http, mixed, "group tiny", mixed.tiny(1), ("a", mixed.adapter(1)))
+        await proven(http, mixed, "group 2", mixed.base(2))
     with group_trainer.Trainer(mixed.plane) as again:
         await Pushing(client, again).push(mixed.base(3), "group 3")
     await proven(http, mixed, "group 3", mixed.base(3))
-    await client.run("unload_lora_adapter", {"lora_name": "a"})
     await mixed.witnessed(client)
 
 

@@ -18,20 +18,14 @@ pytest.importorskip("peft")
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError
-from tests import ipc_trainer
-from tests import test_ipc_transport as ipc
+from tests import each_transport
 from tests.conftest import Plane
 from tests.faults import Stream
-from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
-from tests.test_group_transport import LORA, Pushing
-from tests.test_ipc_transport import trainer_of
 from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, proven
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_model import make_witness_model
-
-__all__ = ["trainer_of"]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -98,21 +92,9 @@ async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, htt
     await proven(http, mixed, "checked", mixed.base(2))
 
 
-async def test_what_is_broadcast(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
-    with Trainer(mixed.plane) as trainer:
-        pushing = Pushing(client, trainer)
-        await pushing.push(mixed.tiny(1), "group")
-        await pushing.push(mixed.adapter(1), "a1", **LORA)
-    await proven(http, mixed, "group", mixed.tiny(1), ("a", mixed.adapter(1)))
-    await client.run("unload_lora_adapter", {"lora_name": "a"})
-
-
-async def test_what_is_shared_on_one_machine(
-    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer_of: Callable[..., ipc_trainer.Trainer]
-) -> None:
-    await ipc.published(client, trainer_of(mixed.tiny(2), 2), {"version": "ipc"})
-    await ipc.published(client, trainer_of(mixed.adapter(2), 2, kind="lora"), ipc.LOAD)
-    await proven(http, mixed, "ipc", mixed.tiny(2), ("a", mixed.adapter(2)))
+@pytest.mark.parametrize("backend", each_transport.BACKENDS)
+async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+    await each_transport.bring(mixed, client, http, backend)
 
 
 async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
