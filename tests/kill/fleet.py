@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from rl_plane.cli.children import Printer
-from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
 from rl_plane.cli.up import python
 from rl_plane.demo.processes import child_environment
 from rl_plane.nats_server import NatsServer
@@ -94,7 +94,8 @@ class RealFleet:
         self._doomed: list[psutil.Process] = []
         """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
         self._printer = Printer()
-        self._supervisor = Supervisor(self._printer, self._event, self._line)
+        # Who is killed in one case after another is not to wait longer each time.
+        self._supervisor = Supervisor(self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
         self._rollouts: Rollouts | None = None
         self._nats = NatsServer(store=tmp / "store")

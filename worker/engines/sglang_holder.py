@@ -11,7 +11,7 @@ import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.lora import NO_LORA, LoraConfig, lora_spec
+from worker.engines.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
@@ -70,7 +70,7 @@ class SglangHolder(RankHolder):
 
     def _manager(self) -> Any:
         if self._lora is None:
-            raise Unsupported("this SGLang has no LoRA", field="target.kind", fix=NO_LORA)
+            raise Unsupported("this SGLang has no LoRA", field="target.kind", fix=SWITCH_ON)
         return self._lora
 
     def _max_rank(self) -> int:
