@@ -41,6 +41,7 @@ STORED = (
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB", "digests alone"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
 ]
