@@ -361,3 +361,12 @@ def test_errors_of_torch_are_ours(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -
     with sender_of(1) as (_, transport), pytest.raises(PlaneError, match="invalid resource handle"):
         receive(transport)
     assert descriptors() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import cuda_ipc
+
+    monkeypatch.setattr("sys.argv", ["bench.cuda_ipc"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        cuda_ipc.main()
