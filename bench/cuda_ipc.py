@@ -48,6 +48,7 @@ def measure(models: dict[int, Path], rounds: int, bucket_bytes: int) -> dict[str
     sender.device = DEVICE
     times: dict[str, list[float]] = {"sent_s": [], "swap_s": []}
     with _engine(models[SEEDS[0]]) as engine:
+        _answer(engine)  # it has started
         for number in range(rounds):
             seed = SEEDS[(number + 1) % 2]
             taken = as_source(_on_gpu(models[seed])).take()
@@ -131,6 +132,7 @@ def _answer(engine: subprocess.Popen[str]) -> dict[str, Any]:
 async def serve(model: Path) -> None:
     engine = build(EngineOptions(model, device=DEVICE))
     info = await engine.start()
+    print(json.dumps({"engine": info.engine}), flush=True)
     try:
         for number, line in enumerate(sys.stdin):
             asked = json.loads(line)
