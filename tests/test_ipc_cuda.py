@@ -3,6 +3,7 @@ own calls, on memory of the host; it shows nothing about CUDA."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -59,7 +60,7 @@ class Cuda:
     ) -> Any:
         assert device is None
         assert (offset, *event) == (0, bytes(64), True)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(os.dup(int(memory)), nbytes)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(int(memory), nbytes)  # which duplicates it
         self.calls.append("open")
         weakref.finalize(storage, self.release, counter, number, None)
         return storage
@@ -79,7 +80,8 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    open_before = sorted(os.listdir("/proc/self/fd"))
     cuda = Cuda()
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: cuda.share(storage))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", cuda.open)
@@ -91,7 +93,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
     monkeypatch.setattr(ipc_cuda, "_device", lambda uuid: torch.device("cpu"))
     ipc_cuda.gpus.cache_clear()
-    return cuda
+    yield cuda
+    ipc_cuda.gpus.cache_clear()
+    gc.collect()  # tensors in the traceback of an expected error
+    assert sorted(os.listdir("/proc/self/fd")) == open_before
 
 
 def tensors(seed: int = 1) -> dict[str, Any]:
