@@ -176,6 +176,7 @@ def ipc_rows(times: IpcTimes) -> list[Row]:
     return [
         row(", digests not checked", "received", "copy", "copy", COPY_AIM),
         row("", "checked", "copy", "copy", COPY_AIM),
+        row("", "checked", "digests alone", "hashed"),
         row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
         row(", staged", "checked and staged", "copy into new memory", "new copy"),
     ]

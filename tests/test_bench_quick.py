@@ -42,6 +42,7 @@ DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for wh
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB", "digests alone"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
 ]

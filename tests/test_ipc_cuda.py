@@ -3,6 +3,7 @@ own calls, on memory of the host; it shows nothing about CUDA."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -59,7 +60,7 @@ class Cuda:
     ) -> Any:
         assert device is None
         assert (offset, *event) == (0, bytes(64), True)
-        storage = torch.UntypedStorage._new_shared_fd_cpu(os.dup(int(memory)), nbytes)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(int(memory), nbytes)  # which duplicates it
         self.calls.append("open")
         weakref.finalize(storage, self.release, counter, number, None)
         return storage
@@ -79,7 +80,8 @@ class Cuda:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    open_before = sorted(os.listdir("/proc/self/fd"))
     cuda = Cuda()
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: cuda.share(storage))
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", cuda.open)
@@ -91,7 +93,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
     monkeypatch.setattr(ipc_cuda, "_device", lambda uuid: torch.device("cpu"))
     ipc_cuda.gpus.cache_clear()
-    return cuda
+    yield cuda
+    ipc_cuda.gpus.cache_clear()
+    gc.collect()  # tensors in the traceback of an expected error
+    assert sorted(os.listdir("/proc/self/fd")) == open_before
 
 
 def tensors(seed: int = 1) -> dict[str, Any]:
@@ -361,3 +366,12 @@ def test_errors_of_torch_are_ours(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -
     with sender_of(1) as (_, transport), pytest.raises(PlaneError, match="invalid resource handle"):
         receive(transport)
     assert descriptors() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_bench_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import cuda_ipc
+
+    monkeypatch.setattr("sys.argv", ["bench.cuda_ipc"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        cuda_ipc.main()

@@ -188,20 +188,20 @@ class OpenBuckets:
         import torch
 
         self._device = _device(uuid)
-        self._buffers = []
+        self.buffers = []
         for one in handles:
             storage = torch.UntypedStorage._new_shared_cuda(
                 self._device.index, one.memory, one.nbytes, one.offset,
                 one.counter, one.counter_offset, one.event, one.event_sync,
             )  # fmt: skip
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+            self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
         self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def read(self, number: int, nbytes: int) -> memoryview:
         """Valid until the next one is read. The sender may use its buffer again."""
         import torch
 
-        self._host[:nbytes].copy_(self._buffers[number % BUFFERS][:nbytes])
+        self._host[:nbytes].copy_(self.buffers[number % BUFFERS][:nbytes])
         torch.cuda.synchronize(self._device)
         return memoryview(self._host.numpy())[:nbytes].toreadonly()
 
@@ -209,7 +209,7 @@ class OpenBuckets:
         """Before the sender is told that all was taken: CUDA wants memory closed before it is freed."""
         import torch
 
-        self._buffers.clear()
+        self.buffers.clear()
         torch.cuda.ipc_collect()
 
 
