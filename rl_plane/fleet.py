@@ -42,7 +42,6 @@ from rl_plane.fleet_replies import (
     is_serving,
     join,
     merged,
-    sources_of,
     updated,
 )
 from rl_plane.history import (
@@ -222,7 +221,7 @@ class Fleet:
             loras=sorted({name for body in bodies for name in body["loras"]}),
             version=version_wire(record),
             adapters=adapters_of(record),
-            sources=sources_of(record),
+            sources=[source.transport for source in record.sources if source.transport] if record else [],
             sequence=record.sequence if record else None,
         )
 

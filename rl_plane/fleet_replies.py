@@ -46,15 +46,6 @@ def adapters_of(record: DecisionRecord | None) -> dict[str, Any]:
     return {name: one.version.to_wire() for name, one in record.adapters.items()} if record is not None else {}
 
 
-def sources_of(record: DecisionRecord | None) -> list[dict[str, Any]]:
-    """The `transport` of each version that a worker which heals would fetch."""
-    if record is None:
-        return []
-    base = [source for _, source in record.source.chain(record.version.digest)]
-    every = [*base, *(adapter.source for adapter in record.adapters.values())]
-    return [dict(source.transport) for source in every if source.transport is not None and source.refetchable]
-
-
 def head(call: Call, snapshot: Snapshot) -> dict[str, Any]:
     return {
         "status": "ok",

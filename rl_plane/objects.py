@@ -33,6 +33,8 @@ ANSWER_S = 5.0
 RETRY_S = 0.1
 """Between two tries while the server is away, or a chunk is not there yet."""
 
+PUBLISHER = "rl_plane_publisher"
+"""Stream metadata: who made it."""
 LAYOUT = "rl_plane_layout"
 """Stream metadata: what `Layout` says, as JSON."""
 

@@ -152,6 +152,17 @@ class DecisionRecord:
         return Held(self.version, {name: adapter.version for name, adapter in self.adapters.items()})
 
     @property
+    def sources(self) -> list[Source]:
+        """All from which a worker that heals may fetch."""
+        found: list[Source] = []
+        for source in (self.source, *(adapter.source for adapter in self.adapters.values())):
+            before: Source | None = source
+            while before is not None:
+                found.append(before)
+                before = before.before
+        return found
+
+    @property
     def final(self) -> bool:
         """Nothing more is to come of this update."""
         return self.open and self.rolling_from is None

@@ -14,7 +14,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 """Bytes per element of each dtype, by its safetensors name."""
 
-PARALLEL_HASH_BYTES = 16 << 20
+PARALLEL_HASH_BYTES = 1 << 20
 """From this size on a tensor is hashed on all cores, for milliseconds; below, threads cost more than they save."""
 
 MAX_NAME_CHARS = 512

@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -410,13 +410,18 @@ async def test_what_is_pulled_from_memory(
 ) -> None:
     source = trainer()
     transport = await source.offers(mixed.base(2), bucket_bytes=1 << 16)
-    await client.run("update_weights", nixl.update_of(transport, "nixl 2"))
+    await client.run("update_weights", nixl.update_of(transport, "nixl 2", keep_staged=True))
     await source.keeps()
     transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
     source.kill()
     with pytest.raises(PlaneError, match="source_gone"):
         await client.run("update_weights", nixl.update_of(transport, "never"))
     await proven(http, mixed, "nixl 2", mixed.base(2))
+    late = mixed.plane.spawn(ready=False, engine="hf", model=mixed.first)  # takes what one of the others keeps
+    await asyncio.to_thread(late.wait_ready, START_S)
+    await mixed.plane.until(lambda: all_serve(client, "nixl 2"), HEAL_S)
+    await proven(http, replace(mixed, ids={"late": late.instance_id}), "nixl 2", mixed.base(2))
+    late.kill()
     await mixed.witnessed(client)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +14,25 @@ import pytest
 
 import worker.transports.object_store as receiving
 from rl_plane.checkpoint import open_checkpoint
-from rl_plane.errors import BusUnreachable, InvalidRequest, InvalidWeights, PlaneError, Unavailable, UpdateAborted
+from rl_plane.errors import (
+    BusUnreachable,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    PlaneError,
+    Unavailable,
+    UpdateAborted,
+)
 from rl_plane.manifest import Manifest, pack
 from rl_plane.nats_server import NatsServer
 from rl_plane.nats_socket import NatsSocket
 from rl_plane.objects import NoSuchObject, ask
-from rl_plane.publish.object_store import ObjectStoreSender
+from rl_plane.publish.object_store import ObjectStoreSender, _named
 from rl_plane.publish.packing import fill
+from rl_plane.record import Source, first_record
 from rl_plane.subjects import Subjects
 from rl_plane.versions import HostTensor, TensorSpec
+from tests.conftest import stop_process
 from tests.object_publisher import Publisher
 from tests.test_plane_update import all_serve, states
 from tests.test_worker_healing import until_behind
@@ -171,6 +184,62 @@ async def test_the_newest_and_the_committed_stay(plane: Plane, publisher: MakePu
     for info in stored(plane).values():
         assert info["config"]["sealed"], "nobody changes what is whole"
         assert not info["config"]["max_age"]
+    another = publisher(plane, keep=0, publisher="another", abandoned_s=0)
+    half = await trainer.step("open", "base", str(plane.model(2)))
+    before = stored(plane).keys()
+    theirs = [(await another.publish(plane.model(2)))["object"] for _ in range(2)]
+    assert stored(plane).keys() == {*before, theirs[1]}, "only its own go"
+    assert half["object"] in before
+
+
+def test_what_a_committed_delta_changes_stays_too() -> None:
+    full = Source({"backend": "object_store", "object": "full"})
+    changes = [Source({"backend": "object_store", "object": name}, encoding="delta", base="d") for name in "ab"]
+    source = replace(changes[1], before=replace(changes[0], before=full))
+    assert _named(replace(first_record("d"), source=source)) == {"full", "a", "b"}
+
+
+@pytest.mark.parametrize("still", ["publisher", "server"])
+async def test_an_aborted_update_ends_in_the_middle_of_a_bucket(
+    own_nats: tuple[NatsServer, Plane], publisher: MakePublisher, still: str
+) -> None:
+    """Whoever stands still: only the cancellation ends it in time."""
+    server, plane = own_nats
+    transport = transport_of(plane)
+    trainer = publisher(plane, bucket_bytes=4 << 20)
+    version = await trainer.step("open", "base", str(plane.model(1, tensors=4, nbytes=4 << 20)))
+    await trainer.step("send")
+    delivery = transport.open(version, "base")
+    arriving = delivery.tensors()
+    next(arriving)
+    if still == "server":
+        stop_process(server.process.pid)
+    cancelled = threading.Event()
+    delivery.cancelled = cancelled.is_set
+    waiting = asyncio.create_task(asyncio.to_thread(next, arriving))
+    cancelled.set()
+    try:
+        with pytest.raises(EngineFailed, match="cancelled"):
+            await asyncio.wait_for(waiting, receiving.STALL_S / 2)
+        await asyncio.to_thread(delivery.close)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_manifest_of_megabytes(plane: Plane) -> None:
+    specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
+    manifest = Manifest(pack(specs.items(), 1 << 20))
+    given = {name: HostTensor(spec, memoryview(name[6:7].encode())) for name, spec in specs.items()}
+    sender = ObjectStoreSender(plane.url, plane.namespace, plane.component)
+    transport, digests = sender.open(manifest), dict[str, str]()
+    for number in fill(manifest, given.items(), sender.buffer, digests):
+        sender.send(number)
+    sender.finish(digests)
+    delivery = transport_of(plane).open(transport, "base")
+    assert taken(delivery) == {name: bytes(tensor.data) for name, tensor in given.items()}
+    assert delivery.digest == manifest.digested(digests).digest
+    delivery.close()
+    sender.close()
 
 
 async def test_a_version_is_received_while_it_is_written(plane: Plane, publisher: MakePublisher) -> None:

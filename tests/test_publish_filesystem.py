@@ -75,29 +75,37 @@ def test_an_adapter_has_both_files(tmp_path: Path) -> None:
     assert (path / "adapter_config.json").read_bytes() == config
 
 
-def test_disk_is_bounded_and_what_is_committed_stays(tmp_path: Path) -> None:
-    committed: set[str] = set()
-    sender = FilesystemSender(tmp_path, keep=2, committed=lambda: committed)
+def test_disk_is_bounded_and_what_the_record_names_stays(tmp_path: Path) -> None:
+    named: list[dict[str, str]] = []
+    sender = FilesystemSender(tmp_path, keep=2, sources=lambda: named)
     paths = []
     for number in range(5):
-        path, digest = write(sender, mark=b"%03d" % number)
+        path, _ = write(sender, mark=b"%03d" % number)
         paths.append(path)
-        if number == 1:
-            committed.add(digest)  # an adapter of long ago, say
+        if number == 1:  # an adapter of long ago, say; by another way to the same directory
+            named += [{"backend": "nixl", "key": "k"}, {"path": f"/mnt/{path.name}"}]
     assert [path.name for path in paths] == sorted(path.name for path in paths)
     assert sorted(tmp_path.iterdir()) == [paths[1], paths[3], paths[4]]
-    committed.clear()
+    named.clear()
     path, _ = write(sender, mark=b"end")
     assert sorted(tmp_path.iterdir()) == [paths[4], path]
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
-    (tmp_path / "v00000001-zz").mkdir()
-    sender = FilesystemSender(tmp_path, keep=1)
-    for _ in range(3):
-        write(sender)
-    assert len(list(tmp_path.iterdir())) == 3
+    (tmp_path / "v00000001-00000000").mkdir()
+    another = FilesystemSender(tmp_path, keep=2, publisher="another")
+    theirs = write(another)[0]
+    another.open(MANIFEST)  # half-way when it dies, or on a file system without its lock
+    assert another._writing is not None
+    os.close(another._writing._lock)
+    another._writing._lock = -1
+    before = set(tmp_path.iterdir())
+    assert theirs in before
+    sender = FilesystemSender(tmp_path, keep=1, publisher="one")
+    mine = [write(sender)[0] for _ in range(3)]
+    assert set(tmp_path.iterdir()) == {*before, mine[-1]}
+    another.close()
 
 
 def test_an_update_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
@@ -159,6 +167,7 @@ def test_a_full_or_absent_disk_is_told(tmp_path: Path) -> None:
         ("/x", {"keep": 0}, "keep"),
         ("/x", {"keep": "2"}, "options.keep"),
         ("/x", {"colour": 1}, "options.colour"),
+        ("/x", {"publisher": ""}, "options.publisher"),
     ],
 )
 def test_wrong_options_are_named(root: str | None, options: dict[str, object], field: str) -> None:

@@ -46,7 +46,13 @@ def root_of(plane: Plane) -> Path:
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
     """(label, digest, sequence) of every worker that is open."""
-    rows = (await (await plane.fleet("state")).run("state"))["workers"]
+    fleet = await plane.fleet("state")
+
+    async def answered() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = (await fleet.run("state"))["workers"]
+        return rows if all(row["status"] == "ok" for row in rows) else []
+
+    rows = await plane.until(answered, BOUND_S)  # a busy machine takes more than a second to answer
     assert all(row["admission"]["open"] for row in rows)
     return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
 
@@ -177,7 +183,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     """The last version but one may be gone, a source may fail, and a worker may have lost what it kept."""
     plane.spawn_many(2)
     models = [plane.model(1)]
-    for number in range(1, 9):
+    for number in range(1, 11):
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
     publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="auto")
@@ -221,6 +227,10 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await client.run("update_weights", body)
     await publish(7, "full")
     await publish(8, "delta")
+    # By another way: what the chain needs went with the sender before.
+    publisher._told = "object_store"
+    await publish(9, "full")
+    await publish(10, "delta")
     await asyncio.to_thread(publisher.close)
 
 
@@ -371,6 +381,69 @@ async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: py
     assert sender.events[0] == "closed"
     assert sender.events[-1] == "destroyed"
     assert await served(plane) == {("initial", model_digest(plane.model()), 0)}
+
+
+class Noted(FilesystemSender):
+    """Tells when it goes."""
+
+    def __init__(self, name: str, root: Path, alive: list[str]) -> None:
+        super().__init__(root)
+        self.alive, self.name = alive, name
+        alive.append(name)
+
+    def destroy(self) -> None:
+        self.alive.remove(self.name)
+
+
+async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    alive: list[str] = []
+    told = iter(["first", "second", "third", "third"])
+    monkeypatch.setattr(publishers, "choose", lambda *_, **__: next(told))
+    monkeypatch.setattr(publishers, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    refused = threading.Event()
+
+    def refuse(progress: Progress) -> None:
+        if refused.is_set():
+            raise RuntimeError("enough")
+
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), progress=refuse)
+    await publisher.publish_async("one")
+    assert alive == ["first"]
+    refused.set()
+    for now in (["first", "second"], ["first", "third"]):
+        with pytest.raises(RuntimeError, match="enough"):
+            await publisher.publish_async("two")
+        assert alive == now
+    refused.clear()
+    await publisher.publish_async("two")
+    assert alive == ["third"]
+    await asyncio.to_thread(publisher.close)
+    assert not alive
+
+
+@pytest.mark.engines("nixl")
+async def test_a_sender_that_workers_elsewhere_do_not_reach_is_not_used(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), transport="nixl")
+    await publisher.publish_async("one")
+    with monkeypatch.context() as patched:
+        patched.setattr("platform.node", lambda: "elsewhere")
+        with pytest.raises(InvalidRequest, match="on other machines") as caught:
+            await publisher.publish_async("two")
+        assert caught.value.facts["field"] == "options.host"
+    plane.spawn()  # it heals from the sender of the first version
+    await plane.until(lambda: two_serve(plane), BOUND_S)
+    await asyncio.to_thread(publisher.close)
+
+
+async def two_serve(plane: Plane) -> bool:
+    rows = (await (await plane.fleet("state")).run("state"))["workers"]
+    return [row["version"]["label"] for row in rows if row["admission"]["open"]] == ["one", "one"]
 
 
 class Gathering(Held):

@@ -1,8 +1,8 @@
 """The `filesystem` sender: each version is a directory of its own beneath a root that trainer and workers share.
 
 A checkpoint (`model.safetensors`) or a PEFT adapter (`adapter_model.safetensors`, `adapter_config.json`), with its
-manifest. It appears whole, by a rename, or not at all. The newest `keep` versions stay, and whatever the fleet has
-committed: a worker that joins or heals reads it.
+manifest. It appears whole, by a rename, or not at all. The newest `keep` versions stay, and whatever the fleet's record
+names: a worker that joins or heals reads it. What another publisher has made, as its name tells, stays too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import re
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -33,8 +34,9 @@ WRITE_BYTES = 16 << 20
 """Bytes given to the kernel at once."""
 
 PREFIX = "v"
-_NAME = re.compile(rf"{PREFIX}(\d{{8}})-[0-9a-f]{{8}}")
-_UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-[0-9a-f]{{8}}\.writing")
+_NAME = re.compile(rf"{PREFIX}(\d{{8}})-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
+"""Number, who made it, and a random part."""
+_UNFINISHED = re.compile(rf"\.{PREFIX}\d{{8}}-([0-9a-f]{{8}})-[0-9a-f]{{8}}\.writing")
 
 
 class FilesystemSender:
@@ -44,22 +46,29 @@ class FilesystemSender:
     """Two are in memory; larger ones are written no faster."""
 
     def __init__(
-        self, root: Path | str, *, keep: int = DEFAULT_KEEP, committed: Callable[[], set[str]] = set
+        self,
+        root: Path | str,
+        *,
+        keep: int = DEFAULT_KEEP,
+        publisher: str = "",
+        sources: Callable[[], Iterable[Mapping[str, Any]]] = tuple,
     ) -> None:
-        """`committed`: what must stay, digests of versions and paths, asked before old ones are removed."""
+        """`publisher`: whose versions these are, by a name that is the same after a restart. `sources`: the transports
+        of versions that must stay, asked before old ones are removed."""
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
         if keep < 1:
             raise InvalidRequest(f"keep is {keep}", field="keep", fix="keep at least 1 version")
         self._keep = keep
-        self._committed = committed
+        self._mark = blake2b(publisher.encode(), digest_size=4).hexdigest()
+        self._sources = sources
         self._writing: _Writing | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished(self._root)
+            _remove_unfinished(self._root, self._mark)
             self._remove_old()
-            self._writing = _Writing(self._root, manifest)
+            self._writing = _Writing(self._root, self._mark, manifest)
         except OSError as error:
             raise _unwritable(self._root, error) from error
         return {"backend": self.backend, "path": str(self._writing.final)}
@@ -87,23 +96,24 @@ class FilesystemSender:
         return self._writing
 
     def _remove_old(self) -> None:
-        """All but the newest `keep` - 1: one more is about to come."""
-        versions = sorted(name for name in os.listdir(self._root) if _NAME.fullmatch(name))
-        old = versions[: len(versions) - (self._keep - 1)]
+        """Of ours all but the newest `keep` - 1: one more is about to come."""
+        found = [match for name in os.listdir(self._root) if (match := _NAME.fullmatch(name))]
+        ours = sorted(match[0] for match in found if match[2] == self._mark)
+        old = ours[: len(ours) - (self._keep - 1)]
         if not old:
             return
-        committed = self._committed()
+        named = {Path(str(source.get("path"))).name for source in self._sources()}
         for name in old:
-            if committed.isdisjoint({_digest_of(self._root / name), str(self._root / name)}):
+            if name not in named:
                 shutil.rmtree(self._root / name)
 
 
 class _Writing:
     """One version on its way to the disk; a thread writes."""
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: Path, mark: str, manifest: Manifest) -> None:
         numbers = [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
-        name = f"{PREFIX}{max(numbers, default=0) + 1:08d}-{secrets.token_hex(4)}"
+        name = f"{PREFIX}{max(numbers, default=0) + 1:08d}-{mark}-{secrets.token_hex(4)}"
         self.final = root / name
         self._directory = root / f".{name}.writing"
         self._manifest = manifest
@@ -210,10 +220,11 @@ def _write_at(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _remove_unfinished(root: Path) -> None:
-    """What trainers that were killed have left; one that lives holds its lock."""
+def _remove_unfinished(root: Path, mark: str) -> None:
+    """What was left when this publisher was killed; one that lives holds its lock."""
     for name in os.listdir(root):
-        if not _UNFINISHED.fullmatch(name):
+        match = _UNFINISHED.fullmatch(name)
+        if match is None or match[1] != mark:
             continue
         try:
             descriptor = os.open(root / name, os.O_RDONLY | os.O_DIRECTORY)
@@ -226,14 +237,6 @@ def _remove_unfinished(root: Path) -> None:
             pass
         finally:
             os.close(descriptor)
-
-
-def _digest_of(directory: Path) -> str | None:
-    try:
-        manifest = json.loads((directory / MANIFEST_NAME).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return manifest.get("digest") if isinstance(manifest, dict) else None
 
 
 def _sync_directory(path: Path) -> None:
@@ -253,15 +256,15 @@ def _unwritable(path: Path, error: OSError) -> PlaneError:
 
 
 def build(around: Surroundings) -> FilesystemSender:
-    """Its option: `keep`."""
+    """Options: `keep`, and `publisher` (see `Surroundings.publisher`)."""
     if around.root is None:
         raise InvalidRequest(
             "the filesystem transport needs a root",
             field="root",
             fix="root=DIR (--root DIR), beneath a weight root of the workers",
         )
-    around.check_options("filesystem", "keep")
+    around.check_options("filesystem", "keep", "publisher")
     keep = around.options.get("keep", DEFAULT_KEEP)
     if type(keep) is not int:
         raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")
-    return FilesystemSender(around.root, keep=keep, committed=around.committed)
+    return FilesystemSender(around.root, keep=keep, publisher=around.publisher(), sources=around.sources)

@@ -1,8 +1,8 @@
 """The `object_store` transport's sender: a version goes into a stream of NATS, from where workers fetch it at any time.
 
-It goes on where it was when the connection breaks or the server starts again. Opening a version removes those that
-nobody needs any more: all but the newest few and the ones that the fleet's record names, and what a publisher left
-half-written when it died. Receivers may read a version while it is written.
+It goes on where it was when the connection breaks or the server starts again. Opening a version removes those of the
+same publisher that nobody needs any more: all but the newest few and the ones that the fleet's record names, and what
+was left half-written when it died. Receivers may read a version while it is written.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rl_plane.objects import (
     LAYOUT,
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
+    PUBLISHER,
     RETRY_S,
     Layout,
     NoSuchObject,
@@ -38,7 +39,7 @@ from rl_plane.objects import (
     refused,
 )
 from rl_plane.publish.sender import Surroundings
-from rl_plane.record import DecisionRecord, Source
+from rl_plane.record import DecisionRecord
 from rl_plane.subjects import RECORD, StoredObject, Subjects
 
 log = logging.getLogger("rl_plane.publish.object_store")
@@ -72,13 +73,16 @@ class ObjectStoreSender:
         component: str = DEFAULT_COMPONENT,
         *,
         keep: int = DEFAULT_KEEP,
+        publisher: str = "",
     ) -> None:
-        """`keep`: versions that stay, beside those that the fleet's record names and the one that is written."""
+        """`keep`: versions that stay, beside those that the fleet's record names and the one that is written.
+        `publisher`: whose they are, by a name that is the same after a restart."""
         if keep < 0:
             raise InvalidRequest(f"keep is {keep}", field="keep", fix="0 or more")
         self._url = nats_url
         self._subjects = Subjects(namespace, component)
         self._keep = keep
+        self._publisher = publisher
         self._socket: NatsSocket | None = None
         self._object: StoredObject | None = None  # the one that is being written
         self._config: dict[str, Any] = {}
@@ -113,7 +117,7 @@ class ObjectStoreSender:
             "discard": "new",
             "allow_direct": True,
             "max_age": int(HALF_AGE_S * 1e9),
-            "metadata": {LAYOUT: self._layout.encode()},
+            "metadata": {LAYOUT: self._layout.encode(), PUBLISHER: self._publisher},
         }
         self._persistently(lambda connection: ask(connection, f"STREAM.CREATE.{made.stream}", self._config))
         self._object = made
@@ -200,18 +204,22 @@ class ObjectStoreSender:
     # ---- what goes ----
 
     def _retire(self, connection: NatsSocket) -> None:
-        named = _named(self._record(connection))
+        record = self._record(connection)
+        named = _named(record)
         whole: list[str] = []
         abandoned: list[str] = []
         for info in self._listed(connection):
             config, state = info["config"], info["state"]
             object_id = config["subjects"][0].rpartition(".")[2]
+            ours = (config.get("metadata") or {}).get(PUBLISHER) == self._publisher
             written = state["last_ts"] if state["last_seq"] else info["created"]
+            silent_s = (_time(info["ts"]) - _time(written)).total_seconds()
             if object_id in named:
                 continue
             if config.get("sealed"):
-                whole.append(object_id)
-            elif (_time(info["ts"]) - _time(written)).total_seconds() >= ABANDONED_S:
+                if ours and record is not None:  # else it is not known what is needed
+                    whole.append(object_id)
+            elif silent_s >= (ABANDONED_S if ours else HALF_AGE_S):  # by then its bytes have gone by themselves
                 abandoned.append(object_id)
         for object_id in [*abandoned, *sorted(whole, reverse=True)[self._keep :]]:
             log.info("the object %s is removed", object_id)
@@ -284,13 +292,9 @@ def _delete(connection: NatsSocket, stream: str) -> None:
 
 def _named(record: DecisionRecord | None) -> set[Any]:
     """The objects that a worker which heals would fetch."""
-    if record is None:
-        return set()
-    chain: list[Source] = [source for _, source in record.source.chain(record.version.digest)]
-    sources = [*chain, *(adapter.source for adapter in record.adapters.values())]
     return {
         source.transport.get("object")
-        for source in sources
+        for source in (record.sources if record is not None else ())
         if source.transport is not None and source.transport.get("backend") == BACKEND
     }
 
@@ -300,8 +304,9 @@ def _time(told: str) -> datetime:
 
 
 def build(around: Surroundings) -> ObjectStoreSender:
-    """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`."""
-    around.check_options(BACKEND, "nats_url", "keep")
+    """Options: `nats_url`, where the fleet is known by the facade's URL; `keep`; `publisher` (see
+    `Surroundings.publisher`)."""
+    around.check_options(BACKEND, "nats_url", "keep", "publisher")
     url, keep = around.options.get("nats_url", around.nats_url), around.options.get("keep", DEFAULT_KEEP)
     if not isinstance(url, str):
         raise InvalidRequest(
@@ -318,4 +323,4 @@ def build(around: Surroundings) -> ObjectStoreSender:
             field="component",
             fix="publish to each by itself",
         )
-    return ObjectStoreSender(url, *fleets.pop(), keep=keep)
+    return ObjectStoreSender(url, *fleets.pop(), keep=keep, publisher=around.publisher())

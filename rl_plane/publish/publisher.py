@@ -187,6 +187,10 @@ class WeightPublisher:
         self._previous: Publication | None = None
         self._backend: str | None = None
         self._sender: Sender | None = None
+        self._colocated = True
+        """Were all workers on this machine when it was made?"""
+        self._replaced: Sender | None = None
+        """The one before, from which workers heal until a version by the new one is committed."""
         self._fleet: BlockingFleet | None = None
         self.rank = _rank() if rank is None else rank
         if self.rank == 0:
@@ -239,9 +243,10 @@ class WeightPublisher:
         """Waits for what is under way, then frees what the transport held."""
         if self._previous is not None:
             _ended(self._previous, self._bound_s())
-        if self._sender is not None:
-            self._sender.destroy()
-            self._sender = None
+        for sender in (self._sender, self._replaced):
+            if sender is not None:
+                sender.destroy()
+        self._sender = self._replaced = None
         if self._fleet is not None:
             self._fleet.close()
 
@@ -283,14 +288,32 @@ class WeightPublisher:
         """Of the way that the fleet of this moment can take."""
         workers = members(fleet.run("workers", self._select))
         backend = choose(self._told, workers, installed(), with_root=self._root is not None)
-        if self._sender is None or backend != self._backend:
-            if self._sender is not None:
-                self._sender.destroy()
-            around = Surroundings(
-                fleet.run, self._root, self._options, fleet.nats_url, fleet.namespace, fleet.component
-            )
-            self._sender, self._backend = make_sender(backend, around), backend
+        around = Surroundings(
+            fleet.run,
+            self._root,
+            self._options,
+            fleet.nats_url,
+            fleet.namespace,
+            fleet.component,
+            self._adapter,
+        )
+        colocated = around.colocated(workers)
+        # One that was made for this machine alone can't be reached from another, unless its address was told.
+        far = self._colocated and not colocated and "host" not in self._options
+        if self._sender is None or backend != self._backend or far:
+            sender = make_sender(backend, around)  # what it refuses leaves the one before
+            if self._replaced is None:
+                self._replaced = self._sender
+            elif self._sender is not None:
+                self._sender.destroy()  # nothing that it brought was committed
+            self._sender, self._backend, self._colocated = sender, backend, colocated
         return self._sender
+
+    def _committed(self) -> None:
+        """From here on nobody heals from the sender before."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            replaced.destroy()
 
 
 class _Attempt:
@@ -420,13 +443,13 @@ class _Attempt:
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
-        if not isinstance(self._sender, KeepingSender) or self._error is not None:
-            return
         try:
-            if self._more.get("encoding") == "delta":
-                self._sender.keep(onto_previous=True)
-            else:
-                self._sender.keep(self._publisher._adapter)
+            if isinstance(self._sender, KeepingSender) and self._error is None:
+                if self._more.get("encoding") == "delta":
+                    self._sender.keep(onto_previous=True)
+                else:
+                    self._sender.keep(self._publisher._adapter)
+            self._publisher._committed()
         except Exception:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
@@ -527,6 +550,9 @@ class _ByCopy(_Attempt):
 
     def _is_kept(self, base: str | None) -> bool:
         """By any worker; one that lacks it fetches it, where that is possible."""
+        self._publisher._ready_sender(self._fleet)
+        if self._publisher._replaced is not None:
+            return False  # what it is a delta of would go with the sender before
         rows = members(self._fleet.run("workers", self._publisher._select))
         return any(row.get("kept") == base for row in rows)
 

@@ -87,15 +87,21 @@ class Surroundings:
     """Of the fleet, as its namespace and component; None where the trainer knows only the facade."""
     namespace: str | None = None
     component: str | None = None
+    adapter: str | None = None
+    """What is published: the adapter of this name; None: base weights."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
         return members(self.run("workers", {}))
 
+    def colocated(self, workers: Sequence[Mapping[str, Any]]) -> bool:
+        """Are they all on this machine?"""
+        return all(worker["host"] == platform.node() for worker in workers)
+
     def address(self) -> tuple[str, int]:
         """Where this machine is reached by the workers: the options `host` and `port` (0: any that is free)."""
         host, port = self.options.get("host"), self.options.get("port", 0)
-        if host is None and all(worker["host"] == platform.node() for worker in self.workers()):
+        if host is None and self.colocated(self.workers()):
             host = "127.0.0.1"
         if not isinstance(host, str):
             raise InvalidRequest(
@@ -116,13 +122,21 @@ class Surroundings:
                 fix=f"use {', '.join(known)}" if known else "leave it out",
             )
 
-    def committed(self) -> set[str]:
-        """Of what is committed the digests, the base's and the adapters', and where there are the paths: of the base
-        also those of the versions that it is a delta of."""
-        state = self.run("state", {})
-        versions = [state["version"], *state["adapters"].values()]
-        paths = {source["path"] for source in state["sources"] if "path" in source}
-        return paths | {version["digest"] for version in versions if version is not None}
+    def publisher(self) -> str:
+        """Who publishes, by a name that is the same after a restart: what it has left behind is told by it from what
+        others have. The option `publisher`, or this machine's name and what is published."""
+        default = f"{platform.node()}/{'base' if self.adapter is None else f'adapter {self.adapter}'}"
+        name = self.options.get("publisher", default)
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(
+                f"publisher is {name!r}", field="options.publisher", fix="give a name of its own to each publisher"
+            )
+        return name
+
+    def sources(self) -> list[Mapping[str, Any]]:
+        """The transports by which a worker that heals fetches what is committed."""
+        found: list[Mapping[str, Any]] = self.run("state", {})["sources"]
+        return found
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
