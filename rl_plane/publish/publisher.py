@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rl_plane.client import DEFAULT_NAMESPACE
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, NotAtBase, PlaneError, Unavailable
+from rl_plane.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Locked,
+    NotAtBase,
+    PlaneError,
+    StaleFence,
+    Unavailable,
+)
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
@@ -42,7 +50,8 @@ from rl_plane.sync import call_bound_s
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""An update whose answer was lost, or which found the fleet locked, is asked again under its id."""
+"""An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
+under its id."""
 AGAIN_S = 1.0
 DRAIN_S = 600.0
 """How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on
@@ -497,7 +506,7 @@ class _Attempt:
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._fleet.run(op, body, request_id)
-            except Unavailable:
+            except (Unavailable, StaleFence):
                 if self._error is not None:
                     raise
                 time.sleep(AGAIN_S)
