@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,7 +27,8 @@ from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeEngine, make_fake_model
 from worker.reception import Cancelled, Reception
-from worker.staging import model_digest
+from worker.staging import DigestingStream, model_digest
+from worker.transports.base import Places
 
 BOUND_S = 10.0
 
@@ -92,6 +94,35 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     ranks.discard("s")
     ranks.discard("s")
     assert [staged(engine) for engine in engines] == [[], []]
+
+
+@pytest.mark.engines("nixl")
+def test_what_the_first_rank_keeps_is_there_for_others(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    from worker.transports.nixl import NixlTransport
+
+    new = make_fake_model(tmp_path / "new", 1)
+    ranks.open(reception(new, digest=model_digest(new), keep=True))
+    ranks.receive("s", never)
+    assert ranks.offer() is None, "it is not swapped in"
+    for engine in engines:
+        engine.receiver.take("s")
+    place = ranks.offer()
+    assert place is not None
+    assert place == ranks.offer()
+    assert engines[1].receiver._place is None
+    assert place["digest"] == model_digest(new)
+    transport = NixlTransport(Places())
+    delivery = transport.open(place["transport"], "base")
+    stream = DigestingStream(delivery, expected_digest=model_digest(new))
+    assert len(list(stream)) == 4
+    delivery.close()
+    ranks.open(reception(new, "t"))
+    ranks.receive("t", never)
+    assert ranks.offer() is None
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        transport.open(place["transport"], "base")
 
 
 def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:
@@ -238,3 +269,47 @@ def test_a_child_dies_with_its_parent() -> None:
         if not select.select([watched], [], [], 0)[0]:
             signal.pidfd_send_signal(watched, signal.SIGKILL)
         os.close(watched)
+
+
+_STARTER = """
+import multiprocessing, os, signal, sys, time
+
+def child(late, told):
+    if late:  # whoever started it is gone by the time it looks
+        os.kill(os.getppid(), signal.SIGKILL)
+        while os.getppid() == multiprocessing.parent_process().pid:
+            time.sleep(0.01)
+    from worker.agent.server import belong_to_worker
+    belong_to_worker()
+    os.write(told, b"alive")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    told = int(sys.argv[2])
+    os.set_inheritable(told, True)
+    context = multiprocessing.get_context("fork")
+    context.Process(target=child, args=(sys.argv[1] == "late", told)).start()
+    os.close(told)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on PR_SET_PDEATHSIG")
+@pytest.mark.parametrize("when", ["late", "running"])
+def test_an_engines_process_ends_with_who_started_it(tmp_path: Path, when: str) -> None:
+    (tmp_path / "starter.py").write_text(_STARTER)
+    read, write = os.pipe()
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    starter = subprocess.Popen(
+        [sys.executable, str(tmp_path / "starter.py"), when, str(write)], pass_fds=[write], env=environment
+    )
+    os.close(write)
+    with os.fdopen(read, "rb", buffering=0) as told, starter:
+        try:
+            if when == "running":
+                assert told.read(5) == b"alive"
+                starter.kill()
+            assert select.select([told], [], [], BOUND_S)[0]  # it has ended, and its end of the pipe with it
+            assert told.read(5) == b""
+        finally:
+            starter.kill()
