@@ -208,9 +208,9 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
 
 
 def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "nccl" not in load_transports(Places(device="cpu"))
+    assert "nccl" not in load_transports(Places())
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    there = load_transports(Places(device="cuda:1"))["nccl"]
+    there = load_transports(Places(), "cuda:1")["nccl"]
     with pytest.raises(InvalidRequest, match="does not answer"):  # nobody listens
         there.init(
             {"group": "g", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "rank_offset": 1}
