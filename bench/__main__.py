@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from bench.broadcasts import measure_broadcasts
 from bench.commits import measure_commits
 from bench.deaths import measure_deaths, measure_joins
 from bench.deltas import measure_deltas
@@ -28,6 +29,7 @@ from bench.report import (
     KILL_AIM_S,
     PROBED_KILL_AIM_S,
     Row,
+    broadcast_rows,
     commit_rows,
     delta_rows,
     fan_out_rows,
@@ -60,6 +62,7 @@ SHARED_BYTES, QUICK_SHARED_BYTES = 1 << 30, 64 << 20
 SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
 PULL_ROUNDS, QUICK_PULL_ROUNDS = 8, 1
+BROADCAST_BYTES, QUICK_BROADCAST_BYTES = 1 << 30, 64 << 20
 DELTA_BYTES, QUICK_DELTA_BYTES = 1 << 30, 32 << 20
 DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
@@ -150,6 +153,15 @@ async def pulls(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
+async def broadcasts(scratch: Path, quick: bool) -> list[Row]:
+    nbytes, rounds = (QUICK_BROADCAST_BYTES, QUICK_PULL_ROUNDS) if quick else (BROADCAST_BYTES, PULL_ROUNDS)
+    found: list[Row] = []
+    for receivers in RECEIVERS[:1] if quick else RECEIVERS:
+        _say(f"broadcasts by gloo to {receivers}, {rounds} rounds …")
+        found += broadcast_rows(await asyncio.to_thread(measure_broadcasts, nbytes, receivers, rounds))
+    return found
+
+
 MEASURED = {
     "fan_outs": fan_outs,
     "times": times,
@@ -158,6 +170,7 @@ MEASURED = {
     "deltas": deltas,
     "shared_memory": shared_memory,
     "pulls": pulls,
+    "broadcasts": broadcasts,
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, truediv
 
+from bench.broadcasts import BroadcastTimes
 from bench.commits import CommitTimes
 from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
@@ -38,6 +39,8 @@ COPY_AIM = 1.25
 """0.8 × the speed of a copy."""
 PULL_AIM = 1.25
 """0.8 × the speed of a bare read."""
+BROADCAST_AIM = 1.11
+"""0.9 × the speed of a bare broadcast."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -173,6 +176,7 @@ def ipc_rows(times: IpcTimes) -> list[Row]:
     return [
         row(", digests not checked", "received", "copy", "copy", COPY_AIM),
         row("", "checked", "copy", "copy", COPY_AIM),
+        row("", "checked", "digests alone", "hashed"),
         row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
         row(", staged", "checked and staged", "copy into new memory", "new copy"),
     ]
@@ -187,6 +191,19 @@ def pull_rows(times: PullTimes) -> list[Row]:
     return [
         row(", digests not checked", "pull", PULL_AIM),
         row("", "verified", PULL_AIM),
+        row(", staged", "staged", None),
+    ]
+
+
+def broadcast_rows(times: BroadcastTimes) -> list[Row]:
+    bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
+
+    def row(what: str, way: str, aim: float | None) -> Row:
+        return _beside(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
+
+    return [
+        row(", digests not checked", "received", BROADCAST_AIM),
+        row("", "checked", BROADCAST_AIM),
         row(", staged", "staged", None),
     ]
 

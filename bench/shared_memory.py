@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
@@ -30,6 +32,8 @@ WAYS = ("received", "checked", "staged", "checked and staged")
 """Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it."""
 COPIES = ("copy", "new copy")
 """Between two buffers that are there already · into new memory, as staging is."""
+HASHED = "hashed"
+"""BLAKE3 of as many bytes, which are in the cache, in both processes at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -37,7 +41,7 @@ class IpcTimes:
     """Seconds, a number for each round."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, *COPIES)})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, *COPIES, HASHED)})
 
 
 def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
@@ -49,20 +53,24 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
     target = np.ones(nbytes, np.uint8)
     times, sender = IpcTimes(nbytes), IpcSender(lambda: 1)
 
-    def sent(receiver: subprocess.Popen[str], way: str) -> float:
-        assert receiver.stdin is not None
-        assert receiver.stdout is not None
+    def sent(way: str) -> float:
         digests: dict[str, str] | None = {} if "checked" in way else None
         start = time.perf_counter()
-        print(json.dumps({"transport": sender.open(manifest), "way": way}), file=receiver.stdin, flush=True)
+        ask({"transport": sender.open(manifest), "way": way})
         for number in fill(manifest, tensors, sender.buffer, digests):
             sender.send(number)
         sender.finish(digests)
         took = time.perf_counter() - start
         sender.close()
-        if not receiver.stdout.readline():
-            raise SystemExit("the receiver failed")
+        await_answer()
         return took
+
+    def hashed() -> float:
+        start = time.perf_counter()
+        ask({"hash": nbytes})
+        _hash(data[0], nbytes)
+        await_answer()
+        return time.perf_counter() - start
 
     def copied(place: np.ndarray) -> float:
         start = time.perf_counter()
@@ -71,8 +79,20 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
         return time.perf_counter() - start
 
     with _receiver() as receiver:
+        asked, answered = receiver.stdin, receiver.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def ask(what: dict[str, Any]) -> None:
+            print(json.dumps(what), file=asked, flush=True)
+
+        def await_answer() -> None:
+            if not answered.readline():
+                raise SystemExit("the receiver failed")
+
         for number in range(-1, rounds):  # the first one warms the buffers
-            seconds = {way: sent(receiver, way) for way in WAYS}
+            seconds = {way: sent(way) for way in WAYS}
+            seconds[HASHED] = hashed()
             seconds["copy"] = copied(target)
             seconds["new copy"] = copied(np.empty(nbytes, np.uint8))
             if number >= 0:
@@ -80,6 +100,12 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
                     times.seconds[way].append(took)
     sender.destroy()
     return times
+
+
+def _hash(tensor: np.ndarray, nbytes: int) -> None:
+    """As both sides hash such tensors."""
+    for _ in range(nbytes // tensor.nbytes):
+        blake3(tensor.data, max_threads=blake3.AUTO).hexdigest()
 
 
 @contextmanager
@@ -103,6 +129,10 @@ def main() -> None:
 
     for line in sys.stdin:
         asked = json.loads(line)
+        if "hash" in asked:
+            _hash(np.ones(TENSOR_BYTES, np.uint8), asked["hash"])
+            print("{}", flush=True)
+            continue
         delivery = IpcTransport(Places()).open(asked["transport"], "base")
         stream = DigestingStream(delivery) if "checked" in asked["way"] else None
         tensors = delivery.tensors() if stream is None else stream

@@ -176,7 +176,9 @@ class FrontendLease:
 
     def _follow(self, request: Request) -> FollowedReply:
         if request.op != "follow_record":
-            raise Unsupported(f"a frontend is told follow_record, not {request.op!r}", field="op")
+            raise Unsupported(
+                f"a frontend is told follow_record, not {request.op!r}", field="op", fix="send it to a worker"
+            )
         body = parse_body(FollowRecord, request.body)
         assert isinstance(body, FollowRecord)
         self._view.take_record(body.record, body.sequence)

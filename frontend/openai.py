@@ -188,8 +188,8 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def unsupported(field: str, fix: str = "leave it out") -> Unsupported:
-    return Unsupported(f"{field} is not supported here", field=field, fix=fix)
+def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupported:
+    return Unsupported(f"{what or field} is not supported here", field=field, fix=fix)
 
 
 def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
@@ -214,4 +214,5 @@ def refuse_in_messages(body: dict[str, Any]) -> None:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and part.get("type") not in (None, "text"):
-                raise unsupported(f"messages.{number}.content of type {str(part['type'])[:64]!r}", "send text")
+                where, kind = f"messages.{number}.content", str(part["type"])[:64]
+                raise unsupported(where, "send text", f"{where} of type {kind!r}")

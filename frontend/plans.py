@@ -61,7 +61,7 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     parsed = parse_body(CompletionBody, body)
     assert isinstance(parsed, CompletionBody)
     if (parsed.logprobs or 0) > 1:
-        raise unsupported("logprobs above 1", "send 1: only the chosen token's logprob is there")
+        raise unsupported("logprobs", "send 1: only the chosen token's logprob is there", "logprobs above 1")
     ids, text = parsed.prompt_token_ids, None
     if isinstance(prompt, list):
         ids = _only_one(ids, prompt, "prompt")
@@ -80,7 +80,7 @@ def _take_prompt(body: dict[str, Any]) -> tuple[dict[str, Any], str | list[int] 
     if prompt is None or isinstance(prompt, str):
         return rest, prompt
     if isinstance(prompt, list) and prompt and all(isinstance(part, (str, list)) for part in prompt):
-        raise unsupported("prompt as a batch", "send one request for each prompt")
+        raise unsupported("prompt", "send one request for each prompt", "prompt as a batch")
     try:
         return rest, _TOKENS.validate_python(prompt, strict=True)
     except ValidationError as error:
@@ -134,7 +134,9 @@ def _plan(
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     if body.prompt_logprobs not in (None, 0, 1):
         raise unsupported(
-            f"prompt_logprobs: {body.prompt_logprobs}", "send 0 or 1: only the prompt's own tokens' are there"
+            "prompt_logprobs",
+            "send 0 or 1: only the prompt's own tokens' are there",
+            f"prompt_logprobs: {body.prompt_logprobs}",
         )
     n, nvext = body.n or 1, body.nvext or NvExt()
     if body.seed is not None and body.seed + n > MAX_SEED:

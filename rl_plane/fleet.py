@@ -48,6 +48,7 @@ from rl_plane.history import (
     Journal,
     before_of,
     first_answer,
+    pushed_buckets,
     read_entry,
     read_history,
     request_hash,
@@ -485,11 +486,11 @@ class Fleet:
         if update_id is not None:
             entry = await read_entry(self.client.bus, state, update_id)
             if entry is not None and entry.outcome == "committed":
-                return answered(call, entry)
+                return _with_buckets(answered(call, entry), entry.num_buckets)
         await self._whole_fleet(call)
         async with self.client.lock(call.view) as held:
             session = await self._session(call, update_id)
-            pushed = _pushed_buckets(session)
+            pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
             asked = call.body.get("num_buckets")
             if session is not None and asked is not None and asked != pushed:
                 raise InvalidRequest(
@@ -506,7 +507,7 @@ class Fleet:
                 if journal is not None:
                     await journal.failed(error)
                 raise
-        return reply if pushed is None else {**reply, "num_buckets_received": pushed}
+        return _with_buckets(reply, pushed)
 
     async def _session(self, call: Call, update_id: str | None) -> UpdateSession | None:
         """The update that waits for complete or abort, if it is the one that is meant."""
@@ -582,12 +583,8 @@ class Fleet:
             await Coordinator(self.client, view, held).run(Coordination("finish", ""))
 
 
-def _pushed_buckets(session: UpdateSession | None) -> int | None:
-    """How many the workers listen for; None: they don't."""
-    if session is None or not session.armed:
-        return None
-    manifest: Any = (session.body["transport"] or {}).get("manifest")
-    return len(manifest["buckets"]) if manifest is not None else None
+def _with_buckets(reply: dict[str, Any], pushed: int | None) -> dict[str, Any]:
+    return reply if pushed is None else {**reply, "num_buckets_received": pushed}
 
 
 def _check_name(target: ops.BaseTarget | ops.LoraTarget, snapshot: Snapshot) -> None:

@@ -31,6 +31,7 @@ from rl_plane.errors import (
 )
 from rl_plane.lock import HeldLock, read_holder
 from rl_plane.membership import Member
+from rl_plane.ops import PUSHED
 from rl_plane.record import DecisionRecord, Source, UpdateSession, read_record, read_session
 from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.versions import WeightVersion
@@ -91,6 +92,8 @@ class UpdateEntry:
     """Of a delta: that version's Source."""
     rollback: Mapping[str, Any] | None = None
     """The version that it went back to, as it was asked for."""
+    num_buckets: int | None = None
+    """So many were pushed; None: the workers fetched it."""
     request: str = ""
     """A hash of what was asked: another request under the same id is a mistake. Empty: not known."""
 
@@ -324,6 +327,16 @@ def _without_manifest(transport: Mapping[str, Any] | None) -> dict[str, Any] | N
     return None if transport is None else {key: value for key, value in transport.items() if key != "manifest"}
 
 
+def pushed_buckets(transport: Mapping[str, Any] | None) -> int | None:
+    """How many the workers listen for; None: nothing is pushed to them, or it is not said as it should."""
+    if transport is None or transport.get("backend") not in PUSHED:
+        return None
+    manifest, count = transport.get("manifest"), transport.get("num_buckets")
+    if isinstance(manifest, Mapping) and isinstance(manifest.get("buckets"), list):
+        count = len(manifest["buckets"])
+    return count if type(count) is int else None
+
+
 class Journal:
     """Keeps one update's entry while its coordinator holds the lock."""
 
@@ -355,6 +368,7 @@ class Journal:
             encoding=str(body.get("encoding") or "full"),
             base=body.get("base"),
             rollback=rollback,
+            num_buckets=pushed_buckets(body.get("transport")),
             request=request,
         )
 

@@ -18,7 +18,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from rl_plane.ops import LoraTarget, UpdatePolicy, UpdateWeights
-from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, Source, newer
+from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
 from rl_plane.rows import WorkerRow
 from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
 from rl_plane.versions import WeightVersion
@@ -159,6 +159,14 @@ def judge_armed(rows: Sequence[WorkerRow]) -> Prepared:
     if failed or not rows:
         raise prepare_error(failed, len(rows))
     return Prepared("", {row.instance_id: row.incarnation for row in rows}, [], refetchable=False)
+
+
+def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> bool:
+    """Can nobody complete it any more? Of those that listened, too many are gone or have failed."""
+    failed = {row.instance_id for row in seen.attests if row.ok and row.body["failed"] == session.update_id}
+    listening = still_there(session.prepared, seen.members).keys() - failed
+    needed = len(session.prepared) if policy.on_prepare_failure == "abort" else policy.min_ready
+    return session.armed and len(listening) < needed
 
 
 def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:

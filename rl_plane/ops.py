@@ -292,6 +292,8 @@ class AttestReply(TypedDict):
     admitted: bool
     model_digest: str
     """Of the model that it was started with."""
+    failed: str | None
+    """The update that it listened for, and can't receive any more."""
 
 
 class Commit(FollowRecord):

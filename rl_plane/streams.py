@@ -28,7 +28,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import RECONNECT_GRACE_S, Bus
-from rl_plane.errors import EngineFailed, WorkerLost, error_from_wire
+from rl_plane.errors import EngineFailed, PayloadTooLarge, WorkerLost, error_from_wire
 
 WINDOW = 256
 """Unconfirmed messages of one stream: at 1 ms per round trip, 256,000 deltas a second."""
@@ -44,8 +44,10 @@ Publish = Callable[[bytes], Awaitable[None]]
 class SendWindow:
     """The sender's pure half: what is out, what is confirmed, who is still there."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, max_bytes: int) -> None:
+        """`max_bytes`: what one message of the bus carries."""
         self.next = 0
+        self._max_bytes = max_bytes
         self._unconfirmed: OrderedDict[int, bytes] = OrderedDict()
         self._heard_at = now
 
@@ -53,8 +55,14 @@ class SendWindow:
         return len(self._unconfirmed) < WINDOW
 
     def add(self, message: dict[str, Any]) -> bytes:
-        """Numbers and encodes the next message."""
+        """Numbers and encodes the next message. PayloadTooLarge: it is not sent; a smaller one may be the next."""
         packed: bytes = msgpack.packb({"n": self.next, **message})
+        if len(packed) > self._max_bytes:
+            raise PayloadTooLarge(
+                f"the reply has a message of {len(packed)} bytes; a NATS message carries {self._max_bytes}",
+                field="prompt",  # nothing else of a reply grows so large
+                fix="send a shorter prompt, or raise max_payload of nats-server",
+            )
         self._unconfirmed[self.next] = packed
         self.next += 1
         return packed
@@ -107,18 +115,19 @@ class ReceiveWindow:
 class StreamSender:
     """A worker's end of one stream."""
 
-    def __init__(self, publish: Publish) -> None:
+    def __init__(self, publish: Publish, max_bytes: int) -> None:
         self._publish = publish
-        self._window = SendWindow(time.monotonic())
+        self._window = SendWindow(time.monotonic(), max_bytes)
         self._credit = asyncio.Event()
 
     async def send(self, message: dict[str, Any]) -> None:
         """Waits while the window is full. WorkerLost (of the receiver) when nobody confirms any more."""
         while not self._window.has_room():
             await self._wait_for_credit()
+        packed = self._window.add(message)
         # A publish that fails while NATS is away is sent again at the receiver's next credit.
         with contextlib.suppress(nats.errors.Error):
-            await self._publish(self._window.add(message))
+            await self._publish(packed)
 
     async def finish(self, message: dict[str, Any]) -> None:
         """The last message; returns when all is confirmed or nobody is there."""

@@ -50,6 +50,7 @@ class SyncRlClient:
         self._thread.start()
         self._closing = threading.Lock()
         self._closed = False
+        self._bounds = CallBounds()
         self._client: RlClient
 
     @classmethod
@@ -125,7 +126,8 @@ class SyncRlClient:
         self, op: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None, request_id: str = ""
     ) -> dict[str, Any]:
         """Any op of `rl_plane.fleet_ops.FLEET_OPS`. `timeout_s` None: what its own bounds add up to."""
-        bound = call_bound_s(op, body or {}) if timeout_s is None else timeout_s
+        own_s = self._bounds.of(op, body or {})
+        bound = own_s if timeout_s is None else timeout_s
         return self._wait(self._client.run(op, body, request_id), bound, op)
 
     def state(self, **select: Any) -> dict[str, Any]:
@@ -260,6 +262,19 @@ _CALL = "rl-plane call: "
 
 def _closed() -> BusUnreachable:
     return BusUnreachable("this client has been closed", fix="connect a new one")
+
+
+class CallBounds:
+    """`call_bound_s` of one caller's calls: what it prepares, it completes under the same policy."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[str, Any] = {}
+
+    def of(self, op: str, body: dict[str, Any]) -> float:
+        if op == "prepare_weights_update":
+            self._prepared = body
+        policy = self._prepared.get("policy") if op == "complete_weights_update" else body.get("policy")
+        return call_bound_s(op, {**body, "policy": policy})
 
 
 def call_bound_s(op: str, body: dict[str, Any]) -> float:

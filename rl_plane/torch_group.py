@@ -1,22 +1,25 @@
 """A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
 
 It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
-and is formed anew over whoever is there. gloo can't take back what was posted, so whoever gives up says so in the
-group's store, where the others look while they wait.
+and is formed anew over whoever is there. gloo can't take back what was posted, and does not always tell of a death: so
+each rank holds a connection to the trainer, by which whoever gives up says why, and which the kernel cuts when a
+process ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.ops import MAX_TIMEOUT_S
 from rl_plane.tasks import never
@@ -29,14 +32,25 @@ JOIN_TIMEOUT_S = 60.0
 RECEIVE_TIMEOUT_S = 300.0
 """Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
 CONNECT_TIMEOUT_S = 5.0
-"""To the trainer's store, which listens before anybody is told to come."""
+"""To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
+from the group's: each asks a name server, which may be slow."""
 LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
-WATCH_S = 0.2
-"""How often each rank asks the store whether another one has given up."""
+WATCH_S = 1.0
+"""At most so much later a lifeline's watch ends."""
+MAX_REASON_BYTES = 4096
+BACKLOG = 4096
+"""Ranks that come at once: what Linux allows by default."""
+TAKE_S = 30.0
+"""For what the trainer has put into the store: some MB."""
+CHUNK_BYTES = 4 << 20
+"""Of what is put there: a value may have 8 MB."""
+MAX_CHUNKS = 64
+AHEAD = 2
+"""Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
-MAX_NAME_CHARS = 64
+MAX_NAME_BYTES = 256
 MAX_WORLD_SIZE = 1 << 16
 
 FORM_AGAIN = "form the group again (init_transport), and send the update again"
@@ -54,11 +68,15 @@ class Place:
     world_size: int
     rank: int
     timeout_s: float = RECEIVE_TIMEOUT_S
+    lifeline_port: int | None = None
+    """Where the trainer's Lifelines listen; None: there are none."""
+    device: str | None = None
+    """Where nccl's buckets are; None: in host memory."""
 
     @classmethod
-    def of_worker(cls, config: Mapping[str, Any], backend: str) -> Place:
+    def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
         """From what `init_transport` says."""
-        known = {"backend", "group", "master_address", "master_port", "world_size", "rank_offset", "timeout_s"}
+        known = {field.name for field in fields(cls)} - {"rank", "device"} | {"rank_offset"}
         for key in config:
             if key not in known:
                 raise InvalidRequest(
@@ -66,7 +84,7 @@ class Place:
                 )
         for key in ("master_address", "group"):
             value = config.get(key)
-            if not (isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS * 4 and value.isprintable()):
+            if not (isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_NAME_BYTES):
                 raise InvalidRequest(
                     f"{key} must be a text", field=key, fix="give what the trainer's sender announces"
                 )
@@ -84,8 +102,17 @@ class Place:
                 field="timeout_s",
                 fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
             )
+        lifeline = None if config.get("lifeline_port") is None else _number(config, "lifeline_port", 1, 65_535)
         return cls(
-            backend, config["group"], config["master_address"], port, world_size, rank, timeout_s=float(timeout_s)
+            backend,
+            config["group"],
+            config["master_address"],
+            port,
+            world_size,
+            rank,
+            float(timeout_s),
+            lifeline,
+            device,
         )
 
 
@@ -96,17 +123,121 @@ def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
     return value
 
 
+class Lifelines:
+    """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
+    at most why it gives up. Who comes to the trainer's port and is no rank is not listened to."""
+
+    def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
+        self._listener = listener
+        self._lines = list(lines)
+        self._selector = selectors.DefaultSelector()
+        for one in (listener, *lines):
+            if one is not None:
+                self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
+
+    @classmethod
+    def of_trainer(cls, host: str) -> Lifelines:
+        """Listens, at any port."""
+        try:
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise InvalidRequest(
+                f"can't listen at {host}: {error.strerror or error}",
+                field="host",
+                fix="give an address of this machine",
+            ) from error
+        listener.setblocking(False)
+        return cls(listener)
+
+    @classmethod
+    def of_rank(cls, place: Place) -> Lifelines | None:
+        if place.lifeline_port is None:
+            return None
+        address = (place.master_address, place.lifeline_port)
+        line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
+        line.sendall(f"{place.group} {place.rank}\n".encode())
+        return cls(None, line)
+
+    @property
+    def port(self) -> int:
+        assert self._listener is not None, "the trainer's"
+        return int(self._listener.getsockname()[1])
+
+    def watch(self, group: str, ended: Callable[[], object]) -> str:
+        """Blocks until somebody has given up or died, and says why; or until it has `ended`, here."""
+        listener = self._listener
+        while not ended():
+            for key, _ in self._selector.select(WATCH_S):
+                line: Any = key.fileobj
+                if listener is not None and line is listener:
+                    self._accept(listener)
+                elif why := self._heard(line, key.data, group):
+                    return why
+        return ""
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has gone again
+            line = listener.accept()[0]
+            self._lines.append(line)
+            self._selector.register(line, selectors.EVENT_READ)
+
+    def _heard(self, line: socket.socket, who: str | None, group: str) -> str:
+        try:
+            said = line.recv(MAX_REASON_BYTES).decode(errors="replace")
+        except OSError:
+            said = ""
+        if who is None:
+            hello, _, said = said.partition("\n")
+            name, _, rank = hello.rpartition(" ")
+            if name != group:
+                self._selector.unregister(line)
+                line.close()
+                return ""
+            self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
+            return said
+        return said or f"{who} is gone"
+
+    def end(self, why: str) -> None:
+        """Tells the other side, and ends `watch`."""
+        for line in list(self._lines):
+            with contextlib.suppress(OSError):
+                line.send(why.encode()[:MAX_REASON_BYTES])
+                line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in (self._listener, *self._lines):
+            if one is not None:
+                one.close()
+        self._selector.close()
+
+
 class Group:
     """Formed once made: it blocks until every rank has joined, or JOIN_TIMEOUT_S. Methods block, one call at a time;
     `drop` may come from anywhere, twice included."""
 
-    def __init__(self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    def __init__(
+        self, place: Place, join_timeout_s: float = JOIN_TIMEOUT_S, lifelines: Lifelines | None = None
+    ) -> None:
+        """`lifelines`: the trainer's own; they are closed with the group, and if none is made."""
         self.place = place
         self.why_dropped = ""
         """Empty: it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
-        self._device = usable_device(place.backend)
+        self._lanes: list[torch.Tensor] = []
+        self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
+        try:
+            self._form(place, join_timeout_s)
+        except BaseException:
+            if self._lifelines is not None:
+                self._lifelines.close()
+            raise
+        if self._lifelines is not None:
+            self._start(self._watch)
+
+    def _form(self, place: Place, join_timeout_s: float) -> None:
+        self._device = None if place.device is None else import_torch().device(place.device)
         try:
             self._store = connect_store(place, join_timeout_s)
             if place.rank:
@@ -118,17 +249,56 @@ class Group:
                 field="transport.group",
                 fix="is every worker alive? call init_transport again with a fresh group",
             ) from error
-        self._start(self._watch)
+
+    # ---- what is long, and no tensor ----
+
+    def put(self, key: str, data: bytes) -> None:
+        """For the others to `take`."""
+        chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+        for number, chunk in enumerate(chunks):
+            self._store.set(f"{key}/{number}", chunk)
+        self._store.set(key, str(len(chunks)))
+
+    def take(self, key: str) -> bytes:
+        """On a thread of its own, since the answer of a store that stands still is awaited without a bound."""
+        taken: list[bytes] = []
+        why = [f"it has not answered within {TAKE_S:g} s"]
+
+        def take() -> None:
+            try:
+                store = self._store
+                count = int(store.get(key)) if store.check([key]) else 0
+                if not 0 < count <= MAX_CHUNKS:
+                    raise ValueError(f"1 to {MAX_CHUNKS} chunks may be stored, these are {count}")
+                taken.append(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+            except (RuntimeError, ValueError) as error:
+                why[0] = _first_line(error)
+
+        thread = threading.Thread(target=take, name="weight group", daemon=True)
+        thread.start()
+        thread.join(TAKE_S)
+        if not taken:
+            raise Unavailable(f"the trainer's store does not give {key!r}: {why[0]}", fix=FORM_AGAIN)
+        return taken[0]
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            for number in range(int(self._store.get(key))):
+                self._store.delete_key(f"{key}/{number}")
+            self._store.delete_key(key)
 
     # ---- broadcasting ----
 
-    def tensor(self, nbytes: int) -> torch.Tensor:
-        """For `broadcast`: bytes in host memory."""
-        import torch
-
-        return (
-            torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
-        )
+    def lanes(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Host memory for buckets of these sizes, in turns. It is kept for the next update: to touch new memory takes
+        longer than to fill it."""
+        for number in range(min(AHEAD, len(sizes))):
+            needed = max(sizes[number::AHEAD])
+            if number == len(self._lanes):
+                self._lanes.append(_bytes(needed))
+            elif self._lanes[number].numel() < needed:
+                self._lanes[number] = _bytes(needed)
+        return self._lanes[: len(sizes)]
 
     def broadcast(self, data: torch.Tensor) -> Broadcast:
         """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended."""
@@ -195,6 +365,8 @@ class Group:
             if self.why_dropped:
                 return
             self.why_dropped = why
+        if self._lifelines is not None:
+            self._lifelines.end(why)
         self._start(self._bury)
 
     def await_end(self, timeout_s: float) -> None:
@@ -210,25 +382,16 @@ class Group:
 
     def _bury(self) -> None:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set("given_up", self.why_dropped)
         torch_group, self._torch_group = self._torch_group, None
         with contextlib.suppress(RuntimeError):
             torch_group.abort()
         del torch_group
 
     def _watch(self) -> None:
-        """Looks whether another rank has given up. On a connection of its own, since the answer of a store that stands
-        still is awaited without a bound."""
-        try:
-            store = connect_store(self.place, CONNECT_TIMEOUT_S)
-            while not self.why_dropped:
-                if store.check(["given_up"]):
-                    self.drop(store.get("given_up").decode())
-                    return
-                time.sleep(WATCH_S)
-        except (RuntimeError, PlaneError) as error:
-            self.drop(f"its trainer is gone: {_first_line(error)}")
+        assert self._lifelines is not None
+        if why := self._lifelines.watch(self.place.group, lambda: self.why_dropped):
+            self.drop(why)
+        self._lifelines.close()
 
 
 class Broadcast:
@@ -261,14 +424,26 @@ def import_torch() -> Any:
     return torch
 
 
-def usable_device(backend: str) -> Any:
-    """Where broadcast bytes are; None: in host memory. Unsupported where this process can't."""
+def gpu(device: str | None) -> str:
+    """The same, where nccl can use it."""
+    if device is None or not device.startswith("cuda"):
+        raise Unsupported(
+            "nccl needs the weights on a GPU, in every rank", field="transport.backend", fix="use gloo"
+        )
+    if not import_torch().distributed.is_nccl_available():
+        raise Unsupported("this torch is built without nccl", field="transport.backend", fix="use gloo")
+    return device
+
+
+def _bytes(nbytes: int) -> Any:
     torch = import_torch()
-    if backend == "gloo":
-        return None
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise Unsupported("nccl needs a GPU in every rank", field="transport.backend", fix="use gloo")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.frombuffer(fresh(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def digest_tensor() -> torch.Tensor:
+    """For the version's digest."""
+    made: torch.Tensor = _bytes(DIGEST_BYTES)
+    return made
 
 
 def _make(place: Place, store: Any, timeout_s: float) -> Any:
@@ -303,16 +478,21 @@ def connect_store(place: Place, timeout_s: float) -> Any:
     """The group's own part of the trainer's store."""
     dist = import_torch().distributed
     address = (place.master_address, place.master_port)
-    try:
-        socket.create_connection(address, CONNECT_TIMEOUT_S).close()  # torch's own would try for long
-    except OSError as error:
-        raise InvalidRequest(
-            f"the trainer's store does not answer at {address[0]}:{address[1]}: {error.strerror or error}",
-            field="master_port",
-            fix="let the trainer's sender listen first, at an address that the workers reach",
-        ) from error
+    _connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
+
+
+def _connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
+    try:
+        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise InvalidRequest(
+            f"{what} at {address[0]}:{address[1]}: {error.strerror or error}",
+            field=field,
+            fix="let the trainer's sender listen first, at an address that the workers reach",
+        ) from error
+    return connection
 
 
 def _first_line(error: Exception) -> str:

@@ -32,6 +32,7 @@ from rl_plane.judge import (
     commit_body,
     enough,
     is_enough,
+    is_lost,
     judge_armed,
     judge_prepare,
     label_of,
@@ -223,18 +224,17 @@ class UpdateMachine:
             prepared = Prepared(session.digest, ready, gone, session.refetchable)
             stated = self.call.digest or body.digest
             if session.armed:
-                joined = sorted(self._members.keys() - session.prepared.keys())
-                if joined and body.policy.on_prepare_failure == "abort":
-                    raise MembershipChanged(
-                        f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
-                        fix="form the group again, and send the update again; or let them wait for the next one "
-                        "(policy.on_prepare_failure=exclude)",
-                    )
+                all_or_none = body.policy.on_prepare_failure == "abort"
+                if all_or_none:
+                    self._refuse_joiners(session)
                 rows = yield from self._ask_to_prepare(
                     "prepare_update", session.update_id, session.label, body, ready, before
                 )
                 with _telling_of(rows):
                     received = judge_prepare(rows, set(ready), body.policy, stated)
+                if all_or_none:
+                    self._see((yield Survey("recheck")))
+                    self._refuse_joiners(session)
                 prepared = replace(received, excluded=[*gone, *received.excluded])
             elif stated not in (None, session.digest):
                 raise UpdateAborted(
@@ -254,6 +254,15 @@ class UpdateMachine:
         except (BusUnreachable, StaleFence):
             pass  # the record tells that it is over
         return (yield from self._carry_out(record, written, prepared, body.policy))
+
+    def _refuse_joiners(self, session: UpdateSession) -> None:
+        joined = sorted(self._members.keys() - session.prepared.keys())
+        if joined:
+            raise MembershipChanged(
+                f"{', '.join(joined[:SHOWN])} joined since, and can't get what was pushed",
+                fix="form the group again, and send the update again; or let them wait for the next one "
+                "(policy.on_prepare_failure=exclude)",
+            )
 
     def _abort_only(self) -> Steps:
         session, base, _ = yield from self._survey()
@@ -332,7 +341,8 @@ class UpdateMachine:
         if session is not None and base is not None and session.update_id == base.update_id:
             yield Note("clear")  # it was decided, and its coordinator died before it could note that
         elif session is not None and not self._goes_on_with(session):
-            if session.live(self._now):
+            policy = UpdateWeights.model_validate(session.body).policy
+            if session.live(self._now) and not is_lost(session, policy, seen):
                 raise Locked(
                     f"the update {session.update_id!r} is prepared and waits for complete or abort",
                     holder=session.update_id,

@@ -39,7 +39,6 @@ class Kind:
     name: str
     build: EngineFactory
     arguments: dict[str, str]
-    two_ranks: dict[str, str]
     bad_arguments: dict[str, str]
     processes: str
     """So begin the names of its processes."""
@@ -150,13 +149,12 @@ VLLM = Kind(
     build=vllm.build,
     arguments={
         "kv_cache_memory_bytes": str(32 << 20),
-        "max_model_len": "4096",
+        "max_model_len": "2048",
         "max_lora_rank": "64",
         "max_loras": "2",
         "max_num_batched_tokens": str(BATCH_TOKENS),
         "max_num_seqs": "64",
     },
-    two_ranks={"tensor_parallel_size": "2"},
     bad_arguments={
         "nonsense": "1",
         "max_model_len": "many",
@@ -165,7 +163,7 @@ VLLM = Kind(
     },
     processes="VLLM::",
     ranks="VLLM::Worker",
-    max_model_len=4096,
+    max_model_len=2048,
     max_temperature=2.0,
     adapts_head=True,
     places=2,
@@ -177,8 +175,7 @@ VLLM = Kind(
 SGLANG = Kind(
     name="sglang",
     build=sglang.build,
-    arguments={"max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
-    two_ranks={"tp_size": "2"},
+    arguments={"context_length": "2048", "max_lora_rank": "64", "chunked_prefill_size": str(BATCH_TOKENS)},
     bad_arguments={
         "nonsense": "1",
         "tp_size": "two",
@@ -188,7 +185,7 @@ SGLANG = Kind(
     },
     processes="sglang::",
     ranks="sglang::scheduler",
-    max_model_len=8186,
+    max_model_len=2042,
     max_temperature=float("inf"),
     adapts_head=False,
     places=None,

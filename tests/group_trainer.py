@@ -130,10 +130,14 @@ async def _serve(url: str, namespace: str, component: str, timeout_s: float, sta
         if what == "form":
             await ensure_group(sender, client)
             return sender.fingerprint
-        if what == "open":
+        if what in ("open", "open inline"):
             directory, bucket_bytes = argument
             update = Update(sender, directory, bucket_bytes, stated)
-            return sender.open(update.manifest)
+            transport = sender.open(update.manifest)
+            if what == "open":
+                return transport
+            told = {key: value for key, value in transport.items() if not key.startswith("manifest_")}
+            return {**told, "manifest": update.manifest.to_wire()}
         if what == "close":
             return sender.close()
         assert update is not None

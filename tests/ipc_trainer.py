@@ -1,7 +1,7 @@
-"""A trainer that publishes a directory's weights by `ipc`, in a process of its own: `python -m tests.ipc_trainer`.
+"""A trainer that publishes directories' weights by `ipc`, in a process of its own: `python -m tests.ipc_trainer`.
 
-It says one JSON object a line: `{"transport": …}`, then `{"at": bucket}` where it is told to hold, and `{"ended": …}`.
-It goes on from where it holds when it reads a line.
+It reads a JSON object a line for each publication, and says one a line: `{"transport": …}`, then `{"at": bucket}` where
+it is told to hold, and `{"ended": …}`. It goes on from where it holds when it reads an empty line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
 from rl_plane.publish.ipc import IpcSender
-from rl_plane.publish.packing import fill
+from rl_plane.publish.packing import Place, fill
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -29,16 +29,19 @@ BOUND_S = 60.0
 class Trainer:
     """The test's side."""
 
-    def __init__(self, directory: Path, receivers: int, **options: Any) -> None:
-        arguments = {"directory": str(directory), "receivers": receivers, **options}
+    def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ipc_trainer", json.dumps(arguments)],
+            [sys.executable, "-m", "tests.ipc_trainer"],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             preexec_fn=die_with_parent(),
         )
+
+    def publish(self, directory: Path, receivers: int, **options: Any) -> None:
+        """See `publish` below."""
+        self._write(json.dumps({"directory": str(directory), "receivers": receivers, **options}))
 
     async def says(self, key: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -49,8 +52,11 @@ class Trainer:
         return said
 
     def go_on(self) -> None:
+        self._write("")
+
+    def _write(self, line: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def kill(self) -> None:
@@ -65,7 +71,7 @@ class Trainer:
         self.process.stdout.close()
 
 
-def main(
+def publish(
     directory: str,
     receivers: int,
     kind: str = "base",
@@ -73,10 +79,11 @@ def main(
     holds: tuple[int, ...] = (),
     child: bool = False,
     corrupt: bool = False,
-    **bounds: float,
+    **bounds: Any,
 ) -> None:
-    """`holds`: before these buckets are packed. `child`: fork one there, which goes on living. `corrupt`: state other
-    digests than those of what is sent."""
+    """`holds`: before these buckets are packed; their number: before the digests are told; one more: when all have
+    everything. `child`: fork one there, which goes on living. `corrupt`: state other digests than those of what is
+    sent."""
     checkpoint = open_checkpoint(Path(directory), None, field="directory", kind=kind)  # type: ignore[arg-type]
     config = checkpoint.config.raw if checkpoint.config is not None else None
     manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
@@ -84,11 +91,14 @@ def main(
     _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
     digests: dict[str, str] = {}
 
-    def buffer(number: int) -> memoryview:
-        place = sender.buffer(number)
+    def hold(number: int) -> None:
         if number in holds:
             _say(at=number, child=_forked() if child else None)
             sys.stdin.readline()
+
+    def buffer(number: int) -> Place:
+        place = sender.buffer(number)
+        hold(number)
         return place
 
     try:
@@ -96,12 +106,14 @@ def main(
             sender.send(number)
         if corrupt:
             digests = dict.fromkeys(digests, "0" * 64)
+        hold(len(manifest.buckets))
         sender.finish(digests)
+        hold(len(manifest.buckets) + 1)
         _say(ended=None)
     except PlaneError as error:
         _say(ended=error.to_wire())
     finally:
-        sender.close()
+        sender.destroy()
         checkpoint.close()
 
 
@@ -118,4 +130,5 @@ def _say(**what: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        publish(**json.loads(line))

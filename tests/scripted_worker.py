@@ -117,7 +117,7 @@ class ScriptedWorker:
             async def publish(data: bytes) -> None:
                 await self._bus.nc.publish(message.reply, data)
 
-            sender = self._senders[stream_id] = StreamSender(publish)
+            sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)
             self._tasks[stream_id] = asyncio.create_task(self._serve(body, sender))
 
     async def _serve(self, body: dict[str, Any], sender: StreamSender) -> None:

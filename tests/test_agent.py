@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -238,3 +239,47 @@ def test_a_child_dies_with_its_parent() -> None:
         if not select.select([watched], [], [], 0)[0]:
             signal.pidfd_send_signal(watched, signal.SIGKILL)
         os.close(watched)
+
+
+_STARTER = """
+import multiprocessing, os, signal, sys, time
+
+def child(late, told):
+    if late:  # whoever started it is gone by the time it looks
+        os.kill(os.getppid(), signal.SIGKILL)
+        while os.getppid() == multiprocessing.parent_process().pid:
+            time.sleep(0.01)
+    from worker.agent.server import belong_to_worker
+    belong_to_worker()
+    os.write(told, b"alive")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    told = int(sys.argv[2])
+    os.set_inheritable(told, True)
+    context = multiprocessing.get_context("fork")
+    context.Process(target=child, args=(sys.argv[1] == "late", told)).start()
+    os.close(told)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on PR_SET_PDEATHSIG")
+@pytest.mark.parametrize("when", ["late", "running"])
+def test_an_engines_process_ends_with_who_started_it(tmp_path: Path, when: str) -> None:
+    (tmp_path / "starter.py").write_text(_STARTER)
+    read, write = os.pipe()
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    starter = subprocess.Popen(
+        [sys.executable, str(tmp_path / "starter.py"), when, str(write)], pass_fds=[write], env=environment
+    )
+    os.close(write)
+    with os.fdopen(read, "rb", buffering=0) as told, starter:
+        try:
+            if when == "running":
+                assert told.read(5) == b"alive"
+                starter.kill()
+            assert select.select([told], [], [], BOUND_S)[0]  # it has ended, and its end of the pipe with it
+            assert told.read(5) == b""
+        finally:
+            starter.kill()

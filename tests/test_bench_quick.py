@@ -42,6 +42,7 @@ DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for wh
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB", "digests alone"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
 ]
@@ -52,6 +53,7 @@ PULLS = [
     for what in (", digests not checked", "", ", staged")
     if have_nixl()
 ]
+BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", ", staged")]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [row["what"] for row in rows["deltas"]] == DELTAS
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
+    assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
     for row in [row for table in rows.values() for row in table]:
         assert 0 < row["median_s"] <= row["p99_s"]
 

@@ -239,6 +239,17 @@ async def test_the_longest_prompt_with_logprobs(plane: Plane, http: httpx.AsyncC
     assert error["param"] == "prompt_logprobs"
 
 
+async def test_a_reply_that_no_message_carries_is_refused(plane: Plane, http: httpx.AsyncClient) -> None:
+    """The text fits, the tokens that it makes do not."""
+    plane.spawn(max_model_len=2_000_000)
+    await update(plane, 1)
+    text = "\u00e9" * 450_000  # of each byte a token of two bytes
+    error = error_of(await http.post("/v1/completions", json={"prompt": text, "max_tokens": 3}), 413)
+    assert error["param"] == "prompt"
+    assert "max_payload" in error["fix"]
+    assert len((await ask(http, max_tokens=3, return_token_ids=True))["choices"][0]["token_ids"]) == 3
+
+
 HIDES = """
 import worker.engines.fake as fake
 honest = fake.FakeEngine.generate

@@ -697,45 +697,11 @@ async def test_without_its_trainer_a_worker_heals_from_another(
         source.kill()
         await heals(0, "two", 2)
         # What can't be fetched again by the transport that brought it, too.
-        pushing = IpcTrainer(witnesses.base(3), 2)
+        pushing = IpcTrainer()
         try:
+            pushing.publish(witnesses.base(3), 2)
             body = update_of((await pushing.says("transport"))["transport"], "three", keep_staged=True)
             await client.run("update_weights", body)
         finally:
             pushing.close()
         await heals(1, "three", 3)
-
-
-@needs_nixl
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in ("vllm", "sglang")]
-)
-async def test_an_engine_with_processes_takes_base_and_adapter(
-    plane: Plane, trainer: Callable[..., Trainer], engine: str
-) -> None:
-    from tests.test_engine_fleet import Mixed
-    from tests.test_frontend_generation import frontend
-
-    mixed, source, client = Mixed(plane), trainer(), await plane.client()
-    await mixed.start(engine)
-    async with frontend(plane, admission_wait_s=HEAL_S) as http:
-        for sequence, base in ((1, mixed.witness(2)), (2, mixed.tiny(1))):
-            transport = await source.offers(base, bucket_bytes=1 << 16)
-            await client.run("update_weights", update_of(transport, base.name, keep_staged=True))
-            await source.keeps()
-            await mixed.proven(http, sequence, base)
-        source.kill()
-        await mixed.start("hf")  # which takes what the engine keeps
-        await plane.until(lambda: all_serve(client, mixed.tiny(1).name), HEAL_S)
-        await mixed.proven(http, 2, mixed.tiny(1))
-        source = trainer()
-        transport = await source.offers(mixed.adapter(1), "lora", bucket_bytes=1 << 16)
-        target = {"kind": "lora", "op": "load", "name": "a"}
-        await client.run("update_weights", {"target": target, **update_of(transport, "a1")})
-        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))
-        transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
-        source.kill()
-        with pytest.raises(PlaneError, match="source_gone"):
-            await client.run("update_weights", update_of(transport, "never"))
-        await mixed.proven(http, 2, mixed.tiny(1), mixed.adapter(1))

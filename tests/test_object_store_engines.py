@@ -1,4 +1,5 @@
-"""The `object_store` transport into real models: the tokens after an update are those of plain transformers."""
+"""The `object_store` transport into real models: a worker that comes late, or again, fetches what is stored when its
+publisher is dead. vLLM and SGLang: tests/test_mixed_fleet.py; what comes late is the worker's, whatever its engine."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tests.test_engine_fleet import HEAL_S, START_S, Mixed
 from tests.test_frontend_generation import frontend
+from tests.test_hf_fleet import HEAL_S, Witnesses, proven
 from tests.test_object_store import MakePublisher, publisher
 from tests.test_plane_update import all_serve
 
@@ -20,46 +21,25 @@ if TYPE_CHECKING:
 
 __all__ = ["publisher"]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(400)
 
 BUCKET_BYTES = 1 << 16
 """Several for a tiny model."""
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "hf",
-        pytest.param("vllm", marks=pytest.mark.engines("vllm")),
-        pytest.param("sglang", marks=pytest.mark.engines("sglang")),
-    ],
-)
-async def test_base_and_adapter(plane: Plane, publisher: MakePublisher, engine: str) -> None:
-    mixed = Mixed(plane)
-    client = await plane.client()
-    await mixed.start(engine)
+async def test_base_and_adapter(plane: Plane, publisher: MakePublisher) -> None:
+    witnesses, client = Witnesses(plane), await plane.client()
+    ids = await asyncio.to_thread(witnesses.spawn, 1)
     trainer = publisher(plane, bucket_bytes=BUCKET_BYTES)
-    base, adapter = mixed.tiny(1), mixed.adapter(1)
+    target = {"kind": "lora", "op": "load", "name": "a"}
     async with frontend(plane, admission_wait_s=HEAL_S) as http:
-        await client.update_weights({"transport": await trainer.publish(base), "version": "tiny"})
-        await mixed.proven(http, 1, base)
-        await client.update_weights(
-            {
-                "target": {"kind": "lora", "op": "load", "name": "a"},
-                "transport": await trainer.publish(adapter, "lora"),
-                "version": "adapter",
-            }
-        )
-        await mixed.proven(http, 1, base, adapter)
-        if engine != "hf":
-            return  # what comes now is the worker's, whatever its engine
+        await client.update_weights({"transport": await trainer.publish(witnesses.base(2)), "version": "two"})
+        transport = await trainer.publish(witnesses.adapter(3), "lora")
+        await client.update_weights({"target": target, "transport": transport, "version": "a3"})
+        await proven(http, ids, 2, a=3)
         trainer.kill()
-        before = mixed.workers["hf"]
-        late = plane.spawn(ready=False, engine="hf", model=mixed.first)
-        await asyncio.to_thread(late.wait_ready, START_S)
-        before.kill()
-        await mixed.start("hf")
-        await plane.until(lambda: all_serve(client, "tiny"), HEAL_S)
-        await mixed.proven(http, 1, base, adapter)
-        mixed.workers["hf"] = late
-        await mixed.proven(http, 1, base, adapter)
+        late = await asyncio.to_thread(witnesses.spawn, 1)
+        plane.spawned[0].kill()
+        again = await asyncio.to_thread(witnesses.spawn, 1, instance_id=ids[0])
+        await plane.until(lambda: all_serve(client, "two"), HEAL_S)
+        await proven(http, late + again, 2, a=3)

@@ -359,6 +359,29 @@ fake.FakeEngine.start = start
     assert len(set(told.admitted)) == 1
 
 
+async def test_an_adapter_that_has_no_place_is_refused_before_it_is_decided(plane: Plane) -> None:
+    client = await plane.client()
+    patch = """
+import worker.engines.fake as fake
+from dataclasses import replace
+real = fake.FakeEngine.start
+async def start(self):
+    return replace(await real(self), max_adapters=1)
+fake.FakeEngine.start = start
+"""
+    ids = [one.instance_id for one in plane.spawn_many(2, patch=patch)]
+    base = await base_of(client)
+    one = await load(client, adapter(plane, 1))
+    with pytest.raises(InvalidRequest, match="no place") as caught:
+        await load(client, adapter(plane, 2), name="b")
+    assert caught.value.facts["field"] == "target.name"
+    await all_proven(client, ids, base, a=one)
+    two = await load(client, adapter(plane, 2), "swap")
+    await all_proven(client, ids, base, a=two)
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
+    await all_proven(client, ids, base, b=await load(client, adapter(plane, 3), name="b"))
+
+
 async def test_the_same_bytes_again_are_another_version(plane: Plane) -> None:
     client = await plane.client()
     ids = plane.spawn_copies(2)

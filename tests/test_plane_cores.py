@@ -13,6 +13,7 @@ from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
     InvalidWeights,
+    PayloadTooLarge,
     PlaneError,
     Unsupported,
     UpdateAborted,
@@ -282,6 +283,8 @@ def test_large_fleets_are_swept_more_slowly_and_advisories_slower_still() -> Non
 
 # ---- streams ----
 
+MAX_BYTES = 1000
+
 
 def number_of(packed: bytes) -> int:
     number: int = msgpack.unpackb(packed)["n"]
@@ -292,7 +295,7 @@ def number_of(packed: bytes) -> int:
 def test_whatever_is_lost_doubled_or_late_each_message_comes_once_in_order(seed: int) -> None:
     rng = random.Random(seed)
     total, now = 1000, 0.0
-    sender, receiver = SendWindow(now), ReceiveWindow()
+    sender, receiver = SendWindow(now, MAX_BYTES), ReceiveWindow()
     wire: list[bytes] = []
     got: list[int] = []
     for step in range(100_000):
@@ -322,7 +325,7 @@ def test_whatever_is_lost_doubled_or_late_each_message_comes_once_in_order(seed:
 
 
 def test_one_lost_message_brings_the_window_once_more_and_not_once_for_each_that_follows() -> None:
-    sender, receiver = SendWindow(0.0), ReceiveWindow()
+    sender, receiver = SendWindow(0.0, MAX_BYTES), ReceiveWindow()
     wire = [sender.add({}) for _ in range(WINDOW)]
     resent = 0
     for packed in wire[1:]:
@@ -343,7 +346,7 @@ def _credit(receiver: ReceiveWindow, resend: bool) -> dict[str, Any]:
 
 
 def test_a_window_without_credit_is_full() -> None:
-    sender = SendWindow(0.0)
+    sender = SendWindow(0.0, MAX_BYTES)
     while sender.has_room():
         sender.add({})
     assert sender.next == WINDOW
@@ -353,6 +356,15 @@ def test_a_window_without_credit_is_full() -> None:
     assert [number_of(packed) for packed in sender.credit(10, WINDOW - 2, True, 1.0)] == [WINDOW - 2, WINDOW - 1]
     sender.credit(WINDOW, WINDOW, True, 1.0)
     assert sender.all_confirmed()
+
+
+def test_a_message_that_is_too_large_takes_no_number() -> None:
+    sender = SendWindow(0.0, MAX_BYTES)
+    assert number_of(sender.add({})) == 0
+    with pytest.raises(PayloadTooLarge, match=str(MAX_BYTES)):
+        sender.add({"x": "y" * MAX_BYTES})
+    assert number_of(sender.add({})) == 1
+    assert [number_of(packed) for packed in sender.credit(0, 0, True, 1.0)] == [0, 1]
 
 
 def test_only_what_was_used_is_confirmed() -> None:
@@ -373,7 +385,7 @@ def test_only_what_was_used_is_confirmed() -> None:
 
 
 def test_a_sender_is_abandoned_after_a_silence_and_not_before() -> None:
-    sender = SendWindow(5.0)
+    sender = SendWindow(5.0, MAX_BYTES)
     assert not sender.abandoned(5.0 + ABANDONED_AFTER_S)
     assert sender.abandoned(5.1 + ABANDONED_AFTER_S)
     sender.credit(0, 0, False, 20.0)

@@ -18,7 +18,7 @@ import pytest
 from rl_plane.errors import BusUnreachable, DeadlineExceeded, InvalidRequest, NotFound, NoWorkers, PlaneError
 from rl_plane.nats_server import NatsServer
 from rl_plane.process import die_with_parent
-from rl_plane.sync import SyncRlClient, call_bound_s
+from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
 from worker.engines.fake import make_fake_model
 
 WORKERS = 2
@@ -171,3 +171,11 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(nats_url: str) -> Non
 )
 def test_every_call_has_a_bound(op: str, body: dict[str, object], low: float, high: float) -> None:
     assert low <= call_bound_s(op, body) <= high
+
+
+def test_what_was_prepared_is_completed_with_the_same_patience() -> None:
+    bounds = CallBounds()
+    assert bounds.of("complete_weights_update", {}) < 600
+    patient: dict[str, object] = {"policy": {"prepare_timeout_s": 2000}}
+    assert 2000 < bounds.of("prepare_weights_update", patient) == bounds.of("complete_weights_update", {})
+    assert bounds.of("update_weights", {}) < 600

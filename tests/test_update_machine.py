@@ -87,8 +87,15 @@ def lost(key: str) -> WorkerRow:
     return bad(key, WorkerLost("it died"))
 
 
-def attest(key: str, record: DecisionRecord | None = R0, admitted: bool = True, model: str = "model") -> WorkerRow:
-    return ok(key, record=record.to_wire() if record is not None else None, admitted=admitted, model_digest=model)
+def attest(
+    key: str,
+    record: DecisionRecord | None = R0,
+    admitted: bool = True,
+    model: str = "model",
+    failed: str | None = None,
+) -> WorkerRow:
+    wire = record.to_wire() if record is not None else None
+    return ok(key, record=wire, admitted=admitted, model_digest=model, failed=failed)
 
 
 def state(key: str, version: WeightVersion, ready: bool = True) -> WorkerRow:
@@ -794,7 +801,7 @@ def test_nobody_waits_for_a_trainer_without_staging() -> None:
 def test_what_was_pushed_is_waited_for_and_committed() -> None:
     driver = with_session(Call("complete", ""), ARMED, prepare=received())
     outcome = driver.outcome()
-    assert driver.phases == ["survey", "prepare", "decide", "session", "gate", "commit", "open", "open"]
+    assert driver.phases == ["survey", "prepare", "recheck", "decide", "session", "gate", "commit", "open", "open"]
     asked = driver.one(Ask, "prepare")
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
@@ -839,11 +846,41 @@ def test_one_that_listened_and_is_gone_is_not_asked() -> None:
     assert driver.phases == ["survey", "session", "abort"]
 
 
+@pytest.mark.parametrize(
+    ("policy", "failed", "gone", "lost"),
+    [
+        ({}, "", "", False),
+        ({}, "a", "", True),
+        ({}, "", "a", True),
+        ({"on_prepare_failure": "exclude"}, "a", "b", False),
+        ({"on_prepare_failure": "exclude"}, "a", "bc", True),
+        ({"on_prepare_failure": "exclude", "min_ready": 3}, "a", "", True),
+    ],
+)
+def test_what_nobody_can_receive_any_more_holds_up_nobody(
+    policy: dict[str, Any], failed: str, gone: str, lost: bool
+) -> None:
+    noted = replace(ARMED, update_id="before", body=body(transport=PUSH, policy=policy).model_dump())
+    driver = with_session(update(), noted)
+    driver.attests = [attest(key, failed="before" if key in failed else "another") for key in MEMBERS]
+    driver.members = {key: "another" if key in gone else one for key, one in MEMBERS.items()}
+    if not lost:
+        assert driver.error(Locked).facts["holder"] == "before"
+        return
+    driver.outcome()
+    assert driver.phases == ["survey", "clear", "clear", *WHOLE[1:]]
+    assert driver.one(Ask, "clear").body == {"update_id": "before"}
+
+
 def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
     driver = with_session(COMPLETE, ARMED)
     driver.members = {**MEMBERS, "d": "id"}
     assert "d joined" in driver.error(MembershipChanged).message
     assert driver.phases == ["survey", "session", "abort"]
+    meanwhile = replace(driver.surveyed(), members={**MEMBERS, "d": "id"})
+    driver = with_session(COMPLETE, ARMED, prepare=received(), recheck=meanwhile)
+    assert "d joined" in driver.error(MembershipChanged).message
+    assert driver.phases == ["survey", "prepare", "recheck", "session", "abort"]
     noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
     driver = with_session(COMPLETE, noted)
     driver.members = {**MEMBERS, "d": "id"}

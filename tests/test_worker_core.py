@@ -20,6 +20,7 @@ from worker.core import (
     Fetch,
     Instruction,
     Read,
+    Receiving,
     Relabel,
     Restore,
     Staged,
@@ -699,6 +700,18 @@ def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
     core.is_staged(Staged("heal-1", None, "d1", None))
     assert not core.depends_on_coordinator()
     assert core.coordinator_is(9, False, None) is None, "its own"
+
+
+def test_what_is_received_is_given_up_with_its_coordinator() -> None:
+    core = serving()
+    core.receiving = Receiving("u1", 5)
+    assert core.depends_on_coordinator()
+    assert core.still_coordinated(5)
+    assert not core.still_coordinated(6)
+    assert core.coordinator_is(5, True, None) is None, "it lives"
+    assert core.coordinator_is(5, False, "u1") is None, "it waits for another call"
+    assert core.coordinator_is(5, False, None) == "u1"
+    assert core.coordinator_is(9, True, None) == "u1"
 
 
 def test_what_is_decided_is_not_aborted() -> None:

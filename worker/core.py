@@ -121,6 +121,14 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
+class Receiving:
+    """On its way into staging, for a coordinator."""
+
+    update_id: str
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Change:
     """A difference between what is held and what is committed."""
 
@@ -135,6 +143,7 @@ class WorkerCore:
         self.state = state
         self.record: DecisionRecord | None = None
         self.staged: Staged | None = None
+        self.receiving: Receiving | None = None
         self.in_place = False
         """The model does not fit twice, as the last update that touched it said."""
         self.model_digest = model_digest
@@ -204,24 +213,30 @@ class WorkerCore:
 
     def depends_on_coordinator(self) -> bool:
         """Is something here that only its coordinator would end?"""
-        coordinated = self.staged is not None and self.staged.fence is not None
-        return coordinated or self._on_the_old()
+        return self._coordinated() is not None or self._on_the_old()
 
     def still_coordinated(self, fence: int) -> bool:
         """Is the lock, which is held under `fence`, that of whoever coordinates what is here?"""
         self._alone = False
-        staged = self.staged
-        return staged is None or staged.fence is None or fence <= staged.fence
+        here = self._coordinated()
+        return here is None or fence <= here.fence
 
     def coordinator_is(self, fence: int, held: bool, waiting_for: str | None) -> str | None:
-        """What the leader says of lock and session: the staged update that was given up, to be dropped.
+        """What the leader says of lock and session: the update here that was given up, to be dropped.
         `waiting_for`: the update that is prepared and waits for another call."""
         self._alone = self._on_the_old() and not held
-        staged = self.staged
-        if staged is None or staged.fence is None or (held and fence <= staged.fence):
+        here = self._coordinated()
+        if here is None or (held and fence <= here.fence):
             return None
-        decided = self.record is not None and self.record.update_id == staged.update_id
-        return None if decided or waiting_for == staged.update_id else staged.update_id
+        decided = self.record is not None and self.record.update_id == here.update_id
+        return None if decided or waiting_for == here.update_id else here.update_id
+
+    def _coordinated(self) -> Receiving | None:
+        """What a coordinator has begun here: staged, or still received."""
+        staged = self.staged
+        if staged is None or staged.fence is None:
+            return self.receiving
+        return Receiving(staged.update_id, staged.fence)
 
     def check_undecided(self, update_id: str | None) -> None:
         """What the record names is decided, whatever its coordinator has heard of it."""

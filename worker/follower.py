@@ -28,6 +28,7 @@ from worker.core import (
     Fetch,
     Instruction,
     Read,
+    Receiving,
     Relabel,
     Restore,
     Swap,
@@ -320,7 +321,7 @@ class RecordFollower:
 
     def _wanted_of(self, body: ops.Prepare, transport: ops.Transport, name: str | None, fence: int) -> Wanted:
         """Checked: this worker and its engine can do it."""
-        self._updates.check(name, body.staging, transport.backend)
+        self._updates.check(name, body.staging, transport.backend, self._state.adapters)
         return Wanted(
             body.update_id,
             transport.model_dump(),
@@ -485,8 +486,13 @@ class RecordFollower:
     # ---- coordinators that fall silent ----
 
     async def ask_after_coordinator(self) -> None:
-        """A staging, or a roll, belongs to a coordinator; when that is gone, the record decides."""
+        """A staging, a reception or a roll belongs to a coordinator; when that is gone, the record decides."""
         self._core.ticked(time.monotonic())
+        wanted = self._updates.receiving
+        if wanted is None or wanted.fence is None:
+            self._core.receiving = None
+        else:
+            self._core.receiving = Receiving(wanted.update_id, wanted.fence)
         if not self._core.depends_on_coordinator():
             return
         # In this order: a session that is over was decided or aborted before, and the record tells which.
@@ -500,7 +506,7 @@ class RecordFollower:
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
             log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
-            await self._updates.drop(given_up)
+            await self._updates.give_up(given_up)
         self.look()
 
     async def abort(self, update_id: str | None, fence: int) -> bool:

@@ -78,7 +78,7 @@ class GenerationService:
         async def publish(data: bytes) -> None:
             await self._bus.nc.publish(reply, data)
 
-        sender = self._senders[stream_id] = StreamSender(publish)
+        sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)
         task = self._tasks[stream_id] = asyncio.create_task(self._serve(stream_id, body, sender))
         task.add_done_callback(lambda _: self._forget(stream_id))
 

@@ -13,7 +13,7 @@ from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import ByRank, Handler
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
 from worker.updates import Staging, WeightUpdates
 
@@ -120,6 +120,7 @@ class OpHandlers:
             record=record.to_wire() if record is not None else None,
             admitted=self._state.admission()["open"],
             model_digest=self._core.model_digest,
+            failed=self._updates.failed,
         )
 
     def _describe(self, body: ops.Empty, fence: int) -> ops.DescribeReply:
@@ -261,7 +262,7 @@ class OpHandlers:
 
     def _refuse_incapable(self, op: str) -> None:
         if (reason := self._info.capabilities.get(op)) is not None:
-            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op")
+            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op", fix=LACKING)
 
     # ---- admission ----
 

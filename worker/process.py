@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import platform
@@ -67,7 +68,10 @@ def check_options(options: WorkerOptions) -> None:
 def run(options: WorkerOptions, on_ready: Callable[[list[str]], None] | None = None) -> int:
     """Runs until SIGTERM, SIGINT or the engine's death; the exit code. `on_ready` gets the instance ids."""
     check_options(options)
-    return asyncio.run(_engine_side(options, on_ready or (lambda _: None)))
+    try:
+        return asyncio.run(_engine_side(options, on_ready or (lambda _: None)))
+    finally:
+        gc.freeze()  # else the interpreter looks through all that an engine imports before it ends, for seconds
 
 
 async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], None]) -> int:

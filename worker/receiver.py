@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.checkpoint import Kind
-from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase, PlaneError
+from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.ops import PreparedReply
 from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes
 from worker.reception import Cancelled, Link, Reception, Staged, WeightHolder
@@ -43,9 +44,15 @@ def _installed() -> dict[str, type[WeightTransport]]:
     return found
 
 
-def load_transports(places: Places) -> dict[str, WeightTransport]:
-    """One of each that is installed."""
-    return {name: kind(places) for name, kind in _installed().items()}
+def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTransport]:
+    """One of each that is installed, and can work here. `device`: where the model is."""
+    here, found = replace(places, device=device), {}
+    for name, kind in _installed().items():
+        try:
+            found[name] = kind(here)
+        except Unsupported as error:
+            log.info("there is no %s transport: %s", name, error)
+    return found
 
 
 class Receiver:

@@ -23,15 +23,18 @@ _WITNESS_GAIN = 30.0
 """Of a witness adapter's rows, ten times those of the base: its greedy token leads by more than 90 nats."""
 
 
-def make_tiny_adapter(model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS) -> Path:
-    """Writes a random adapter of a model directory, in the model's dtype, to `path`; gives `path` back."""
+def make_tiny_adapter(
+    model: Path, path: Path, seed: int, r: int = 4, targets: tuple[str, ...] = TARGETS, std: float = _STD
+) -> Path:
+    """Writes a random adapter of a model directory, in the model's dtype, to `path`; gives `path` back. `targets`:
+    names of modules, or what they end with."""
     import torch
 
     weights = _weights(Path(model))
     modules = [
         name.removesuffix(".weight")
         for name, weight in weights.items()
-        if weight.dim() == 2 and name.removesuffix(".weight").rpartition(".")[2] in targets
+        if weight.dim() == 2 and f".{name}".removesuffix(".weight").endswith(tuple(f".{end}" for end in targets))
     ]
     source = torch.Generator().manual_seed(seed)
     tensors: dict[str, Any] = {}
@@ -39,7 +42,7 @@ def make_tiny_adapter(model: Path, path: Path, seed: int, r: int = 4, targets: t
         weight = weights[f"{module}.weight"]
         outputs, inputs = weight.shape
         a, b = torch.randn(r, inputs, generator=source), torch.randn(outputs, r, generator=source)
-        tensors |= _pair(module, a * _STD, b * _STD, weight.dtype)
+        tensors |= _pair(module, a * std, b * std, weight.dtype)
     return _write(path, tensors, r=r, lora_alpha=2 * r, target_modules=sorted(targets))
 
 

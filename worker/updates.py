@@ -7,22 +7,25 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
 from rl_plane.ops import PreparedReply
 from worker.engine_loop import EngineLoop
-from worker.engines.base import EngineAdapter, EngineInfo
+from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.reception import Link, Reception
 
 log = logging.getLogger("worker.updates")
 
-KNOWN_TRANSPORTS = frozenset({"ipc", "nixl", "object_store"})
+KNOWN_TRANSPORTS = frozenset({"ipc", "nccl", "nixl", "object_store"})
 """Names that other workers may know: not an error of the caller's."""
 
-EXTRAS = {"nixl": "install rl-plane[nixl] beside this worker, or use filesystem"}
+EXTRAS = {
+    "nccl": "put the model on a GPU, or use gloo",
+    "nixl": "install rl-plane[nixl] beside this worker, or use filesystem",
+}
 """What brings a transport to a worker that lacks it."""
 
 ABORT_WAIT_S = 30.0
@@ -129,6 +132,17 @@ class WeightUpdates:
         """The update that is being received or is staged."""
         return self._busy.update_id if self._busy is not None else None
 
+    @property
+    def failed(self) -> str | None:
+        """The update that it listened for in vain, until that is asked for, or another one comes."""
+        return self._failed.wanted.update_id if self._failed is not None else None
+
+    @property
+    def receiving(self) -> Wanted | None:
+        """Nobody has called it off."""
+        one = self._receiving
+        return one.wanted if one is not None and not one.cancelled.is_set() else None
+
     def check_backend(self, backend: str) -> None:
         if backend in self._info.transports:
             return
@@ -144,18 +158,21 @@ class WeightUpdates:
             fix=f"this worker has {', '.join(self._info.transports)}",
         )
 
-    def check(self, name: str | None, staging: str, backend: str | None) -> None:
-        """Refuses, before anything is touched, what this engine or worker can't do."""
+    def check(self, name: str | None, staging: str, backend: str | None, loaded: Collection[str] = ()) -> None:
+        """Refuses, before anything is touched, what this engine or worker can't do. `loaded`: the adapters that it
+        has."""
         if name is not None:
             self._refuse_incapable("prepare_update:lora", "target.kind")
         if staging == "none":
             self._refuse_incapable("prepare_update:unstaged", "policy.staging")
         if backend is not None:
             self.check_backend(backend)
+            if name is not None:  # loaded or swapped; without a backend it goes
+                self._info.check_place(name, loaded)
 
     def _refuse_incapable(self, capability: str, field: str) -> None:
         if (reason := self._info.capabilities.get(capability)) is not None:
-            raise Unsupported(f"{self._info.engine}: {reason}", field=field)
+            raise Unsupported(f"{self._info.engine}: {reason}", field=field, fix=LACKING)
 
     async def prepare(self, wanted: Wanted, taint: Taint = _nothing) -> PreparedReply:
         """Idempotent by `update_id`: asked again, it waits for the same receive or gives the same answer.
@@ -269,6 +286,14 @@ class WeightUpdates:
         self._taken = staged.wanted
         self._set(None)
         return staged.name
+
+    async def give_up(self, update_id: str) -> None:
+        """As `drop`, but does not wait until a receive notices."""
+        receiving = self._receiving
+        if receiving is not None and receiving.wanted.update_id == update_id:
+            receiving.cancelled.set()
+        else:
+            await self.drop(update_id)
 
     async def drop(self, update_id: str | None) -> bool:
         """Ends a receive and discards what is staged (None: of any update). Whether there was something."""

@@ -57,10 +57,16 @@ class Kept:
 
 
 class Supervisor:
-    """`failed` is set when something could not even start; `end` then is, too."""
+    """`failed` is set when something could not even start; `end` then is, too. `pause`: see `pause_before`."""
 
-    def __init__(self, printer: Printer, event: Event, on_line: Callable[[str, bytes, int], None]) -> None:
-        self._printer, self._event, self._on_line = printer, event, on_line
+    def __init__(
+        self,
+        printer: Printer,
+        event: Event,
+        on_line: Callable[[str, bytes, int], None],
+        pause: Callable[[int], float] = pause_before,
+    ) -> None:
+        self._printer, self._event, self._on_line, self._pause = printer, event, on_line, pause
         self.end = asyncio.Event()
         self.failed: PlaneError | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -109,7 +115,7 @@ class Supervisor:
                 self._fail(PlaneError(f"{words}, before it was ready", fix=f"see the lines of {kept.name} above"))
                 return
             restarts = 0 if ready_at and time.monotonic() - ready_at[0] > STEADY_S else restarts
-            pause = pause_before(restarts)
+            pause = self._pause(restarts)
             words += f"; it starts again in {pause:g} s" if kept.restart else "; the others go on"
             self._event(words, event="died", name=kept.name, pid=pid, exit_code=code, restart=kept.restart)
             if not kept.restart:
@@ -144,7 +150,7 @@ class Supervisor:
                     self._nats.start()  # on this thread, with which it is to die; tens of milliseconds
                 except PlaneError as error:
                     self._event(f"nats-server did not start: {error}", event="failed", name="nats")
-                    await asyncio.sleep(pause_before(restarts))
+                    await asyncio.sleep(self._pause(restarts))
                     restarts += 1
                     continue
                 pid = self._nats.process.pid

@@ -12,7 +12,7 @@ from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, RlClient
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.facade import call_facade
 from rl_plane.fleet import Fleet
-from rl_plane.sync import SyncRlClient, call_bound_s
+from rl_plane.sync import CallBounds, SyncRlClient
 
 FleetLike = RlClient | Fleet | SyncRlClient | str
 """A client, or a URL: `http://…` of the facade, `nats://…` of the server."""
@@ -35,12 +35,13 @@ class BlockingFleet:
         self.component: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._close: Callable[[], None] | None = None
+        bounds = CallBounds()
         if isinstance(fleet, str) and fleet.startswith(("http://", "https://")):
             url = fleet
             select = {"component": component} if component is not None else {}
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-                return call_facade(url, admin_key, op, {**body, **select}, call_bound_s(op, body), request_id)
+                return call_facade(url, admin_key, op, {**body, **select}, bounds.of(op, body), request_id)
         elif isinstance(fleet, (str, SyncRlClient)):
             if isinstance(fleet, str):
                 fleet = SyncRlClient.connect(fleet, namespace, component or DEFAULT_COMPONENT, name="publisher")
@@ -63,7 +64,7 @@ class BlockingFleet:
                 ) from error
 
             def run(op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-                return _on_loop(loop, merged, op, body, request_id)
+                return _on_loop(loop, merged, op, body, request_id, bounds.of(op, body))
         else:
             raise InvalidRequest(
                 f"{type(fleet).__name__} is no fleet",
@@ -85,10 +86,9 @@ class BlockingFleet:
 
 
 def _on_loop(
-    loop: asyncio.AbstractEventLoop, fleet: Fleet, op: str, body: dict[str, Any], request_id: str
+    loop: asyncio.AbstractEventLoop, fleet: Fleet, op: str, body: dict[str, Any], request_id: str, bound_s: float
 ) -> dict[str, Any]:
     call = asyncio.run_coroutine_threadsafe(fleet.run(op, body, request_id), loop)
-    bound_s = call_bound_s(op, body)
     try:
         return call.result(bound_s)
     except concurrent.futures.TimeoutError:

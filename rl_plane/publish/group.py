@@ -14,6 +14,7 @@ sender.close()
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import threading
 import time
@@ -21,20 +22,26 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from blake3 import blake3
+
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
 from rl_plane.manifest import Manifest
 from rl_plane.publish.sender import Surroundings
 from rl_plane.torch_group import (
-    DIGEST_BYTES,
+    AHEAD,
     FORM_AGAIN,
     JOIN_TIMEOUT_S,
     LOOK_S,
     RECEIVE_TIMEOUT_S,
     Broadcast,
     Group,
+    Lifelines,
     Place,
+    digest_tensor,
+    gpu,
     import_torch,
 )
+from rl_plane.versions import DIGEST_PREFIX
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +52,14 @@ INIT_TIMEOUT_S = 330.0
 """Beyond the op's own time-out."""
 END_S = 5.0
 """For a group to be taken down. What a dead peer left posted takes longer, and is not waited for."""
-AHEAD = 2
-"""Buckets in memory: one is packed while the one before is sent."""
 
 
 class GroupSender:
     """A Sender. The store by which a group forms listens at `host`:`port` (0: any) for as long as this lives."""
 
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
+    bucket_bytes: ClassVar[int] = 32 << 20
+    """Each side keeps two of them; larger ones are no faster."""
 
     def __init__(
         self,
@@ -62,9 +69,12 @@ class GroupSender:
         port: int = 0,
         timeout_s: float = RECEIVE_TIMEOUT_S,
         join_timeout_s: float = JOIN_TIMEOUT_S,
+        device: str = "cuda:0",
     ) -> None:
-        """`host`: as the workers reach this process. `timeout_s`: of a whole update."""
+        """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
+        nccl."""
         self.backend: str = backend
+        self._device = gpu(_here(device)) if backend == "nccl" else None
         self.fingerprint = ""
         """Of the fleet that is in the group."""
         self._host = host
@@ -74,9 +84,15 @@ class GroupSender:
         self._store: Any = None
         self._group: Group | None = None
         self._manifest: Manifest | None = None
+        self._manifest_key = ""
         self._places: list[torch.Tensor] = []
         self._under_way: dict[int, Broadcast] = {}
         self._deadline = 0.0
+
+    @property
+    def port(self) -> int:
+        """Of the store, once a group was formed."""
+        return int(self._store.port)
 
     @property
     def formed(self) -> bool:
@@ -87,12 +103,14 @@ class GroupSender:
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
         body = self._announce()
+        lifelines = Lifelines.of_trainer(self._host)
+        body["lifeline_port"] = lifelines.port
         withdrawn = threading.Event()
         joined: list[Group | PlaneError] = []
 
         def join() -> None:
             try:
-                joined.append(self._join(body["group"], withdrawn))
+                joined.append(self._join(body["group"], lifelines, withdrawn))
             except PlaneError as error:
                 joined.append(error)
 
@@ -128,15 +146,18 @@ class GroupSender:
             "timeout_s": self._timeout_s,
         }
 
-    def _join(self, name: str, withdrawn: threading.Event) -> Group:
+    def _join(self, name: str, lifelines: Lifelines, withdrawn: threading.Event) -> Group:
         """Once a worker says how many ranks there are."""
         key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
         while not self._store.check([key]):
             if withdrawn.wait(LOOK_S) or time.monotonic() > until:
+                lifelines.close()
                 raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
         size = int(self._store.get(key))
-        place = Place(self.backend, name, self._host, self._store.port, size, 0, self._timeout_s)
-        return Group(place, self._join_timeout_s)
+        place = Place(
+            self.backend, name, self._host, self._store.port, size, 0, self._timeout_s, device=self._device
+        )
+        return Group(place, self._join_timeout_s, lifelines)
 
     def leave(self) -> None:
         """Drops the group; the store goes on listening."""
@@ -158,13 +179,17 @@ class GroupSender:
         group = self._whole()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         self._manifest = manifest
-        self._places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        told = json.dumps(manifest.to_wire()).encode()
+        self._manifest_key = f"manifest-{secrets.token_hex(4)}"
+        group.put(self._manifest_key, told)
+        self._places = group.lanes(sizes)
         self._under_way = {}
         self._deadline = time.monotonic() + self._timeout_s
         return {
             "backend": self.backend,
             "group": group.place.group,
-            "manifest": manifest.to_wire(),
+            "manifest_key": self._manifest_key,
+            "manifest_digest": DIGEST_PREFIX + blake3(told).hexdigest(),
             "num_buckets": len(sizes),
         }
 
@@ -183,12 +208,13 @@ class GroupSender:
         if manifest.tensor_digests is None:
             self._state_digest(group, None if digests is None else manifest.digested(digests).digest)
         group.barrier().wait("the last receiver", self._deadline)
+        group.remove(self._manifest_key)
         self._forget()
 
     def _state_digest(self, group: Group, digest: str | None) -> None:
-        data = group.tensor(DIGEST_BYTES)
+        data = digest_tensor()
         if digest is not None:
-            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix("blake3:"))
+            memoryview(data.numpy())[:] = bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))
         group.broadcast(data).wait("the digest", self._deadline)
 
     def close(self) -> None:
@@ -223,12 +249,14 @@ class FleetGroupSender(GroupSender):
     """Forms its group by itself."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], around: Surroundings) -> None:
-        around.check_options(backend, "host", "port", "timeout_s")
+        device = ("device",) if backend == "nccl" else ()
+        around.check_options(backend, "host", "port", "timeout_s", *device)
         host, port = around.address()
         timeout_s = around.options.get("timeout_s", RECEIVE_TIMEOUT_S)
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise InvalidRequest(f"timeout_s is {timeout_s!r}", field="options.timeout_s", fix="give some seconds")
-        super().__init__(backend, host=host, port=port, timeout_s=timeout_s)
+        at = around.options.get("device", "cuda:0")
+        super().__init__(backend, host=host, port=port, timeout_s=timeout_s, device=at)
         self._run = around.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -237,13 +265,24 @@ class FleetGroupSender(GroupSender):
         return super().open(manifest)
 
 
+def _here(device: object) -> str | None:
+    """If it is one of this machine's."""
+    torch = import_torch()
+    known = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if known and device not in known:
+        raise InvalidRequest(
+            f"device is {str(device)[:64]!r}", field="options.device", fix=f"use one of {', '.join(known)}"
+        )
+    return str(device) if known else None
+
+
 def build_gloo(around: Surroundings) -> FleetGroupSender:
     """Options: see `Surroundings.address`; `timeout_s`, of a whole update."""
     return FleetGroupSender("gloo", around)
 
 
 def build_nccl(around: Surroundings) -> FleetGroupSender:
-    """As `build_gloo`."""
+    """As `build_gloo`; `device`, the trainer's: `cuda:0`."""
     return FleetGroupSender("nccl", around)
 
 

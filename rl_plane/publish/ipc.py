@@ -1,8 +1,8 @@
-"""The sender of the `ipc` transport: weights for the engines on the trainer's own machine, through shared memory.
+"""The sender of the `ipc` transport: weights for the engines on the trainer's own machine.
 
-Two buffers without a name, which receivers map read-only. A bucket is packed into one of them while the other is read;
-a buffer is used again when every receiver that is still there has taken what was in it. One that dies is noticed at
-once; one that stands still is given up. See `ipc_wire`.
+Two buffers, in memory without a name which receivers map read-only, or on a GPU (`ipc_cuda`). A bucket is packed into
+one of them while the other is read; a buffer is used again when every receiver that is still there has taken what was
+in it. One that dies is noticed at once; one that stands still is given up. See `ipc_wire`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import msgpack
 
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from rl_plane.manifest import Manifest
+from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, given_up
 from rl_plane.publish.ipc_wire import (
     BACKEND,
     BUFFERS,
@@ -39,6 +40,7 @@ from rl_plane.publish.ipc_wire import (
     same_user,
     send_packet,
 )
+from rl_plane.publish.packing import Place
 from rl_plane.publish.sender import Surroundings, world_size
 
 log = logging.getLogger("rl_plane.publish.ipc")
@@ -55,8 +57,12 @@ SILENT_RECEIVER_S = 60.0
 LOOK_S = 0.5
 """How often it is looked who is silent."""
 
+GIVE_UP_S = 3.0
+"""For receivers to give up the memory of a GPU, which CUDA wants before it is freed. They look for the end all the
+time, unless they stand still."""
+
 CLOSE_S = 5.0
-"""For the thread to end, which waits for nothing."""
+"""For the thread to end, which waits for nothing else."""
 
 _not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
 """Sockets and memory. A child that a trainer forks (a data loader's) would keep them: receivers would not see that the
@@ -85,9 +91,11 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 class IpcSender:
     """A Sender. `receivers`: how many will come to an update, asked when it is opened: each rank of each engine is one.
-    The buffers stay for the next update."""
+    `on_gpus`: whether all of them have GPUs. Buffers in host memory stay for the next update, those of a GPU don't."""
 
     backend = BACKEND
+    device = "cpu"
+    """Where the tensors of the next update are."""
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
     """When the fleet is to be asked: the buffers hold two buckets, and receivers make room for more."""
 
@@ -95,15 +103,17 @@ class IpcSender:
         self,
         receivers: Callable[[], int],
         *,
+        on_gpus: Callable[[], bool] = lambda: False,
         first_receiver_s: float = FIRST_RECEIVER_S,
         other_receivers_s: float = OTHER_RECEIVERS_S,
         silent_receiver_s: float = SILENT_RECEIVER_S,
     ) -> None:
         self._receivers = receivers
+        self._on_gpus = on_gpus
         self._first_receiver_s = first_receiver_s
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
-        self._buffers: list[_Memory] = []
+        self._buffers = _HostBuffers()
         self._update: _Update | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -112,13 +122,13 @@ class IpcSender:
         receivers = self._receivers()
         if receivers < 1:
             raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
-        nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
-        if len(self._buffers) < count or self._buffers[0].nbytes < nbytes:
-            self._buffers.clear()  # before there are new ones
-            self._buffers = [_Memory(nbytes) for _ in range(count)]
+        if self.device.startswith("cuda") and self._on_gpus():
+            buffers: _HostBuffers | GpuBuffers = GpuBuffers(manifest, buffer_bytes(manifest), self.device)
+        else:
+            buffers = self._buffers.fit(manifest)
         self._update = _Update(
             manifest,
-            self._buffers[:count],
+            buffers,
             receivers,
             self._first_receiver_s,
             self._other_receivers_s,
@@ -126,13 +136,13 @@ class IpcSender:
         )
         return {"backend": BACKEND, "socket": self._update.name}
 
-    def buffer(self, number: int) -> memoryview:
+    def buffer(self, number: int) -> Place:
         update = self._open_update()
         update.await_free(number)
-        return memoryview(update.buffers[number % BUFFERS].map)[: update.manifest.buckets[number].nbytes]
+        return update.buffers.place(number)
 
     def send(self, number: int) -> None:
-        self._open_update().send({"bucket": number})
+        self._open_update().send_bucket(number)
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         update = self._open_update()
@@ -148,7 +158,7 @@ class IpcSender:
 
     def destroy(self) -> None:
         self.close()
-        self._buffers = []
+        self._buffers = _HostBuffers()
 
     def _open_update(self) -> _Update:
         if self._update is None:
@@ -169,6 +179,10 @@ class _Receiver:
     """Turns that it has answered."""
     since: float
     """Of its last word, or of the last that was said to it."""
+    handles: list[Handle]
+    """Of a GPU's memory, that it has open."""
+    named: bool
+    """It has all that it needs to be told of turns."""
 
 
 class _Update:
@@ -177,7 +191,7 @@ class _Update:
     def __init__(
         self,
         manifest: Manifest,
-        buffers: list[_Memory],
+        buffers: _HostBuffers | GpuBuffers,
         expected: int,
         first_receiver_s: float,
         other_receivers_s: float,
@@ -202,7 +216,13 @@ class _Update:
         packed: bytes = msgpack.packb(manifest.to_wire())
         self._manifest = _Memory(len(packed))
         self._manifest.map[: len(packed)] = packed
-        self._first = {"protocol": PROTOCOL, "manifest": len(packed), "buffer": buffers[0].nbytes}
+        self._on_gpu = isinstance(buffers, GpuBuffers)
+        self._first = {
+            "protocol": PROTOCOL,
+            "manifest": len(packed),
+            "buffer": buffers.nbytes,
+            "cuda": self._on_gpu,
+        }
         self._wake, self._woken = socket.socketpair()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
@@ -213,6 +233,13 @@ class _Update:
         self._thread.start()
 
     # ---- the trainer's thread ----
+
+    def send_bucket(self, number: int) -> None:
+        with self._changed:  # nobody comes meanwhile, who would need buffers on another GPU
+            self._check()
+            if isinstance(self.buffers, GpuBuffers):
+                self.buffers.filled(number)
+            self.send({"bucket": number})
 
     def send(self, turn: dict[str, Any]) -> None:
         with self._changed:
@@ -298,14 +325,14 @@ class _Update:
             log.warning("a process of another user wanted the weights")
             connection.close()
             return
-        receiver = _Receiver(connection, 0, 0, time.monotonic())
+        receiver = _Receiver(connection, 0, 0, time.monotonic(), [], not self._on_gpu)
         try:
             if self._begun_without:
                 send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
                 connection.close()
                 return
-            descriptors = [self._manifest.descriptor, *(memory.descriptor for memory in self.buffers)]
-            send_packet(connection, self._first, descriptors)
+            buffers = self.buffers.descriptors if isinstance(self.buffers, _HostBuffers) else []
+            send_packet(connection, self._first, [self._manifest.descriptor, *buffers])
         except OSError:
             connection.close()
             return
@@ -319,12 +346,12 @@ class _Update:
     def _tell(self, receiver: _Receiver) -> None:
         """The turns that it doesn't know of: three packets at most, for which there is always room."""
         try:
-            while receiver.told < len(self._turns):
+            while receiver.named and receiver.told < len(self._turns):
                 send_packet(receiver.connection, self._turns[receiver.told])
                 receiver.told += 1
                 receiver.since = time.monotonic()
         except OSError as error:
-            self._drop(receiver, str(error))
+            self._drop(receiver, str(error), gone=not isinstance(error, BlockingIOError))
 
     def _read(self, receiver: _Receiver) -> None:
         try:
@@ -332,7 +359,13 @@ class _Update:
         except BlockingIOError:
             return
         except (OSError, EOFError, ValueError) as error:
-            self._drop(receiver, str(error))
+            self._drop(receiver, str(error), gone=not isinstance(error, ValueError))
+            return
+        if not receiver.named and answer.keys() == {"gpu"}:
+            self._name(receiver, answer["gpu"])
+            return
+        if receiver.handles and answer == {"closed": True}:
+            receiver.handles = []
             return
         if answer != {"taken": receiver.taken} or receiver.taken >= receiver.told:
             self._drop(receiver, f"it said {str(answer)[:100]}")
@@ -343,15 +376,45 @@ class _Update:
             self._ended += 1
             self._forget(receiver)
 
+    def _name(self, receiver: _Receiver, gpu: Any) -> None:
+        """The handles of the buffers on its GPU."""
+        assert isinstance(self.buffers, GpuBuffers)
+        try:
+            receiver.handles = self.buffers.shared(gpu)
+            send_packet(receiver.connection, {"handles": [one.to_wire() for one in receiver.handles]})
+        except (OSError, ValueError, Unavailable) as error:
+            given_up(receiver.handles)
+            with contextlib.suppress(OSError):
+                send_packet(receiver.connection, {"error": str(error)})
+            self._drop(receiver, str(error))
+            return
+        receiver.named = True
+        self._tell(receiver)
+
     def _drop_silent(self) -> None:
         limit = time.monotonic() - self._silent_receiver_s
         for receiver in list(self._receivers.values()):
-            if receiver.taken < receiver.told and receiver.since < limit:
+            if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
-    def _drop(self, receiver: _Receiver, why: str) -> None:
+    def _drop(self, receiver: _Receiver, why: str, gone: bool = False) -> None:
+        if gone and receiver.handles and not self._said_closed(receiver):
+            given_up(receiver.handles)
         log.info("a receiver is given up after %d of %d turns: %s", receiver.taken, receiver.told, why)
         self._forget(receiver)
+
+    def _said_closed(self, receiver: _Receiver) -> bool:
+        """Before its connection ended. An error of the connection comes once, ahead of what was said."""
+        for _ in range(BUFFERS + 2):
+            try:
+                answer, _ = read_packet(receiver.connection)
+            except EOFError:
+                return False
+            except (OSError, ValueError):
+                continue
+            if answer == {"closed": True}:
+                return True
+        return False
 
     def _forget(self, receiver: _Receiver) -> None:
         del self._receivers[receiver.connection]
@@ -360,10 +423,51 @@ class _Update:
         receiver.connection.close()
 
     def _release(self) -> None:
+        if isinstance(self.buffers, GpuBuffers):
+            self._await_given_up()
+            self.buffers.close()
         for receiver in list(self._receivers.values()):
             self._forget(receiver)
         for one in (self._listener, self._woken, self._wake):
             one.close()
+
+    def _await_given_up(self) -> None:
+        """Ends what receivers wait for, and waits until they have given up the GPU's memory."""
+        give_up = time.monotonic() + GIVE_UP_S
+        for receiver in self._receivers.values():
+            with contextlib.suppress(OSError):
+                receiver.connection.shutdown(socket.SHUT_WR)
+        while any(receiver.handles for receiver in self._receivers.values()) and time.monotonic() < give_up:
+            for key, _ in self._selector.select(max(0.0, give_up - time.monotonic())):
+                if key.fileobj in self._receivers:
+                    self._look(key.fileobj)
+
+
+class _HostBuffers:
+    """In memory that receivers map. They outlast an update: touching new memory takes longer than copying into it."""
+
+    def __init__(self) -> None:
+        self._made: list[_Memory] = []
+        self._sizes: list[int] = []
+
+    def fit(self, manifest: Manifest) -> _HostBuffers:
+        nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
+        if len(self._made) < count or self.nbytes < nbytes:
+            self._made.clear()  # before there are new ones
+            self._made = [_Memory(nbytes) for _ in range(count)]
+        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return self._made[0].nbytes
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [one.descriptor for one in self._made[: min(BUFFERS, len(self._sizes))]]
+
+    def place(self, number: int) -> memoryview:
+        return memoryview(self._made[number % BUFFERS].map)[: self._sizes[number]]
 
 
 class _Memory:
@@ -391,4 +495,9 @@ class _Memory:
 def build(around: Surroundings) -> IpcSender:
     """It has no options."""
     around.check_options(BACKEND)
-    return IpcSender(lambda: world_size(around.workers()) - 1)
+
+    def on_gpus() -> bool:
+        rows = around.run("describe", {})["workers"]
+        return all(str(row.get("device", "")).startswith("cuda") for row in rows)
+
+    return IpcSender(lambda: world_size(around.workers()) - 1, on_gpus=on_gpus)

@@ -4,11 +4,14 @@ Over a Unix socket of the kind SEQPACKET under an abstract name, which nobody ha
 small msgpack map. The bytes of the weights, and the manifest, which can be large, are in memory that has no name and
 comes as descriptors with the first packet; the kernel frees it when the last process that has it ends.
 
-    trainer → receiver   {protocol, manifest, buffer} and the descriptors of the manifest and of the buffers
+    trainer → receiver   {protocol, manifest, buffer, cuda} and the descriptors of the manifest and of the buffers
+                         {handles}                     of two buffers on its GPU, for a receiver that has said which
                          {bucket: 0}, {bucket: 1}, …   each in its turn, in the buffer number % BUFFERS
                          {end: digest | None}          of the version, in the turn after the last bucket
                          {error: text}                 in place of any of them
-    receiver → trainer   {taken: 0}, {taken: 1}, …     one for each turn; the buffer may be used again
+    receiver → trainer   {gpu: UUID}                   of its own, where the buffers are on GPUs
+                         {taken: 0}, {taken: 1}, …     one for each turn; the buffer may be used again
+                         {closed: true}                before the last turn: it has given up the GPU's memory
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rl_plane.manifest import ALIGN_BYTES, Manifest
 
 BACKEND = "ipc"
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 BUFFERS = 2
 """One is packed while the other is read."""
@@ -51,7 +54,11 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 def check_platform() -> None:
     if sys.platform != "linux":
-        raise Unsupported("ipc needs Linux: memory and sockets without names")
+        raise Unsupported(
+            "ipc needs Linux: memory and sockets without names",
+            field="transport.backend",
+            fix="use nixl or filesystem",
+        )
 
 
 def address(name: str) -> str:
@@ -61,8 +68,17 @@ def address(name: str) -> str:
 def same_user(connection: socket.socket) -> bool:
     """Is the process at the other end (of a connection that we made: the one that listens) of our user? Others may
     know the name: it is in /proc/net/unix."""
+    return _credentials(connection)[1] == os.geteuid()
+
+
+def peer_pid(connection: socket.socket) -> int:
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
 
 
 def buffer_bytes(manifest: Manifest) -> int:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
 Tensor = Union["torch.Tensor", HostTensor]
+Place = Union[memoryview, "torch.Tensor"]
+"""Of a bucket's bytes: in host memory, or as uint8 on a GPU."""
 Named = Iterable[tuple[str, Tensor]]
 
 
@@ -26,15 +28,16 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(dtype, tuple(tensor.shape))
 
 
-def copy_into(place: memoryview, tensor: Tensor) -> None:
+def copy_into(place: Place, tensor: Tensor) -> None:
     """The tensor's raw bytes, row-major. `place` is as long."""
     if isinstance(tensor, HostTensor):
+        assert isinstance(place, memoryview), "what is in host memory is not sent from a GPU"
         place[:] = tensor.data
     elif place.nbytes:
         import torch
 
-        to = torch.frombuffer(place, dtype=tensor.dtype)
-        to.copy_(tensor.detach().reshape(-1))
+        whole = torch.frombuffer(place, dtype=torch.uint8) if isinstance(place, memoryview) else place
+        whole.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -66,7 +69,7 @@ def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterato
 def fill(
     manifest: Manifest,
     tensors: Named,
-    buffer: Callable[[int], memoryview],
+    buffer: Callable[[int], Place],
     digests: dict[str, str] | None = None,
 ) -> Iterator[int]:
     """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
@@ -79,8 +82,12 @@ def fill(
             place = data[placed.offset : placed.offset + placed.spec.nbytes]
             copy_into(place, tensor)
             if digests is not None:
-                digests[placed.name] = tensor_digest(place)
+                digests[placed.name] = _hash(place)
         yield number
+
+
+def _hash(place: Place) -> str:
+    return tensor_digest(place if isinstance(place, memoryview) else memoryview(place.cpu().numpy()))
 
 
 def _dtypes() -> dict[Any, str]:

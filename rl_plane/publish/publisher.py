@@ -27,14 +27,22 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rl_plane.client import DEFAULT_NAMESPACE
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, Locked, NotAtBase, PlaneError, Unavailable
+from rl_plane.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Locked,
+    NotAtBase,
+    PlaneError,
+    StaleFence,
+    Unavailable,
+)
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.ops import UpdateWeights, parse_body
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
-from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sender import KeepingSender, PushingSender, Sender, Surroundings, members
+from rl_plane.publish.packing import Place, Tensor, fill
+from rl_plane.publish.sender import DeviceSender, KeepingSender, PushingSender, Sender, Surroundings, members
 from rl_plane.publish.senders import AUTO, choose, installed, make_sender
 from rl_plane.publish.sources import Names, Taken, as_source
 from rl_plane.sync import call_bound_s
@@ -42,7 +50,8 @@ from rl_plane.sync import call_bound_s
 log = logging.getLogger("rl_plane.publish")
 
 ATTEMPTS = 3
-"""An update whose answer was lost, or which found the fleet locked, is asked again under its id."""
+"""An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
+under its id."""
 AGAIN_S = 1.0
 DRAIN_S = 600.0
 """How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on
@@ -375,6 +384,8 @@ class _Attempt:
         if bucket_bytes is None:
             bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
         manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
+        if isinstance(sender, DeviceSender):
+            sender.device = taken.device
         self._body["transport"] = sender.open(manifest)
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
@@ -386,7 +397,7 @@ class _Attempt:
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication._tells("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
 
-        def buffer(number: int) -> memoryview:
+        def buffer(number: int) -> Place:
             return _sent(lambda: sender.buffer(number))
 
         for number in fill(manifest, taken.tensors, buffer, self._digests):
@@ -495,7 +506,7 @@ class _Attempt:
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._fleet.run(op, body, request_id)
-            except Unavailable:
+            except (Unavailable, StaleFence):
                 if self._error is not None:
                     raise
                 time.sleep(AGAIN_S)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
+from rl_plane.publish.packing import Place
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -42,7 +43,7 @@ class Sender(Protocol):
 
     def open(self, manifest: Manifest) -> dict[str, Any]: ...
 
-    def buffer(self, number: int) -> memoryview: ...
+    def buffer(self, number: int) -> Place: ...
 
     def send(self, number: int) -> None: ...
 
@@ -51,6 +52,12 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
     def destroy(self) -> None: ...
+
+
+@runtime_checkable
+class DeviceSender(Sender, Protocol):
+    device: str
+    """Where the tensors of the next update are, as torch calls it; told before `open`."""
 
 
 @runtime_checkable

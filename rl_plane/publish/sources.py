@@ -53,6 +53,8 @@ class Taken:
     adapter_config: bytes | None = None
     """Of an adapter: its `adapter_config.json`."""
     close: Callable[[], None] = _nothing
+    device: str = "cpu"
+    """Of the tensors that will come, as far as it is known."""
 
 
 class Source(Protocol):
@@ -124,14 +126,20 @@ class ExportSource:
         """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks?"""
         self._export = export
         self._specs = list(specs) if specs is not None else None
+        self._device = "cpu"
         self._dtype = dtype
         self._names = names
         self.collective = collective
 
     def take(self) -> Taken:
         if self._specs is None:
-            self._specs = _checked((name, spec_of(tensor)) for name, tensor in self._whole())
-        return Taken(self._specs, self._whole())
+            self._specs = _checked(self._described())
+        return Taken(self._specs, self._whole(), device=self._device)
+
+    def _described(self) -> Iterator[tuple[str, TensorSpec]]:
+        for name, tensor in self._whole():
+            self._device = str(getattr(tensor, "device", "cpu"))
+            yield name, spec_of(tensor)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._export():
@@ -254,7 +262,7 @@ def _taken(
         seen.add(identity)
         sent.append((new_name, tensor))
     specs = _checked((name, _spec(tensor, dtype)) for name, tensor in sent)
-    return Taken(specs, _whole(sent, dtype), adapter_config)
+    return Taken(specs, _whole(sent, dtype), adapter_config, device=_device(sent[0][1]))
 
 
 def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
@@ -355,6 +363,12 @@ def _identity(tensor: Any) -> Any:
     if not storage:
         return id(tensor)
     return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _device(tensor: Any) -> str:
+    """Where `_whole` brings it."""
+    mesh = getattr(tensor, "device_mesh", None)
+    return str(tensor.device if mesh is None else mesh.device_type)
 
 
 def _spec(tensor: Any, dtype: torch.dtype | None) -> TensorSpec:

@@ -97,6 +97,8 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         check(not case.of_a_worker or update.result().clear, told)
         fleet.note(f"{told}; at last: {answer}")
         after = (await fleet.whole())["version"]
+        if case.fault == "kill":
+            check(not (orphans := fleet.orphans()), f"processes outlived their worker: {orphans}")
     finally:
         fleet.release()
         if update is not None:

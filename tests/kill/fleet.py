@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from rl_plane.cli.children import Printer
-from rl_plane.cli.supervisor import Kept, Supervisor
+from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
 from rl_plane.cli.up import python
 from rl_plane.demo.processes import child_environment
 from rl_plane.nats_server import NatsServer
@@ -43,6 +43,8 @@ ANSWER_S = 40.0
 CLEAR_S = 60.0
 """For an answer to the repeated call that is neither "try again" nor a lost connection."""
 POLL_S = 0.02
+VITAL = ("VLLM::", "sglang::")
+"""So begin the names of the processes that an engine can't do without."""
 TAIL_LINES = 12
 
 
@@ -89,8 +91,11 @@ class RealFleet:
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
         self._made = 0
+        self._doomed: list[psutil.Process] = []
+        """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
         self._printer = Printer()
-        self._supervisor = Supervisor(self._printer, self._event, self._line)
+        # Who is killed in one case after another is not to wait longer each time.
+        self._supervisor = Supervisor(self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
         self._rollouts: Rollouts | None = None
         self._nats = NatsServer(store=tmp / "store")
@@ -161,14 +166,26 @@ class RealFleet:
 
     def kill(self, name: str) -> None:
         self._event(f"the test kills {name}")
-        os.kill(self.pid(name), signal.SIGKILL)
+        pid = self.pid(name)
+        self._doom(pid)
+        os.kill(pid, signal.SIGKILL)
+
+    def _doom(self, pid: int) -> None:
+        process = psutil.Process(pid)
+        self._doomed = [process, *process.children(recursive=True)]
 
     def kill_engine(self, instance_id: str, chance: random.Random) -> None:
         """One of the processes that the worker's engine has."""
-        children = psutil.Process(self.pid(instance_id)).children(recursive=True)
-        child = chance.choice(sorted(children, key=lambda child: child.pid))
+        self._doom(self.pid(instance_id))
+        _, *children = self._doomed
+        vital = [child for child in children if child.name().startswith(VITAL)]
+        child = chance.choice(sorted(vital, key=lambda child: child.pid))
         self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
+
+    def orphans(self) -> list[str]:
+        """Of what was killed last; once the fleet is whole again, there should be none."""
+        return [f"{process.name()} ({process.pid})" for process in self._doomed if _lives(process)]
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)
@@ -324,3 +341,10 @@ class RealFleet:
                 update = asyncio.create_task(call())
             await asyncio.sleep(POLL_S)
         return update
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

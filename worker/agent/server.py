@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
+import os
 import select
 import signal
 import socket
@@ -28,12 +30,23 @@ Method = Callable[[Mapping[str, Any], Cancelled], Any]
 """Arguments and answers are plain values."""
 
 
+def belong_to_worker() -> None:
+    """For a process that an engine has started, for a worker: it ends with who started it."""
+    die_with_parent()
+    os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
+    os.dup2(2, 1)  # what the worker says on its standard output is for who started it
+
+
 def die_with_parent() -> None:
-    """The kernel ends this process when the thread that started it does. Linux only; elsewhere nothing happens."""
+    """The kernel ends this process when the thread that started it does; where that has ended before, it ends now.
+    Linux only; elsewhere nothing happens."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
         log.warning("a worker that is killed leaves this process behind: there is no prctl here")
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:

@@ -11,8 +11,8 @@ import os
 import tempfile
 from pathlib import Path
 
-MAX_SOCKET_DIRECTORY = 80
-"""Characters: a Unix socket's whole path has at most 107."""
+MAX_SOCKET_DIRECTORY = 70
+"""Characters: a Unix socket's whole path has at most 107, and vLLM's names of 36 are in there too."""
 
 
 def socket_directory() -> Path:

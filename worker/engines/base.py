@@ -13,7 +13,7 @@ for what this engine or build can't do, `InvalidRequest` for bad input (the engi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,6 +26,9 @@ from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
 from worker.transports.base import Places
+
+LACKING = "do without, or name workers that can: describe tells what each lacks"
+"""The fix of what one engine can't do."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 PauseMode = Literal["keep", "wait", "abort"]
@@ -97,6 +100,17 @@ class EngineInfo:
     """What its receivers can receive by."""
     deterministic: bool = False
     memory_saver: bool = False
+    max_adapters: int | None = None
+    """That may be loaded at once. None: as many as there is memory for."""
+
+    def check_place(self, adapter: str, loaded: Collection[str]) -> None:
+        """For this adapter, beside those that are loaded."""
+        if self.max_adapters is not None and adapter not in loaded and len(loaded) >= self.max_adapters:
+            raise InvalidRequest(
+                f"{len(loaded)} adapters are loaded, more have no place here",
+                field="target.name",
+                fix="unload one, or start the engine with a larger --engine-arg max_loras",
+            )
 
 
 class EngineAdapter(Protocol):

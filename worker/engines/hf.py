@@ -23,7 +23,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupporte
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
 from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
@@ -134,7 +134,7 @@ class HfEngine:
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
         self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
-        self._receiver = Receiver(self._holder, load_transports(self._options.places))
+        self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()
         room = min(config.max_position_embeddings, self._arguments.num_blocks * self._arguments.page_size)
@@ -394,4 +394,4 @@ def _capabilities() -> dict[str, str]:
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise Unsupported(reason, reason=reason)
+    raise Unsupported(reason, field="op", fix=LACKING)

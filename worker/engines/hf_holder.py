@@ -35,7 +35,7 @@ class HfHolder:
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         if not have_peft():
-            raise Unsupported(NO_PEFT, reason=NO_PEFT)
+            raise Unsupported(NO_PEFT, field="target.kind", fix="install rl-plane[hf] beside the worker")
         return self.adapters.spec(config)
 
     def stage_adapter(

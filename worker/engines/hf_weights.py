@@ -151,7 +151,7 @@ def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
     counted, starts, total = {}, {}, 0
     for name, tensor in fused.items():
         if not tensor.is_contiguous():
-            raise Unsupported(f"{name} of {type(model).__name__} is not contiguous: the hf engine can't update it")
+            raise _not_as_saved(model, name)
         counted[name] = torch.arange(total, total + tensor.numel()).reshape(tensor.shape)
         starts[name] = total
         total += tensor.numel()
@@ -169,9 +169,17 @@ def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
         except RuntimeError:  # the strides lead out of the tensor
             found = False
         if not found:
-            raise Unsupported(f"{type(model).__name__} keeps {name} in a form that the hf engine can't update")
+            raise _not_as_saved(model, name)
         views[name] = fused[source].reshape(-1).as_strided(numbers.shape, stride, offset)
     return views
+
+
+def _not_as_saved(model: Any, name: str) -> Unsupported:
+    return Unsupported(
+        f"{type(model).__name__} keeps {name} in a form that the hf engine can't update",
+        field="model",
+        fix="serve this model with another engine",
+    )
 
 
 def _storage_owner(at: Mapping[int, str], tensor: torch.Tensor) -> str:

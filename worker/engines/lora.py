@@ -20,7 +20,8 @@ MAX_RANK = 1 << 16
 MAX_ALPHA = 1e6
 """More than any use, and far from overflow."""
 
-NO_LORA = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+SWITCH_ON = "start it with --engine-arg max_lora_rank=16 (or the rank that your adapters have)"
+NO_LORA = f"its LoRA is off: {SWITCH_ON}"
 """Why an engine takes no adapter that could."""
 
 _PREFIX = "base_model.model."

@@ -72,11 +72,15 @@ class RankHolder(ABC):
                 field="adapter_config.r",
                 fix="start it with a larger --engine-arg max_lora_rank",
             )
+        linear = self._linear_modules()
+        modules = target_modules(lora, linear.shapes, linear.others)
+        self._check_targets(lora, modules)
+        return lora, modules, lora_spec(lora, modules, linear.shapes, dict.fromkeys(modules, self._dtype))
+
+    def _linear_modules(self) -> LinearModules:
         if self._linear is None:
             self._linear = linear_modules(self._model_directory)
-        modules = target_modules(lora, self._linear.shapes, self._linear.others)
-        self._check_targets(lora, modules)
-        return lora, modules, lora_spec(lora, modules, self._linear.shapes, dict.fromkeys(modules, self._dtype))
+        return self._linear
 
     @abstractmethod
     def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:

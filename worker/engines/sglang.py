@@ -18,7 +18,7 @@ from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupporte
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.lora import NO_LORA
 from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
@@ -37,7 +37,7 @@ UNUSED_WAIT_S = 5.0
 CHECK_TIMEOUT_S = 600.0
 """Of a check of all weights: it reads each byte."""
 
-NO_SAVER = "start it on a GPU with --engine-arg enable_memory_saver=true"
+NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
 
@@ -152,7 +152,7 @@ class SglangEngine:
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, info.vocab_size, info.max_model_len)
         if request.seed is not None and (reason := info.capabilities.get("generate:seed")) is not None:
-            raise Unsupported(reason, field="seed")
+            raise Unsupported(reason, field="seed", fix="leave it out")
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         text, spans = IncrementalText(self._tokenizer), SpanLog()
@@ -437,7 +437,7 @@ class SglangEngine:
         assert self._info is not None, "start sets it"
         reason = self._info.capabilities.get(op)
         if reason is not None:
-            raise Unsupported(reason, reason=reason)
+            raise Unsupported(reason, field="op", fix=LACKING)
 
 
 def _sglang_tags(tags: list[str]) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
-from worker.engines.hf_weights import host_copies
-from worker.engines.lora import NO_LORA, LoraConfig
+from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
+from worker.engines.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
@@ -41,8 +41,18 @@ class SglangHolder(RankHolder):
     def stage_adapter(
         self, config: Mapping[str, Any], tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> StagedAdapter:
-        lora, _, spec = self._adapter(config)
-        return StagedAdapter(lora, dict(host_copies(tensors, spec, frozenset(), cast, cancelled)))
+        lora, modules, spec = self._adapter(config)
+        staged = dict(host_copies(tensors, spec, frozenset(), cast, cancelled))
+        return StagedAdapter(lora, self._nothing_beside(lora, modules) | staged)
+
+    def _nothing_beside(self, lora: LoraConfig, modules: list[str]) -> dict[str, torch.Tensor]:
+        """Zeros for the modules that SGLang has in one layer with these: it takes an adapter of all of them only, and
+        ends itself when a request comes for another one."""
+        linear = self._linear_modules().shapes
+        layers = {_layer_of(name) for name in modules}
+        beside = [name for name in linear if name not in modules and _layer_of(name) in layers]
+        spec = lora_spec(lora, beside, linear, dict.fromkeys(beside, self._dtype))
+        return {name: torch.zeros(each.shape, dtype=DTYPE_OF_NAME[each.dtype]) for name, each in spec.items()}
 
     def put_adapter(self, staged: StagedAdapter, name: str, lora_id: str) -> None:
         reference = lora_reference(name, lora_id)
@@ -60,7 +70,7 @@ class SglangHolder(RankHolder):
 
     def _manager(self) -> Any:
         if self._lora is None:
-            raise Unsupported(f"this SGLang has no LoRA: {NO_LORA}")
+            raise Unsupported("this SGLang has no LoRA", field="target.kind", fix=SWITCH_ON)
         return self._lora
 
     def _max_rank(self) -> int:
@@ -85,7 +95,11 @@ class SglangHolder(RankHolder):
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         runners = self._scheduler.weight_updater._select_runners()
         if len(runners) != 1:
-            raise Unsupported("SGLang holds more than one model: a draft's weights can't be updated")
+            raise Unsupported(
+                "SGLang holds more than one model: a draft's weights can't be updated",
+                field="target.kind",
+                fix="start it without speculative decoding",
+            )
         updater = runners[0][1].weight_updater
         model = runners[0][1].model
         with self._lock, torch.no_grad():
@@ -96,6 +110,15 @@ class SglangHolder(RankHolder):
                 model.load_weights(iter(tensors))
             finally:
                 updater.end_weight_update(run_post_load=False)
+
+
+def _layer_of(module: str) -> tuple[str, str]:
+    """The layer of SGLang's that has it, maybe among others: the query's, the key's and the value's are one."""
+    from sglang.srt.lora.utils import get_normalized_target_modules
+
+    parent, _, name = module.rpartition(".")
+    (layer,) = get_normalized_target_modules([name])
+    return parent, layer
 
 
 def _sglang_config(lora: LoraConfig) -> Any:

@@ -7,15 +7,20 @@ import os
 from typing import Any
 
 MARK = "RL_PLANE_SGLANG"
-"""In the environment of the engines that the adapter builds: what a rank must know, as JSON."""
+"""In the environment of the processes that the adapter starts: what they must know, as JSON."""
 
 METHOD = "rl_plane"
 """The scheduler's method that a remote call of the adapter's names."""
 
 
 def register() -> None:
-    if MARK not in os.environ:
+    told = os.environ.get(MARK)
+    if told is None:
         return
+    if json.loads(told)["worker"] != os.getpid():
+        from worker.agent.server import belong_to_worker
+
+        belong_to_worker()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)

@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -178,16 +179,24 @@ class SglangProcess:
         os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # raw, not scaled by the temperature
         os.environ[MARK] = json.dumps(
             {
+                "worker": os.getpid(),
                 "device": self._device,
                 "directory": str(self._directory),
                 "model": str(self._options.model.absolute()),
                 "places": self._options.places.to_wire(),
             }
         )
+        plugins, files = os.environ.get("SGLANG_PLUGINS"), tempfile.tempdir
+        if plugins:
+            os.environ["SGLANG_PLUGINS"] = f"{plugins},rl_plane"
+        tempfile.tempdir = str(self._directory)  # where it puts its sockets, and leaves them
         try:
             yield
         finally:
             del os.environ[MARK]
+            tempfile.tempdir = files
+            if plugins:
+                os.environ["SGLANG_PLUGINS"] = plugins
 
     def _build(self, first_key: str) -> None:
         from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager

@@ -13,7 +13,7 @@ from typing import Any
 from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.server import AgentServer, receiver_methods
 from worker.engines.hf_weights import StagedTensors
-from worker.engines.sglang_holder import SglangHolder, StagedAdapter
+from worker.engines.sglang_holder import SglangHolder, StagedAdapter, model_device
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Staged
 from worker.transports.base import Places
@@ -26,7 +26,8 @@ class Rank:
         model = Path(told["model"])
         self._scheduler = scheduler
         self._holder = SglangHolder(model, scheduler)
-        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"])))
+        device = str(model_device(scheduler.tp_worker.model_runner.model))
+        self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"]), device))
         self._taken: Staged | None = None
         self._outcome: PlaneError | None = None
         """Of the last call: SGLang passes on the first rank's alone, and of that the words."""

@@ -24,7 +24,7 @@ from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
 from worker.agent.wire import socket_directory
-from worker.engines.base import CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
@@ -47,7 +47,7 @@ _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
-_NO_SLEEP = "vLLM's sleep mode is off: start it with --engine-arg enable_sleep_mode=true"
+_NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 _VITAL = "VLLM::"
 """So begin the names of its processes."""
@@ -115,7 +115,7 @@ class VllmEngine:
             before = descendants()
             # On this thread, which it holds up: the children end with the thread that starts them.
             try:
-                self._build()
+                self._build(self._directory)
             finally:
                 self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
             self._streams = Streams(self._llm, eos)
@@ -130,7 +130,7 @@ class VllmEngine:
             raise EngineFailed(f"vLLM did not start: {error}") from error
         return self._info
 
-    def _build(self) -> None:
+    def _build(self, directory: Path) -> None:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -147,7 +147,8 @@ class VllmEngine:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         arguments = completed(self._arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-        with _environment(thread_binding(ranks) if on_cpu else None, self._options.deterministic):
+        binding = thread_binding(ranks) if on_cpu else None
+        with _environment(directory, binding, self._options.deterministic):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
@@ -184,6 +185,7 @@ class VllmEngine:
             transports=ranks.transports,
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
+            max_adapters=self._lora_places(),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -296,7 +298,7 @@ class VllmEngine:
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, info.vocab_size, info.max_model_len)
         if request.prompt_logprobs and (reason := info.capabilities.get("generate:prompt_logprobs")) is not None:
-            raise Unsupported(reason, field="prompt_logprobs")
+            raise Unsupported(reason, field="prompt_logprobs", fix="leave it out")
         text, spans = IncrementalText(self._tokenizer), SpanLog()
         told: list[int] | None = prompt
         try:
@@ -431,12 +433,13 @@ class VllmEngine:
         """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
         try:
             self._check_paused()
-            await self._forget_base()
-            await self._on_ranks("rl_plane_swap", staging)
-            await self._add_loras()
+            await asyncio.to_thread(self._receivers().rows, "take", {"staging": staging})
         except BaseException:
             await self._forget(staging)
             raise
+        await self._forget_base()
+        await self._on_ranks("rl_plane_swap")
+        await self._add_loras()
         flushed = await self.flush_cache()
         await self._name_state(version, dict(self._state.adapters))
         return flushed
@@ -471,16 +474,15 @@ class VllmEngine:
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         self._check_paused()
+        assert self._info is not None, "start sets it"
         before = self._loras.get(name)
         if staging is None:
             return await self._unload(name, before)
-        if before is None and len(self._loras) >= self._lora_places():
+        try:
+            self._info.check_place(name, self._loras)  # vLLM would make one
+        except InvalidRequest:
             await self._forget(staging)
-            raise InvalidRequest(
-                f"{len(self._loras)} adapters are loaded, more have no place here",
-                field="target.name",
-                fix="unload one, or start the engine with a larger --engine-arg max_loras",
-            )
+            raise
         rows = await asyncio.to_thread(self._receivers().rows, "take_adapter", {"staging": staging})
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
@@ -496,10 +498,12 @@ class VllmEngine:
         await self._name_state(self._state.base, self._state.adapters | {name: version})
         return flushed
 
-    def _lora_places(self) -> int:
+    def _lora_places(self) -> int | None:
         from vllm.platforms import current_platform
 
         limits = self._llm.vllm_config.lora_config
+        if limits is None:
+            return None
         # On a CPU the last slot is kept empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
@@ -569,7 +573,7 @@ class VllmEngine:
     def _able_to_sleep(self) -> Any:
         llm = self._running()
         if (reason := self._no_sleep()) is not None:
-            raise Unsupported(reason, reason=reason)
+            raise Unsupported(reason, field="op", fix=LACKING)
         return llm
 
 
@@ -587,7 +591,7 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment(binding: str | None, deterministic: bool) -> Iterator[None]:
+def _environment(sockets: Path, binding: str | None, deterministic: bool) -> Iterator[None]:
     """For vLLM's processes."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
@@ -596,6 +600,7 @@ def _environment(binding: str | None, deterministic: bool) -> Iterator[None]:
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
         ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
     ):

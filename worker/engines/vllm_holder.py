@@ -13,7 +13,7 @@ import torch
 
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
-from worker.engines.lora import NO_LORA, LoraConfig
+from worker.engines.lora import SWITCH_ON, LoraConfig
 from worker.engines.rank_holder import RankHolder
 from worker.engines.vllm_adapter_files import write_adapter
 from worker.engines.weight_checks import WeightChecks, noise
@@ -86,7 +86,7 @@ class VllmHolder(RankHolder):
     def _max_rank(self) -> int:
         limits = self._runner.lora_config
         if not limits:
-            raise Unsupported(f"this vLLM has no LoRA: {NO_LORA}")
+            raise Unsupported("this vLLM has no LoRA", field="target.kind", fix=SWITCH_ON)
         return int(limits.max_lora_rank)
 
     def _check_targets(self, lora: LoraConfig, modules: list[str]) -> None:

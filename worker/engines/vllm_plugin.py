@@ -16,12 +16,9 @@ def register() -> None:
     worker = os.environ.get(MARK)
     if worker is None or worker == str(os.getpid()):
         return
-    from worker.agent.server import die_with_parent
+    from worker.agent.server import belong_to_worker
 
-    die_with_parent()
-    os.kill(int(worker), 0)  # raises where the worker was gone before
-    os.setpgid(0, 0)  # Ctrl-C is for the worker, which lets requests end first
-    os.dup2(2, 1)  # what the worker says on its standard output is for who started it
+    belong_to_worker()
     _poll_politely()
 
 

@@ -25,16 +25,19 @@ class RankExtension:
 
     model_runner: Any
     rank: int
+    rl_plane_taken: StagedTensors | None = None
+    """For the next swap."""
 
     def rl_plane_start(self, model: str, directory: str, places: dict[str, Any]) -> dict[str, Any]:
         def start() -> None:
             # It warns of tables that are in no checkpoint, at each reload.
             logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
             holder = VllmHolder(Path(model), Path(directory), self.model_runner, self.rank)
-            self.rl_plane_receiver = Receiver(holder, load_transports(Places.from_wire(places)))
+            transports = load_transports(Places.from_wire(places), str(self.model_runner.device))
+            self.rl_plane_receiver = Receiver(holder, transports)
             self.rl_plane_holder = holder
             methods = receiver_methods(self.rl_plane_receiver, self.rank)
-            methods |= _own_methods(self.rl_plane_receiver, holder)
+            methods |= self._rl_plane_methods()
             # With the second model runner the adapter refuses such requests.
             if self.model_runner.lora_config and not self.model_runner.vllm_config.use_v2_model_runner:
                 score_prompts_by_token(self.model_runner)
@@ -47,11 +50,12 @@ class RankExtension:
     def rl_plane_ping(self) -> int:
         return os.getpid()
 
-    def rl_plane_swap(self, staging: str) -> dict[str, Any]:
+    def rl_plane_swap(self) -> dict[str, Any]:
+        """By what was taken."""
+
         def swap() -> None:
-            staged = self.rl_plane_receiver.take(staging)
-            if not isinstance(staged, StagedTensors):
-                raise EngineFailed(f"{staging} is an adapter")
+            staged, self.rl_plane_taken = self.rl_plane_taken, None
+            assert staged is not None, "taken before"
             self.rl_plane_holder.swap(staged)
 
         return _outcome(swap)
@@ -59,18 +63,29 @@ class RankExtension:
     def rl_plane_check(self, action: str) -> dict[str, Any]:
         return _outcome(lambda: _check(self.rl_plane_holder, action))
 
+    def _rl_plane_methods(self) -> dict[str, Method]:
+        receiver, holder = self.rl_plane_receiver, self.rl_plane_holder
 
-def _own_methods(receiver: Receiver, holder: VllmHolder) -> dict[str, Method]:
-    def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
-        staged = receiver.take(body["staging"])
-        if not isinstance(staged, StagedAdapter):
-            raise EngineFailed(f"{body['staging']} is no adapter")
-        return {"path": staged.take()}
+        def take(body: Mapping[str, Any], _: Cancelled) -> None:
+            staged = receiver.take(body["staging"])
+            if not isinstance(staged, StagedTensors):
+                raise EngineFailed(f"{body['staging']} is an adapter")
+            self.rl_plane_taken = staged
 
-    def check(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
-        return _check(holder, body["action"])
+        def discard(body: Mapping[str, Any], _: Cancelled) -> None:
+            self.rl_plane_taken = None  # another rank may have had nothing to take
+            receiver.discard(body["staging"])
 
-    return {"take_adapter": take_adapter, "check": check}
+        def take_adapter(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+            staged = receiver.take(body["staging"])
+            if not isinstance(staged, StagedAdapter):
+                raise EngineFailed(f"{body['staging']} is no adapter")
+            return {"path": staged.take()}
+
+        def check(body: Mapping[str, Any], _: Cancelled) -> dict[str, Any]:
+            return _check(holder, body["action"])
+
+        return {"take": take, "discard": discard, "take_adapter": take_adapter, "check": check}
 
 
 def _check(holder: VllmHolder, action: str) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Streams:
         try:
             queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks
-            raise InvalidRequest(f"vLLM refuses it: {error}", field="request", fix="change it") from error
+            field = getattr(error, "parameter", None) or "request"
+            raise InvalidRequest(f"vLLM refuses it: {error}", field=field, fix="give what vLLM takes") from error
         stream.submitted.set()
         return queue
 

@@ -22,7 +22,7 @@ from rl_plane.versions import HostTensor, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where weights may come from, as the operator has said."""
+    """Where weights may come from, as the operator has said; and where they go."""
 
     weight_roots: tuple[Path, ...] = ()
     """The only directories that may be read, symlinks resolved."""
@@ -30,6 +30,8 @@ class Places:
     namespace: str = DEFAULT_NAMESPACE
     component: str = DEFAULT_COMPONENT
     """The only ones whose stored objects may be read."""
+    device: str = "cpu"
+    """Of the model in this process, as torch calls it."""
 
     def to_wire(self) -> dict[str, Any]:
         return {**asdict(self), "weight_roots": [str(root.absolute()) for root in self.weight_roots]}
@@ -69,7 +71,8 @@ class Delivery(Protocol):
 class WeightTransport(Protocol):
     backend: str
 
-    def __init__(self, places: Places) -> None: ...
+    def __init__(self, places: Places) -> None:
+        """Unsupported where it can't work for the model of this process: the worker then does without it."""
 
     def init(self, config: Mapping[str, Any]) -> None:
         """Sets up what outlives one update (a group, a registration). Idempotent."""

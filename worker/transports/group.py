@@ -1,7 +1,9 @@
 """The `gloo` and `nccl` transports: buckets that a trainer broadcasts to every rank of the fleet.
 
 `init_transport {backend, group, master_address, master_port, timeout_s?}` forms the group; the plane adds `world_size`
-and each worker's `rank_offset`. Then `{backend, group?, manifest, num_buckets?}` receives one update in it.
+and each worker's `rank_offset`. Then one update is received in it. Its manifest is in the group's store, as JSON, in
+chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short one may be in the
+request: `{backend, group?, manifest, num_buckets?}`.
 A receive that does not end well drops the group: what was posted to it can't be taken back.
 """
 
@@ -12,22 +14,24 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from blake3 import blake3
+
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.manifest import Manifest
-from rl_plane.torch_group import DIGEST_BYTES, FORM_AGAIN, Group, Place, usable_device
-from worker.transports.base import Places
+from rl_plane.safetensors_file import load_json_object
+from rl_plane.torch_group import AHEAD, FORM_AGAIN, Group, Place, digest_tensor, gpu, import_torch
+from rl_plane.versions import DIGEST_PREFIX
+from worker.transports.base import Places, check_fields
 from worker.transports.packed import PackedDelivery
 
-AHEAD = 2
-"""Buckets in memory: one is taken while the next one comes."""
-
-_FIELDS = frozenset({"backend", "group", "manifest", "num_buckets"})
+_FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
 
 
 class GroupTransport:
     """In one rank. Keeps one group."""
 
     backend: str
+    _device: str | None = None
 
     def __init__(self, places: Places) -> None:
         self._group: Group | None = None
@@ -35,8 +39,8 @@ class GroupTransport:
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
-        usable_device(self.backend)
-        place = Place.of_worker(config, self.backend)
+        import_torch()
+        place = Place.of_worker(config, self.backend, self._device)
         with self._forming:
             group = self._group
             if group is not None and group.place == place and not group.why_dropped:
@@ -51,22 +55,16 @@ class GroupTransport:
             group.drop(f"rank {group.place.rank} left it")
 
     def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery:
-        for key in request:
-            if key not in _FIELDS:
-                raise InvalidRequest(
-                    f"{self.backend} has no field {key}",
-                    field=f"transport.{key}",
-                    fix=f"use only {', '.join(sorted(_FIELDS))}",
-                )
-        manifest = Manifest.from_wire(request.get("manifest"))
-        count = request.get("num_buckets", len(manifest.buckets))
-        if count != len(manifest.buckets):
+        check_fields(self.backend, request, *_FIELDS)
+        group = self._formed(request.get("group"))
+        manifest = _manifest(group, request)
+        count = request.get("num_buckets", len(manifest.buckets) if "manifest" in request else None)
+        if type(count) is not int or count != len(manifest.buckets):
             raise InvalidRequest(
                 f"num_buckets is {count!r}, but the manifest lists {len(manifest.buckets)}",
                 field="transport.num_buckets",
-                fix="leave it out, or list every bucket",
+                fix="say how many buckets the manifest lists",
             )
-        group = self._formed(request.get("group"))
         if self._receiving is not None and not self._receiving.ended:
             raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
         self._receiving = GroupDelivery(manifest, group)
@@ -85,6 +83,35 @@ class GroupTransport:
         return group
 
 
+def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
+    key, digest = request.get("manifest_key"), request.get("manifest_digest")
+    if key is None:
+        return Manifest.from_wire(request.get("manifest"))
+    if not isinstance(key, str) or "manifest" in request:
+        raise InvalidRequest(
+            "manifest_key must be a text, and there is no manifest beside it",
+            field="transport.manifest_key",
+            fix="put the manifest into the group's store, or into the request",
+        )
+    told = group.take(key)
+    found = DIGEST_PREFIX + blake3(told).hexdigest()
+    if digest != found:
+        raise InvalidRequest(
+            f"manifest_digest is {str(digest)[:80]!r}, the stored manifest's is {found}",
+            field="transport.manifest_digest",
+            fix="store each manifest under a key of its own, and state its digest",
+        )
+    try:
+        wire = load_json_object(told)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the stored manifest can't be read: {str(error)[:200]}",
+            field="transport.manifest_key",
+            fix="store JSON",
+        ) from error
+    return Manifest.from_wire(wire, "transport.manifest_key")
+
+
 class GroupDelivery(PackedDelivery):
     """One update's buckets, as the group broadcasts them."""
 
@@ -101,7 +128,7 @@ class GroupDelivery(PackedDelivery):
 
     def _received(self) -> Iterator[memoryview]:
         group, sizes = self._group, [bucket.nbytes for bucket in self._manifest.buckets]
-        places = [group.tensor(max(sizes[lane::AHEAD])) for lane in range(min(AHEAD, len(sizes)))]
+        places = group.lanes(sizes)
         views = [memoryview(place.numpy()) for place in places]
 
         def begin(number: int) -> Any:
@@ -120,7 +147,7 @@ class GroupDelivery(PackedDelivery):
 
     def _stated(self) -> str | None:
         """The version's digest, which its trainer knows only now."""
-        data = self._group.tensor(DIGEST_BYTES)
+        data = digest_tensor()
         self._group.broadcast(data).wait("the digest", self._deadline, self.cancelled)
         told = bytes(data.numpy())
         return f"blake3:{told.hex()}" if any(told) else None
@@ -132,3 +159,7 @@ class GlooTransport(GroupTransport):
 
 class NcclTransport(GroupTransport):
     backend = "nccl"
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        self._device = gpu(places.device)

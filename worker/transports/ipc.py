@@ -1,4 +1,4 @@
-"""The `ipc` transport: weights from a trainer on this machine, through shared memory.
+"""The `ipc` transport: weights from a trainer on this machine, through shared memory, or from a GPU's memory.
 
 `{backend: ipc, socket: S}`, as `rl_plane.publish.ipc` gives it. What arrives is checked before it is believed: who
 sends it, how large the memory really is, and that it can't become smaller while it is read.
@@ -19,6 +19,7 @@ import msgpack
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.manifest import Manifest
+from rl_plane.publish.ipc_cuda import Handle, OpenBuckets, remove_counters, uuid_of
 from rl_plane.publish.ipc_wire import (
     BACKEND,
     BUFFERS,
@@ -30,6 +31,7 @@ from rl_plane.publish.ipc_wire import (
     buffer_count,
     check_platform,
     close_all,
+    peer_pid,
     read_packet,
     same_user,
     seals,
@@ -59,7 +61,7 @@ class IpcTransport:
     backend = BACKEND
 
     def __init__(self, places: Places) -> None:
-        pass
+        self._device = places.device
 
     def init(self, config: Mapping[str, Any]) -> None:
         check_fields(BACKEND, config)
@@ -79,18 +81,72 @@ class IpcTransport:
             )
         connection = _connected(name)
         try:
-            return _opened(connection, kind)
+            return _opened(connection, kind, self._device)
         except BaseException:
             connection.close()
             raise
 
 
+class _Mapped:
+    """Buffers in shared memory, read where they are."""
+
+    copies = False
+
+    def __init__(self, maps: list[mmap.mmap]) -> None:
+        self._maps = maps
+
+    def read(self, number: int, nbytes: int) -> memoryview:
+        with memoryview(self._maps[number % BUFFERS]) as whole:
+            return whole[:nbytes]
+
+    def close(self) -> None:
+        for one in self._maps:
+            one.close()
+
+
+class _OnGpu:
+    """Buffers on a GPU, read into one of the host."""
+
+    copies = True
+
+    def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
+        self._handles = handles
+        self._connection = connection
+        self._pid = peer_pid(connection)
+        self._pidfd = os.pidfd_open(self._pid)
+        self._open: OpenBuckets | None = None
+        try:
+            self._open = OpenBuckets(handles, uuid)
+        except Exception as error:
+            self.close()
+            raise Unavailable(
+                f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix="use another transport"
+            ) from error
+
+    def read(self, number: int, nbytes: int) -> memoryview:
+        assert self._open is not None, "not closed"
+        return self._open.read(number, nbytes)
+
+    def close(self) -> None:
+        if self._pidfd < 0:
+            return
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+        try:
+            send_packet(self._connection, {"closed": True})
+        except OSError:
+            remove_counters(self._handles, self._pid, self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+
 class IpcDelivery(PackedDelivery):
-    def __init__(self, manifest: Manifest, connection: socket.socket, maps: list[mmap.mmap]) -> None:
+    def __init__(self, manifest: Manifest, connection: socket.socket, source: _Mapped | _OnGpu) -> None:
         self._taking = self._take()
         super().__init__(manifest, self._taking, refetchable=False)
         self._connection = connection
-        self._maps = maps
+        self._source = source
         self._bucket = self._tensor = memoryview(b"")
 
     def tensors(self) -> Iterator[tuple[str, HostTensor]]:
@@ -101,31 +157,42 @@ class IpcDelivery(PackedDelivery):
     def close(self) -> None:
         """From any thread: one that waits for a bucket gets Unavailable."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-        with contextlib.suppress(ValueError):  # that thread is in it
+            self._connection.shutdown(socket.SHUT_RD)
+        try:
             self._taking.close()
+        except ValueError:
+            return  # that thread is in it, and ends it
+        self._end()
+
+    def _end(self) -> None:
         # An error's traceback may hold what was looked at last, for long; the memory is to go now.
         with contextlib.suppress(BufferError):  # a thread is at it: it goes with that
             self._tensor.release()
             self._bucket.release()
-            for one in self._maps:
-                one.close()
-        self._maps = []
+            self._source.close()
+        self._connection.close()
 
     def _take(self) -> Generator[memoryview, None, None]:
-        """Bucket by bucket. What was taken is told when the next one is asked for."""
-        for number, bucket in enumerate(self._manifest.buckets):
-            self._await("bucket", number)
-            with memoryview(self._maps[number % BUFFERS]) as whole:
-                self._bucket = whole[: bucket.nbytes]
-            yield self._bucket
-            self._taken(number)
-        digest = self._await("end", None)
-        if digest is not None and not isinstance(digest, str):
-            raise _refuse("its digest is no text")
-        self.digest = digest
-        self._taken(len(self._manifest.buckets))
+        """Bucket by bucket. What was taken is told when the next one is asked for, or as soon as it is copied."""
+        try:
+            last = len(self._manifest.buckets) - 1
+            for number, bucket in enumerate(self._manifest.buckets):
+                self._await("bucket", number)
+                self._bucket = self._source.read(number, bucket.nbytes)
+                if self._source.copies:
+                    if number == last:
+                        self._source.close()  # before the trainer frees it
+                    self._taken(number)
+                yield self._bucket
+                if not self._source.copies:
+                    self._taken(number)
+            digest = self._await("end", None)
+            if digest is not None and not isinstance(digest, str):
+                raise _refuse("its digest is no text")
+            self.digest = digest
+            self._taken(last + 1)
+        finally:
+            self._end()
 
     def _await(self, key: str, expected: int | None) -> Any:
         packet, _ = _packet(self._connection, BUCKET_S, cancelled=self.cancelled)
@@ -164,7 +231,7 @@ def _connected(name: str) -> socket.socket:
         raise
 
 
-def _opened(connection: socket.socket, kind: Literal["base", "lora"]) -> IpcDelivery:
+def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: str) -> IpcDelivery:
     first, descriptors = _packet(connection, FIRST_PACKET_S, 1 + BUFFERS)
     try:
         if first.get("protocol") != PROTOCOL:
@@ -176,22 +243,50 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"]) -> IpcDeli
         if (manifest.adapter_config is None) != (kind == "base"):
             wanted, came = ("base weights", "an adapter") if kind == "base" else ("an adapter", "base weights")
             raise InvalidWeights(f"{came} came, not {wanted}", field="target.kind", fix=f"send {wanted}")
-        if len(descriptors) != 1 + buffer_count(manifest):
-            raise _refuse(f"{len(descriptors) - 1} buffers came for {len(manifest.buckets)} buckets")
         needed = buffer_bytes(manifest)
-        if room < needed:
-            raise _refuse(f"its buffers have {room} bytes, a bucket {needed}")
-        for descriptor in descriptors[1:]:
-            _check_memory(descriptor, needed)
-        maps = [mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors[1:]]
+        if first.get("cuda") is True:
+            source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
+        else:
+            source = _mapped(descriptors[1:], room, needed, buffer_count(manifest))
     finally:
         close_all(descriptors)
     try:
-        return IpcDelivery(manifest, connection, maps)
+        return IpcDelivery(manifest, connection, source)
     except BaseException:
-        for one in maps:
-            one.close()
+        source.close()
         raise
+
+
+def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapped:
+    if len(descriptors) != count:
+        raise _refuse(f"{len(descriptors)} buffers came where {count} are needed")
+    if room < needed:
+        raise _refuse(f"its buffers have {room} bytes, a bucket {needed}")
+    for descriptor in descriptors:
+        _check_memory(descriptor, needed)
+    return _Mapped([mmap.mmap(descriptor, needed, prot=mmap.PROT_READ) for descriptor in descriptors])
+
+
+def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _OnGpu:
+    """By handles of the buffers on this rank's own GPU."""
+    uuid = uuid_of(device)
+    if uuid is None:
+        raise Unavailable(
+            "the weights are on the trainer's GPU, and this engine's on the CPU",
+            fix="publish again: the sender looks where all engines are",
+        )
+    try:
+        send_packet(connection, {"gpu": uuid})
+    except OSError as error:
+        raise _gone(error) from error
+    packet, _ = _packet(connection, FIRST_PACKET_S)
+    handles = packet.get("handles")
+    try:
+        if not isinstance(handles, list) or len(handles) != BUFFERS or room != needed:
+            raise ValueError("no handles of its two buffers")
+        return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection)
+    except ValueError as error:
+        raise _refuse(f"it sent {error}") from error
 
 
 def _manifest(descriptor: int, nbytes: int) -> Manifest:

@@ -1,0 +1,184 @@
+"""How fast a `gloo` group brings weights to its receivers, beside a bare broadcast of the same buckets.
+
+`python -m bench.broadcasts` is a receiver: its first lines say its place, each one after that what to receive, and how.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from rl_plane.manifest import Manifest, pack
+from rl_plane.process import die_with_parent
+from rl_plane.publish.group import GroupSender
+from rl_plane.publish.packing import fill
+from rl_plane.versions import HostTensor, TensorSpec
+
+TENSOR_BYTES = 16 << 20
+"""A matrix of a small model."""
+TIMEOUT_S = 120.0
+"""Of one round on a busy machine."""
+
+WAYS = ("bare", "received", "checked", "staged")
+"""Each bucket broadcast and waited for, and nothing else · the transport · and both sides make the digests · and copied
+into new memory, as the `hf` engine keeps it."""
+
+
+@dataclass(slots=True)
+class BroadcastTimes:
+    """Seconds until the last receiver had everything, a number for each round."""
+
+    nbytes: int
+    receivers: int
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+
+def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTimes:
+    import torch
+
+    spec = TensorSpec("U8", (TENSOR_BYTES,))
+    count = nbytes // TENSOR_BYTES
+    data = [np.full(TENSOR_BYTES, number % 251, np.uint8) for number in range(count)]
+    tensors = [(f"layer.{number}", HostTensor(spec, one.data)) for number, one in enumerate(data)]
+    manifest = Manifest(pack(((name, spec) for name, _ in tensors), GroupSender.bucket_bytes))
+    times = BroadcastTimes(count * TENSOR_BYTES, receivers)
+    sender = GroupSender(timeout_s=TIMEOUT_S)
+    with ExitStack() as stack:
+        started = [stack.enter_context(_receiver()) for _ in range(receivers)]
+        stack.callback(lambda: [one.stdin.close() for one in started if one.stdin])
+
+        def init(body: dict[str, Any]) -> Mapping[str, Any]:
+            for number, one in enumerate(started):
+                _tell(one, {**body, "world_size": 1 + receivers, "rank_offset": 1 + number})
+            return {"fingerprint": [_heard(one) for one in started]}
+
+        sender.form(init)
+        stack.callback(sender.destroy)
+        place: dict[str, Any] = {"master_port": sender.port, "world_size": 1 + receivers}
+        for number, one in enumerate(started):
+            _tell(one, {**place, "rank": 1 + number})
+        bare = _bare_group(rank=0, **place)
+        whole = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in manifest.buckets]
+
+        def sent(way: str) -> None:
+            if way == "bare":
+                told: dict[str, Any] = {"sizes": [one.numel() for one in whole]}
+            else:
+                told = {"transport": sender.open(manifest)}
+            for one in started:
+                _tell(one, {"way": way, **told})
+            for one in started:
+                _heard(one)  # it listens
+            if way == "bare":
+                for bucket in whole:
+                    _broadcast(bare, bucket)
+                return
+            digests: dict[str, str] | None = {} if way in ("checked", "staged") else None
+            for number in fill(manifest, tensors, sender.buffer, digests):
+                sender.send(number)
+            sender.finish(digests)
+
+        for number in range(-1, rounds):  # the first one warms the buffers
+            turn = number % len(WAYS)
+            for way in WAYS[turn:] + WAYS[:turn]:
+                begun = time.perf_counter()
+                sent(way)
+                for one in started:
+                    _heard(one)
+                if number >= 0:
+                    times.seconds[way].append(time.perf_counter() - begun)
+                sender.close()
+    return times
+
+
+def _receiver() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.broadcasts"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    )
+
+
+def _tell(one: subprocess.Popen[str], what: dict[str, Any]) -> None:
+    print(json.dumps(what), file=one.stdin, flush=True)
+
+
+def _heard(one: subprocess.Popen[str]) -> str:
+    assert one.stdout is not None
+    said = one.stdout.readline()
+    if not said:
+        raise SystemExit("a receiver failed")
+    return said
+
+
+def _bare_group(rank: int, master_port: int, world_size: int) -> Any:
+    import torch.distributed as dist
+
+    bound = timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", master_port, None, False, bound, wait_for_workers=False)
+    return dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, world_size, bound)
+
+
+def _broadcast(group: Any, data: Any) -> None:
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([data], options).wait()
+
+
+def main() -> None:
+    import torch
+
+    from worker.engines.hf_weights import host_copies
+    from worker.staging import DigestingStream
+    from worker.transports.base import Places
+    from worker.transports.group import GlooTransport
+
+    transport = GlooTransport(Places())
+    transport.init(json.loads(sys.stdin.readline()))
+    print("{}", flush=True)
+    bare = _bare_group(**json.loads(sys.stdin.readline()))
+    buffers: list[torch.Tensor] = []
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["way"] == "bare":
+            sizes = asked["sizes"]
+            buffers = buffers or [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(2)]
+            print("{}", flush=True)
+            for number, size in enumerate(sizes):
+                _broadcast(bare, buffers[number % 2][:size])
+        else:
+            delivery = transport.open(asked["transport"], "base")
+            print("{}", flush=True)
+            staged = {}
+            if asked["way"] == "received":
+                for _ in delivery.tensors():
+                    pass
+            else:
+                stream = DigestingStream(delivery)
+                if asked["way"] == "staged":
+                    staged = dict(host_copies(stream, delivery.specs, frozenset(), False, lambda: False))
+                else:
+                    for _ in stream:
+                        pass
+                stream.finish()
+            delivery.close()
+            staged.clear()
+        print("{}", flush=True)
+    transport.destroy()
+
+
+if __name__ == "__main__":
+    main()

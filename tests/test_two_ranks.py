@@ -1,0 +1,119 @@
+"""Engines of two ranks, each of which receives by itself, as a fleet sees them: one worker of each engine for all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rl_plane.client import RlClient
+from rl_plane.errors import InvalidWeights, PlaneError
+from tests import each_transport
+from tests.conftest import Plane
+from tests.faults import Stream
+from tests.test_frontend_generation import frontend
+from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, proven
+from tests.test_plane_update import all_serve, update_of
+from worker.exit_codes import ENGINE_DEAD
+from worker.tiny_model import make_witness_model
+
+pytestmark = pytest.mark.timeout(600)
+
+DEATH_S = 2.0
+"""How soon a death must be noticed."""
+RANKS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
+PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
+"""So begin the names of those that have the model."""
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.engines(name)) for name in RANKS])
+def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> Iterator[Mixed]:
+    """A fleet of one."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    engine, plane = request.param, make_plane()
+    first = make_witness_model(plane.tmp / "weights" / "witness1", 1, "bfloat16")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+        patched.setenv("TMPDIR", str(plane.tmp))
+        worker = plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine], **RANKS[engine])
+    yield Mixed(plane, first, {engine: worker.wait_ready(START_S).instance_id})
+    plane.kill_all()
+
+
+@pytest_asyncio.fixture
+async def client(mixed: Mixed) -> AsyncIterator[RlClient]:
+    client = await RlClient.connect(mixed.plane.url, mixed.plane.namespace, mixed.plane.component)
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
+    async with frontend(mixed.plane, admission_wait_s=HEAL_S) as http:
+        yield http
+
+
+async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    (state,) = (await client.run("describe"))["workers"]
+    assert state["world_size"] == 2
+    await proven(http, mixed, "initial", mixed.first)
+    await client.run("update_weights", update_of(mixed.tiny(1), "one"))
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(1))})
+    adapter = ("a", mixed.adapter(1))
+    await proven(http, mixed, "one", mixed.tiny(1), adapter)
+    with pytest.raises(InvalidWeights):
+        await client.run("update_weights", {**update_of(mixed.tiny(2)), "digest": "blake3:" + "0" * 64})
+    await client.run("update_weights", update_of(mixed.tiny(2), "two", staging="none"))
+    await proven(http, mixed, "two", mixed.tiny(2), adapter)
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
+async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    await client.run("update_weights", update_of(mixed.base(2), "checked"))
+    (row,) = (await client.run("init_transport", {"backend": "filesystem"}))["workers"]
+    assert row["rank_results"] == [{"rank": 0}, {"rank": 1}]
+    (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
+    assert [rank["rank"] for rank in row["ranks"]] == [0, 1]
+    assert len({rank["checksum"] for rank in row["ranks"]}) == 2
+    await client.run("check_weights", {"action": "reset_tensors"})
+    await mixed.plane.until(lambda: all_serve(client, "checked"), HEAL_S)
+    await proven(http, mixed, "checked", mixed.base(2))
+
+
+@pytest.mark.parametrize("backend", each_transport.BACKENDS)
+async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
+    await each_transport.bring(mixed, client, http, backend)
+
+
+async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
+    """The last one. All ends, soon, and leaves nothing."""
+    ((engine, instance_id),) = mixed.ids.items()
+    (worker,) = mixed.plane.spawned
+    family = psutil.Process(worker.process.pid).children(recursive=True)
+    ranks = [one for one in family if one.name().startswith(PROCESSES[engine])]
+    assert len(ranks) == 2
+    assert list(mixed.plane.tmp.glob("rl-plane-*"))
+    stream = Stream(client, instance_id, PROMPT, ENDLESS[engine], temperature=0.0, ignore_eos=True)
+    await stream.until(tokens=2)
+    draining = asyncio.create_task(client.run("pause", {"mode": "wait"}))
+    await stream.until(tokens=len(stream.tokens) + 50)  # by now it waits
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    async with asyncio.timeout(DEATH_S):
+        for told in (stream.end(), draining):
+            with pytest.raises(PlaneError):
+                await told
+    assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
+    await mixed.plane.until(lambda: not any(one.is_running() for one in family))
+    assert not list(mixed.plane.tmp.glob("rl-plane-*"))
