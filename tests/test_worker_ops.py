@@ -239,3 +239,16 @@ async def test_a_deadline_that_has_passed_does_nothing(raw: Raw) -> None:
 
 async def test_a_broadcast_to_workers_that_do_not_exist_costs_nothing(raw: Raw) -> None:
     assert await raw.broadcast(json.dumps({"op": "state", "targets": ["f" * 16]}).encode(), 0) == []
+
+
+async def test_a_delta_names_the_version_that_it_changes(raw: Raw) -> None:
+    body = {"update_id": "u", "label": "x", "transport": {"backend": "filesystem", "path": "/x"}}
+    async with raw.client.lock(await raw.client.view()) as held:
+        reply = await raw.json(
+            op="prepare_update",
+            body={**body, "encoding": "delta"},
+            fence=held.fence,
+            incarnation=await raw.incarnation(),
+        )
+    assert reply["error"]["code"] == "invalid_request"
+    assert reply["error"]["field"] == "base"
