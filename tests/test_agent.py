@@ -27,7 +27,8 @@ from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeEngine, make_fake_model
 from worker.reception import Cancelled, Reception
-from worker.staging import model_digest
+from worker.staging import DigestingStream, model_digest
+from worker.transports.base import Places
 
 BOUND_S = 10.0
 
@@ -93,6 +94,35 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     ranks.discard("s")
     ranks.discard("s")
     assert [staged(engine) for engine in engines] == [[], []]
+
+
+@pytest.mark.engines("nixl")
+def test_what_the_first_rank_keeps_is_there_for_others(
+    ranks: Ranks, engines: list[FakeEngine], tmp_path: Path
+) -> None:
+    from worker.transports.nixl import NixlTransport
+
+    new = make_fake_model(tmp_path / "new", 1)
+    ranks.open(reception(new, digest=model_digest(new), keep=True))
+    ranks.receive("s", never)
+    assert ranks.offer() is None, "it is not swapped in"
+    for engine in engines:
+        engine.receiver.take("s")
+    place = ranks.offer()
+    assert place is not None
+    assert place == ranks.offer()
+    assert engines[1].receiver._place is None
+    assert place["digest"] == model_digest(new)
+    transport = NixlTransport(Places())
+    delivery = transport.open(place["transport"], "base")
+    stream = DigestingStream(delivery, expected_digest=model_digest(new))
+    assert len(list(stream)) == 4
+    delivery.close()
+    ranks.open(reception(new, "t"))
+    ranks.receive("t", never)
+    assert ranks.offer() is None
+    with pytest.raises(InvalidRequest, match="source_gone"):
+        transport.open(place["transport"], "base")
 
 
 def test_what_is_not_open_is_not_received(ranks: Ranks, engines: list[FakeEngine], tmp_path: Path) -> None:

@@ -221,6 +221,21 @@ def test_memory_is_used_again_once_its_pullers_have_left(
 
 
 @needs_nixl
+def test_memory_that_no_next_version_fits_into_goes(sender: NixlSender) -> None:
+    for seed in (1, 2, 3):  # which takes the second one's memory
+        offer(sender, seed)
+        if seed == 1:
+            sender.keep()
+        else:
+            sender.close()
+    assert len(sender._free) == 1
+    for size in range(1, 4):  # deltas, say, which are not committed
+        sender.open(Manifest(pack({"a": TensorSpec("U8", (size * 1000,))}.items())))
+        sender.close()
+    assert len(sender._free) == 1
+
+
+@needs_nixl
 def test_a_manifest_of_megabytes(sender: NixlSender, puller: NixlTransport) -> None:
     specs = {f"layer.{number}.{'x' * 100}": TensorSpec("U8", (1,)) for number in range(20_000)}
     manifest = Manifest(pack(specs.items(), 1 << 18))

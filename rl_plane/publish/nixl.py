@@ -95,9 +95,6 @@ class NixlSender:
         self._kept[adapter] = [version]
         for old in before:
             self._withdraw(old)
-            if old.area.memory.nbytes != version.area.memory.nbytes:  # no next version of this target fits there
-                self._free.remove(old.area)
-                self._agent.deregister_memory(old.area.memory.registered)
 
     def close(self) -> None:
         """What was sent last, and not kept, can't be pulled any more."""
@@ -122,7 +119,12 @@ class NixlSender:
     def _withdraw(self, version: _Version) -> None:
         """Its memory is free once nobody reads it any more."""
         self._desk.withdraw(version.key)
-        self._free.append(version.area)
+        memory = version.area.memory
+        kept = [one.area.memory.nbytes for versions in self._kept.values() for one in versions]
+        if memory.nbytes in kept:  # the next version of that fits there
+            self._free.append(version.area)
+        elif self._agent is not None:
+            self._agent.deregister_memory(memory.registered)
 
     def _area(self, nbytes: int) -> _Area:
         for number, area in enumerate(self._free):
