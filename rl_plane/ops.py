@@ -247,6 +247,11 @@ class Prepare(Body):
     pause_mode: PauseMode = "keep"
     """With staging `none`: how running requests are treated before the first byte."""
 
+    @model_validator(mode="after")
+    def _whole_delta(self) -> Self:
+        _check_digests(self)
+        return self
+
 
 class ArmedReply(TypedDict):
     """The receivers listen, in every rank; `prepare_update` under the same id waits for what they receive."""
@@ -384,18 +389,13 @@ class _Update(Body):
 
 def _check_delta(update: _Update) -> None:
     """What a delta needs, and what it can't be together with."""
+    _check_digests(update)
     if update.encoding == "full":
-        if update.base is not None:
-            raise InvalidRequest("base is of a delta", field="base", fix="leave it out, or send encoding delta")
         return
     if update.target.kind == "lora":
         raise InvalidRequest(
             "an adapter is sent whole: it is small", field="encoding", fix="leave encoding out, or send full"
         )
-    for field in ("base", "digest"):
-        if getattr(update, field) is None:
-            whose = "the version that it changes" if field == "base" else "the full version that it makes"
-            raise InvalidRequest(f"a delta needs the digest of {whose}", field=field, fix="add it: blake3:…")
     if update.cast:
         raise InvalidRequest(
             "a delta changes bits, which a cast would not keep",
@@ -408,6 +408,18 @@ def _check_delta(update: _Update) -> None:
             field="policy.staging",
             fix="use staging host, or send full weights",
         )
+
+
+def _check_digests(update: _Update | Prepare) -> None:
+    """A delta has both, anything else no `base`."""
+    if update.encoding == "full":
+        if update.base is not None:
+            raise InvalidRequest("base is of a delta", field="base", fix="leave it out, or send encoding delta")
+        return
+    for field in ("base", "digest"):
+        if getattr(update, field) is None:
+            whose = "the version that it changes" if field == "base" else "the full version that it makes"
+            raise InvalidRequest(f"a delta needs the digest of {whose}", field=field, fix="add it: blake3:…")
 
 
 def check_source(target: BaseTarget | LoraTarget, transport: Transport | None, instead: str = "") -> None:

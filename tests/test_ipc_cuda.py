@@ -299,7 +299,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
     monkeypatch.setattr(ipc_cuda, "SHM", tmp_path)
-    monkeypatch.setattr(ipc_cuda, "TRAINER_ENDS_S", 0.05)
+    monkeypatch.setattr(ipc_cuda, "TRAINER_ENDS_S", 0.05 if lives else BOUND_S)
     pid = os.fork()
     if pid == 0:
         threading.Event().wait()

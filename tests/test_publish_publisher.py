@@ -641,3 +641,13 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
         assert [one["encoding"] for one in told[::-1][1:]] == ["full", "delta", "delta", "full", "full"]
     finally:
         await asyncio.to_thread(publisher.close)
+
+
+def test_the_page_of_transports_lists_what_is_tested() -> None:
+    """In every engine, at one rank and two: tests/each_transport.py."""
+    page = (Path(__file__).parent.parent / "docs" / "transports.md").read_text()
+    everywhere = "| base, LoRA, delta " * 3 + "|"
+    listed = {
+        line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.endswith(everywhere)
+    }
+    assert listed == installed().keys() - {"nccl"}

@@ -241,7 +241,7 @@ async def test_a_broadcast_to_workers_that_do_not_exist_costs_nothing(raw: Raw) 
     assert await raw.broadcast(json.dumps({"op": "state", "targets": ["f" * 16]}).encode(), 0) == []
 
 
-async def test_an_op_that_this_build_lacks_says_so(raw: Raw) -> None:
+async def test_a_delta_names_the_version_that_it_changes(raw: Raw) -> None:
     body = {"update_id": "u", "label": "x", "transport": {"backend": "filesystem", "path": "/x"}}
     async with raw.client.lock(await raw.client.view()) as held:
         reply = await raw.json(
@@ -250,5 +250,5 @@ async def test_an_op_that_this_build_lacks_says_so(raw: Raw) -> None:
             fence=held.fence,
             incarnation=await raw.incarnation(),
         )
-    assert reply["error"]["code"] == "unsupported"
-    assert reply["error"]["field"] == "encoding"
+    assert reply["error"]["code"] == "invalid_request"
+    assert reply["error"]["field"] == "base"

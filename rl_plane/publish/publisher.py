@@ -391,7 +391,7 @@ class _Attempt:
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
-            self._fleet.run("prepare_weights_update", body, self._prepared)
+            self._run("prepare_weights_update", body, self._prepared)
         elif sender.receivers_from == "open":
             self._update = self._ask()
         sizes = [bucket.nbytes for bucket in manifest.buckets]
@@ -503,6 +503,9 @@ class _Attempt:
         else:
             self._swap_if_loaded()
             op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
+        return self._run(op, body, request_id)
+
+    def _run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
         for _ in range(ATTEMPTS - 1):
             try:
                 return self._fleet.run(op, body, request_id)

@@ -42,6 +42,8 @@ ANSWER_S = 40.0
 """For an update, whatever happens to it: a serving lease, a lock's, and the outage of nats-server, each twice."""
 CLEAR_S = 60.0
 """For an answer to the repeated call that is neither "try again" nor a lost connection."""
+GONE_S = 15.0
+"""An engine's death is noticed within 2 s; then its worker ends."""
 POLL_S = 0.02
 VITAL = ("VLLM::", "sglang::")
 """So begin the names of the processes that an engine can't do without."""
@@ -183,9 +185,12 @@ class RealFleet:
         self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
 
-    def orphans(self) -> list[str]:
-        """Of what was killed last; once the fleet is whole again, there should be none."""
-        return [f"{process.name()} ({process.pid})" for process in self._doomed if _lives(process)]
+    async def gone(self) -> None:
+        """Once nothing is left of what was killed last."""
+        give_up = time.monotonic() + GONE_S
+        while orphans := [str(process) for process in self._doomed if _lives(process)]:
+            check(time.monotonic() < give_up, f"they live after {GONE_S:g} s: {orphans}")
+            await asyncio.sleep(POLL_S)
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)

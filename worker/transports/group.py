@@ -1,9 +1,9 @@
 """The `gloo` and `nccl` transports: buckets that a trainer broadcasts to every rank of the fleet.
 
-`init_transport {backend, group, master_address, master_port, timeout_s?}` forms the group; the plane adds `world_size`
-and each worker's `rank_offset`. Then one update is received in it. Its manifest is in the group's store, as JSON, in
-chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short one may be in the
-request: `{backend, group?, manifest, num_buckets?}`.
+`init_transport {backend, group, master_address, master_port, lifeline_port?, timeout_s?}` forms the group; the plane
+adds `world_size` and each worker's `rank_offset`. Then one update is received in it. Its manifest is in the group's
+store, as JSON, in chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short
+one may be in the request: `{backend, group?, manifest, num_buckets?}`.
 A receive that does not end well drops the group: what was posted to it can't be taken back.
 """
 
