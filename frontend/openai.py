@@ -11,12 +11,20 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rl_plane.errors import Unsupported
-from rl_plane.generation import MAX_PROMPT_TOKENS
+from rl_plane.generation import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_PROMPT_TOKENS,
+    MAX_SALT_CHARS,
+    Bias,
+    TokenId,
+    TokenIdText,
+)
 
 MAX_N = 128
 MAX_SEED = 1 << 63
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -60,6 +68,20 @@ class GenerationBody(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
+    """By token id, what is added to the raw logits before a token is chosen."""
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    """No others are made."""
+    bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
+    """Sequences of tokens that are not made; of one token, its id alone will do."""
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
+    """Keep only so many tokens of the prompt, the last ones."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    """Prefixes are shared in an engine's cache with requests of the same salt only."""
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1)
     """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
@@ -75,6 +97,11 @@ class GenerationBody(BaseModel):
     def _from_bool(cls, value: Any) -> Any:
         """vLLM's clients send true for 1."""
         return (1 if value else None) if isinstance(value, bool) else value
+
+    @field_validator("bad_words_token_ids", mode="before")
+    @classmethod
+    def _from_ids(cls, value: Any) -> Any:
+        return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
 
 
 class CompletionBody(GenerationBody):
@@ -115,11 +142,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "use_beam_search": (False,),
     "min_p": (0,),
-    "min_tokens": (0,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -138,10 +163,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "json_schema": _NONE,
     "ebnf": _NONE,
     "logits_processors": ([],),
-    "allowed_token_ids": _NONE,
     "bad_words": ([],),
-    "bad_words_token_ids": ([],),
-    "truncate_prompt_tokens": _NONE,
     "add_special_tokens": _NONE,
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -165,7 +187,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "metadata": ({},),
     "priority": (0,),
-    "cache_salt": _NONE,
     "prompt_cache_key": _NONE,
     "safety_identifier": _NONE,
     "lora_path": _NONE,

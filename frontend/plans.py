@@ -154,6 +154,12 @@ def _plan(
             "seed": body.seed,
             "stop_token_ids": body.stop_token_ids or [],
             "ignore_eos": bool(body.ignore_eos),
+            "min_tokens": body.min_tokens or 0,
+            "logit_bias": body.logit_bias or {},
+            "allowed_token_ids": body.allowed_token_ids,
+            "bad_words_token_ids": body.bad_words_token_ids or [],
+            "truncate_prompt_tokens": body.truncate_prompt_tokens,
+            "cache_salt": body.cache_salt,
             "logprobs": logprobs,
             "prompt_logprobs": body.prompt_logprobs is not None
             or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),

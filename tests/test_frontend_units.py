@@ -347,6 +347,12 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "seed": None,
         "stop_token_ids": [],
         "ignore_eos": False,
+        "min_tokens": 0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
+        "bad_words_token_ids": [],
+        "truncate_prompt_tokens": None,
+        "cache_salt": None,
         "logprobs": False,
         "prompt_logprobs": False,
     }
@@ -365,6 +371,12 @@ def test_every_field_reaches_the_engine() -> None:
         n=3,
         stop_token_ids=[9],
         ignore_eos=True,
+        min_tokens=2,
+        logit_bias={"4": -100, "5": 0.5},
+        allowed_token_ids=[4, 5],
+        bad_words_token_ids=[4, [5, 5]],
+        truncate_prompt_tokens=1,
+        cache_salt="pepper",
         logprobs=1,
         prompt_logprobs=1,
         return_token_ids=True,
@@ -381,6 +393,9 @@ def test_every_field_reaches_the_engine() -> None:
         assert (request.prompt_token_ids, request.prompt, request.max_tokens) == ([1, 2], None, 5)
         assert (request.temperature, request.top_p, request.top_k) == (0.0, 0.5, 0)
         assert (request.stop_token_ids, request.ignore_eos, request.logprobs) == ([9], True, True)
+        assert (request.min_tokens, request.logit_bias) == (2, {"4": -100, "5": 0.5})
+        assert (request.allowed_token_ids, request.bad_words_token_ids) == ([4, 5], [[4], [5, 5]])
+        assert (request.truncate_prompt_tokens, request.cache_salt) == (1, "pepper")
         assert request.prompt_logprobs
 
 
@@ -455,6 +470,21 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"stop_token_ids": [-5]}, "stop_token_ids.0"),
         ({"stop_token_ids": ["5"]}, "stop_token_ids.0"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]"),
+        ({"logit_bias": {"05": 1}}, "logit_bias.05.[key]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids.0"),
+        ({"bad_words_token_ids": 5}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[5], []]}, "bad_words_token_ids.1"),
+        ({"bad_words_token_ids": [-5]}, "bad_words_token_ids.0.0"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -2}, "prompt_logprobs"),

@@ -29,7 +29,8 @@ from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens
+from worker.engines.tokenizing import IncrementalText, eos_tokens, load_tokenizer, prompt_tokens
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 
@@ -176,8 +177,7 @@ class HfEngine:
         loop = self._running()
         prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
-        stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
-        stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
+        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
         text, spans = IncrementalText(self._tokenizer), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
@@ -213,7 +213,7 @@ class HfEngine:
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
         info = self._info
         assert info is not None, "start sets it before the loop is there"
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
+        check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 

@@ -25,7 +25,8 @@ from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.tokenizing import IncrementalText, eos_tokens, load_tokenizer, prompt_tokens
 from worker.reception import Cancelled, Reception
 
 FLUSH_WAIT_S = 2.0
@@ -39,6 +40,13 @@ CHECK_TIMEOUT_S = 600.0
 
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
+
+NO_CHOICE = {
+    "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
+    "generate:logit_bias": "SGLang's logprobs would be those of the biased logits",
+    "generate:allowed_token_ids": "SGLang has this by custom logit processors only: pickled code",
+    "generate:bad_words_token_ids": "SGLang has this by custom logit processors only: pickled code",
+}
 
 
 @dataclass(slots=True)
@@ -111,7 +119,7 @@ class SglangEngine:
 
         engine, config = self._process.engine, self._process.manager.model_config
         arguments = engine.server_args
-        lacking: dict[str, str] = {}
+        lacking = dict(NO_CHOICE)
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
@@ -150,9 +158,8 @@ class SglangEngine:
         feeder, info = self._running(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
-        if request.seed is not None and (reason := info.capabilities.get("generate:seed")) is not None:
-            raise Unsupported(reason, field="seed", fix="leave it out")
+        check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         text, spans = IncrementalText(self._tokenizer), SpanLog()

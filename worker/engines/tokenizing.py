@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateRequest
+from worker.engines.token_checks import kept_of_prompt
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -32,6 +33,10 @@ def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
 
 
 async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
+    return kept_of_prompt(request, await _whole_prompt(tokenizer, request))
+
+
+async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
@@ -59,23 +64,6 @@ async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
             fix="give each a role and a content",
         ) from error
     return ids
-
-
-def check_tokens(request: GenerateRequest, prompt: list[int], vocab_size: int, max_model_len: int) -> None:
-    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
-        if ids and max(ids) >= vocab_size:
-            raise InvalidRequest(
-                f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
-            )
-    if not prompt:
-        raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
-    request.check_prompt_logprobs(prompt)
-    if len(prompt) + request.max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
-            field="max_tokens",
-            fix=f"at most {max_model_len} together",
-        )
 
 
 class IncrementalText:

@@ -28,7 +28,8 @@ from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo,
 from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.tokenizing import IncrementalText, eos_tokens, load_tokenizer, prompt_tokens
 from worker.engines.vllm_args import completed, parse_arguments, thread_binding
 from worker.engines.vllm_plugin import MARK
 from worker.engines.vllm_streams import Streams
@@ -296,9 +297,8 @@ class VllmEngine:
         streams, info = self._running_streams(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
-        if request.prompt_logprobs and (reason := info.capabilities.get("generate:prompt_logprobs")) is not None:
-            raise Unsupported(reason, field="prompt_logprobs", fix="leave it out")
+        check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
         text, spans = IncrementalText(self._tokenizer), SpanLog()
         told: list[int] | None = prompt
         try:
