@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rl_plane.errors import Unsupported
+from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.generation import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -37,6 +37,12 @@ class StreamOptions(BaseModel):
     """A last chunk with the usage and no choices."""
 
 
+TOLD = ("instance_id", "incarnation", "weight_version", "adapter")
+"""Of `extra_fields`: what a reply's `nvext` has anyway."""
+TOKENS_TOLD = ("completion_token_ids", "token_ids")
+"""What it has with `return_token_ids`, and when these are asked for."""
+
+
 class NvExt(BaseModel):
     """Dynamo's extension object."""
 
@@ -44,8 +50,12 @@ class NvExt(BaseModel):
 
     instance_id: str | None = None
     """Strictly this worker."""
+    token_data: TokenIds | None = None
+    """Tokens in, as older clients send them: messages or a prompt beside it hold a place, and are not read."""
     return_token_ids: bool | None = None
     return_prompt_logprobs: bool | None = None
+    extra_fields: list[str] | None = Field(None, max_length=32)
+    """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
 
 
 class GenerationBody(BaseModel):
@@ -83,6 +93,8 @@ class GenerationBody(BaseModel):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     """Prefixes are shared in an engine's cache with requests of the same salt only."""
     return_token_ids: bool | None = None
+    """Each choice's `token_ids` and their logprobs, whatever `logprobs` says, and `prompt_token_ids`; also in
+    `nvext`."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
     return_prompt_logprobs: bool | None = None
@@ -193,6 +205,22 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
     "return_hidden_states": (False,),
 }
+REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
+    "return_routed_experts": (False,),
+    "cache_salt": _NONE,
+    "greed_sampling": (False,),
+    "use_raw_prompt": (False,),
+    "annotations": ([],),
+    "backend_instance_id": _NONE,
+    "prefill_worker_id": _NONE,
+    "decode_worker_id": _NONE,
+    "dp_rank": _NONE,
+    "prefill_dp_rank": _NONE,
+    "max_thinking_tokens": _NONE,
+    "agent_hints": ({},),
+    "metadata_upload": _NONE,
+}
+_REFUSED_EXTRA_FIELDS = ("worker_id", "timing", "routed_experts", "prompt_logprobs")
 _REFUSED_IN_MESSAGES = (
     "name",
     "tool_calls",
@@ -214,13 +242,34 @@ def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupp
 
 
 def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
+    kept = _without(REFUSED, body, served, "")
+    if isinstance(nvext := kept.get("nvext"), dict):
+        kept["nvext"] = _without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
+    return kept
+
+
+def _without(
+    refused: dict[str, tuple[Any, ...]], body: dict[str, Any], served: type[BaseModel], where: str
+) -> dict[str, Any]:
     kept = {}
     for key, value in body.items():
-        if key not in REFUSED or key in served.model_fields:
+        if key not in refused or key in served.model_fields:
             kept[key] = value
-        elif value is not None and not any(_same(value, neutral) for neutral in REFUSED[key]):
-            raise unsupported(key)
+        elif value is not None and not any(_same(value, neutral) for neutral in refused[key]):
+            raise unsupported(where + key)
     return kept
+
+
+def tells_tokens(nvext: NvExt) -> bool:
+    """Whether `extra_fields` asks for tokens."""
+    for number, name in enumerate(nvext.extra_fields or ()):
+        field = f"nvext.extra_fields.{number}"
+        if name in _REFUSED_EXTRA_FIELDS:
+            raise unsupported(field, what=name)
+        if name not in TOLD + TOKENS_TOLD:
+            known = ", ".join(TOLD + TOKENS_TOLD)
+            raise InvalidRequest(f"a reply's nvext has no {name[:64]!r}", field=field, fix=f"name some of {known}")
+    return any(name in TOKENS_TOLD for name in nvext.extra_fields or ())
 
 
 def refuse_in_messages(body: dict[str, Any]) -> None:

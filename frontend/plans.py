@@ -15,6 +15,7 @@ from frontend.openai import (
     NvExt,
     TokenIds,
     refuse_in_messages,
+    tells_tokens,
     unsupported,
     without_neutral,
 )
@@ -62,11 +63,13 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     assert isinstance(parsed, CompletionBody)
     if (parsed.logprobs or 0) > 1:
         raise unsupported("logprobs", "send 1: only the chosen token's logprob is there", "logprobs above 1")
-    ids, text = parsed.prompt_token_ids, None
-    if isinstance(prompt, list):
-        ids = _only_one(ids, prompt, "prompt")
-    elif prompt:
-        text = _only_one(ids, prompt, "prompt")
+    ids, text = _token_data(parsed), None
+    if ids is None:
+        ids = parsed.prompt_token_ids
+        if isinstance(prompt, list):
+            ids = _only_one(ids, prompt, "prompt")
+        elif prompt:
+            text = _only_one(ids, prompt, "prompt")
     if ids is None and text is None:
         raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
     tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
@@ -90,6 +93,11 @@ def _take_prompt(body: dict[str, Any]) -> tuple[dict[str, Any], str | list[int] 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(TokenIds)
 
 
+def _token_data(body: GenerationBody) -> list[int] | None:
+    ids = body.nvext.token_data if body.nvext is not None else None
+    return _only_one(body.prompt_token_ids, ids, "nvext.token_data") if ids is not None else None
+
+
 def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
     if ids is not None:
         raise InvalidRequest(
@@ -103,12 +111,14 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     refuse_in_messages(body)
     parsed = parse_body(ChatBody, body)
     assert isinstance(parsed, ChatBody)
-    messages = None
-    if parsed.messages:
+    messages, ids = None, _token_data(parsed)
+    if ids is not None:
+        pass  # the messages hold a place
+    elif parsed.messages:
         messages = _only_one(
             parsed.prompt_token_ids, [message.model_dump() for message in parsed.messages], "messages"
         )
-    elif parsed.prompt_token_ids is None:
+    elif (ids := parsed.prompt_token_ids) is None:
         raise InvalidRequest("there are no messages", field="messages", fix="send messages, or prompt_token_ids")
     stated = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
     if len(stated) > 1:
@@ -117,8 +127,7 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         )
     default = min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
     tokens = parsed.max_completion_tokens or parsed.max_tokens or default
-    own = {"messages": messages}
-    return _plan(parsed, request_id, own, parsed.prompt_token_ids, tokens, bool(parsed.logprobs))
+    return _plan(parsed, request_id, {"messages": messages}, ids, tokens, bool(parsed.logprobs))
 
 
 def _plan(
@@ -139,6 +148,7 @@ def _plan(
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
     n, nvext = body.n or 1, body.nvext or NvExt()
+    tokens_out = tells_tokens(nvext) or bool(body.return_token_ids or nvext.return_token_ids)
     if body.seed is not None and body.seed + n > MAX_SEED:
         raise InvalidRequest("seed + n is over 63 bits", field="seed", fix="send a smaller seed")
     first = parse_body(
@@ -160,7 +170,7 @@ def _plan(
             "bad_words_token_ids": body.bad_words_token_ids or [],
             "truncate_prompt_tokens": body.truncate_prompt_tokens,
             "cache_salt": body.cache_salt,
-            "logprobs": logprobs,
+            "logprobs": logprobs or tokens_out,
             "prompt_logprobs": body.prompt_logprobs is not None
             or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
         },
@@ -175,7 +185,7 @@ def _plan(
         instance_id=nvext.instance_id,
         stream=stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        return_token_ids=bool(body.return_token_ids or nvext.return_token_ids),
+        return_token_ids=tokens_out,
     )
 
 

@@ -120,14 +120,18 @@ def usage(choices: list[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _nvext(choices: list[Choice]) -> dict[str, Any]:
+def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
     """Of the first choice; `weight_version` is null unless one state of the weights made every token. `adapter` is
-    there if that has one."""
+    there if that has one. `completion_token_ids` is a list for each choice if there are several."""
     made = {
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
     first = choices[0]
     told: dict[str, Any] = {"instance_id": first.instance_id, "incarnation": first.incarnation}
+    if plan.return_token_ids:
+        each = [one.token_ids for one in choices]
+        told["completion_token_ids"] = each[0] if len(each) == 1 else each
+        told["token_ids"] = first.prompt_token_ids
     if len(made) != 1:
         return {**told, "weight_version": None}
     *version, adapter = made.pop()
@@ -146,7 +150,7 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
         "model": model,
         "choices": [_whole_choice(plan, choice) for choice in choices],
         "usage": usage(choices),
-        "nvext": _nvext(choices),
+        "nvext": _nvext(plan, choices),
     }
     if plan.return_token_ids:
         reply["prompt_token_ids"] = choices[0].prompt_token_ids
@@ -219,7 +223,7 @@ class Chunks:
             holder["prompt_logprobs"] = _prompt_logprobs(choice)
         if delta.finish_reason is not None:
             told["weight_versions"] = _spans(delta.spans)
-            chunk["nvext"] = _nvext([choice])
+            chunk["nvext"] = _nvext(plan, [choice])
         return chunk
 
     def usage(self) -> dict[str, Any]:
