@@ -27,11 +27,11 @@ MAX_SEED = 1 << 63
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     include_usage: bool = False
     """A last chunk with the usage and no choices."""
@@ -46,7 +46,7 @@ TOKENS_TOLD = ("completion_token_ids", "token_ids")
 class NvExt(BaseModel):
     """Dynamo's extension object."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     instance_id: str | None = None
     """Strictly this worker."""
@@ -58,16 +58,11 @@ class NvExt(BaseModel):
     """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
 
 
-class GenerationBody(BaseModel):
-    """What both routes take. null means the default."""
+class SamplingBody(BaseModel):
+    """What an engine is asked. null means the default."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
-    model: str | None = None
-    """The base model or a loaded adapter; None: the base."""
-    prompt_token_ids: TokenIds | None = None
-    """Tokens in: instead of a prompt or messages, which may then be empty."""
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0.0)
     """Default 1; 0 means greedy."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -88,6 +83,23 @@ class GenerationBody(BaseModel):
         None, max_length=MAX_BAD_WORDS
     )
     """Sequences of tokens that are not made; of one token, its id alone will do."""
+    skip_special_tokens: bool | None = None
+    """Of the text; default true."""
+
+    @field_validator("bad_words_token_ids", mode="before")
+    @classmethod
+    def _from_ids(cls, value: Any) -> Any:
+        return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
+
+
+class GenerationBody(SamplingBody):
+    """What both of OpenAI's routes take."""
+
+    model: str | None = None
+    """The base model or a loaded adapter; None: the base."""
+    prompt_token_ids: TokenIds | None = None
+    """Tokens in: instead of a prompt or messages, which may then be empty."""
+    max_tokens: int | None = Field(None, ge=1)
     truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
     """Keep only so many tokens of the prompt, the last ones."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
@@ -110,11 +122,6 @@ class GenerationBody(BaseModel):
         """vLLM's clients send true for 1."""
         return (1 if value else None) if isinstance(value, bool) else value
 
-    @field_validator("bad_words_token_ids", mode="before")
-    @classmethod
-    def _from_ids(cls, value: Any) -> Any:
-        return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
-
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
@@ -125,14 +132,14 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     type: str
     text: str
 
 
 class ChatMessage(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart]
@@ -146,7 +153,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
 
 
-_NONE: tuple[Any, ...] = ()
+NONE: tuple[Any, ...] = ()
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Each with the values, besides null, that change nothing.
     "stop": ([],),
@@ -166,59 +173,58 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "guided_json": _NONE,
-    "guided_regex": _NONE,
-    "guided_choice": _NONE,
-    "guided_grammar": _NONE,
-    "structured_outputs": _NONE,
-    "regex": _NONE,
-    "json_schema": _NONE,
-    "ebnf": _NONE,
+    "guided_json": NONE,
+    "guided_regex": NONE,
+    "guided_choice": NONE,
+    "guided_grammar": NONE,
+    "structured_outputs": NONE,
+    "regex": NONE,
+    "json_schema": NONE,
+    "ebnf": NONE,
     "logits_processors": ([],),
     "bad_words": ([],),
-    "add_special_tokens": _NONE,
-    "skip_special_tokens": (True,),
+    "add_special_tokens": NONE,
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "return_tokens_as_token_ids": (True,),  # that is how ours are written
     "detokenize": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template": _NONE,
+    "chat_template": NONE,
     "chat_template_kwargs": ({},),
     "chat_template_args": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "audio": _NONE,
-    "prediction": _NONE,
-    "reasoning_effort": _NONE,
-    "verbosity": _NONE,
-    "web_search_options": _NONE,
+    "audio": NONE,
+    "prediction": NONE,
+    "reasoning_effort": NONE,
+    "verbosity": NONE,
+    "web_search_options": NONE,
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
     "priority": (0,),
-    "prompt_cache_key": _NONE,
-    "safety_identifier": _NONE,
-    "lora_path": _NONE,
+    "prompt_cache_key": NONE,
+    "safety_identifier": NONE,
+    "lora_path": NONE,
     "return_routed_experts": (False,),
     "return_hidden_states": (False,),
 }
 REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
-    "cache_salt": _NONE,
+    "cache_salt": NONE,
     "greed_sampling": (False,),
     "use_raw_prompt": (False,),
     "annotations": ([],),
-    "backend_instance_id": _NONE,
-    "prefill_worker_id": _NONE,
-    "decode_worker_id": _NONE,
-    "dp_rank": _NONE,
-    "prefill_dp_rank": _NONE,
-    "max_thinking_tokens": _NONE,
+    "backend_instance_id": NONE,
+    "prefill_worker_id": NONE,
+    "decode_worker_id": NONE,
+    "dp_rank": NONE,
+    "prefill_dp_rank": NONE,
+    "max_thinking_tokens": NONE,
     "agent_hints": ({},),
-    "metadata_upload": _NONE,
+    "metadata_upload": NONE,
 }
 _REFUSED_EXTRA_FIELDS = ("worker_id", "timing", "routed_experts", "prompt_logprobs")
 _REFUSED_IN_MESSAGES = (
@@ -242,13 +248,13 @@ def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupp
 
 
 def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
-    kept = _without(REFUSED, body, served, "")
+    kept = without(REFUSED, body, served, "")
     if isinstance(nvext := kept.get("nvext"), dict):
-        kept["nvext"] = _without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
+        kept["nvext"] = without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
     return kept
 
 
-def _without(
+def without(
     refused: dict[str, tuple[Any, ...]], body: dict[str, Any], served: type[BaseModel], where: str
 ) -> dict[str, Any]:
     kept = {}

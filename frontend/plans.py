@@ -13,6 +13,7 @@ from frontend.openai import (
     CompletionBody,
     GenerationBody,
     NvExt,
+    SamplingBody,
     TokenIds,
     refuse_in_messages,
     tells_tokens,
@@ -125,9 +126,13 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ", field="max_completion_tokens", fix="send one of the two"
         )
-    default = min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
-    tokens = parsed.max_completion_tokens or parsed.max_tokens or default
+    tokens = parsed.max_completion_tokens or parsed.max_tokens or default_tokens(max_model_len)
     return _plan(parsed, request_id, {"messages": messages}, ids, tokens, bool(parsed.logprobs))
+
+
+def default_tokens(max_model_len: int | None) -> int:
+    """Where a dialect's own default is all that fits."""
+    return min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
 
 
 def _plan(
@@ -147,17 +152,43 @@ def _plan(
             "send 0 or 1: only the prompt's own tokens' are there",
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
-    n, nvext = body.n or 1, body.nvext or NvExt()
+    nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
     tokens_out = tells_tokens(nvext) or bool(body.return_token_ids or nvext.return_token_ids)
+    own = {
+        **own,
+        "id": request_id,
+        "prompt_token_ids": ids,
+        "max_tokens": max_tokens,
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "cache_salt": body.cache_salt,
+        "logprobs": logprobs or tokens_out,
+        "prompt_logprobs": body.prompt_logprobs is not None
+        or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+    }
+    return Plan(
+        chat=chat,
+        id=request_id,
+        model=body.model,
+        requests=requests_of(body, own, score_each=not chat),
+        instance_id=nvext.instance_id,
+        stream=stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        return_token_ids=tokens_out,
+    )
+
+
+def requests_of(
+    body: SamplingBody, own: dict[str, Any], *, score_each: bool, seed_field: str = "seed"
+) -> tuple[GenerateRequest, ...]:
+    """One for each choice. `own`: what `body` does not say. `score_each`: prompt logprobs of each, not of the first
+    only, for a reply with one place for them."""
+    n = body.n or 1
     if body.seed is not None and body.seed + n > MAX_SEED:
-        raise InvalidRequest("seed + n is over 63 bits", field="seed", fix="send a smaller seed")
+        raise InvalidRequest("seed + n is over 63 bits", field=seed_field, fix="send a smaller seed")
     first = parse_body(
         GenerateRequest,
         {
-            "id": request_id,
-            "prompt_token_ids": ids,
             **own,
-            "max_tokens": max_tokens,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(0, body.top_k or 0),
@@ -168,29 +199,14 @@ def _plan(
             "logit_bias": body.logit_bias or {},
             "allowed_token_ids": body.allowed_token_ids,
             "bad_words_token_ids": body.bad_words_token_ids or [],
-            "truncate_prompt_tokens": body.truncate_prompt_tokens,
-            "cache_salt": body.cache_salt,
-            "logprobs": logprobs or tokens_out,
-            "prompt_logprobs": body.prompt_logprobs is not None
-            or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+            "skip_special_tokens": body.skip_special_tokens is not False,
         },
     )
     assert isinstance(first, GenerateRequest)
-    chat = isinstance(body, ChatBody)
-    return Plan(
-        chat=chat,
-        id=request_id,
-        model=body.model,
-        requests=(first,) if n == 1 else tuple(_choice(first, index, chat) for index in range(n)),
-        instance_id=nvext.instance_id,
-        stream=stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        return_token_ids=tokens_out,
-    )
+    return (first,) if n == 1 else tuple(_choice(first, index, score_each) for index in range(n))
 
 
-def _choice(request: GenerateRequest, index: int, chat: bool) -> GenerateRequest:
+def _choice(request: GenerateRequest, index: int, score_each: bool) -> GenerateRequest:
     seed = None if request.seed is None else request.seed + index
-    # A chat's reply has one place for prompt logprobs, and the first choice's are there.
-    scored = request.prompt_logprobs and not (chat and index)
+    scored = request.prompt_logprobs and (score_each or not index)
     return request.model_copy(update={"id": f"{request.id}-{index}", "seed": seed, "prompt_logprobs": scored})

@@ -69,6 +69,8 @@ class GenerateRequest(BaseModel):
     """Keep only so many tokens of the prompt, the last ones."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     """Requests share prefixes in the engine's cache with those of the same salt only."""
+    skip_special_tokens: bool = True
+    """Leave them out of the text."""
     logprobs: bool = False
     """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back, whatever kept others
     from being chosen."""

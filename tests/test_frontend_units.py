@@ -353,6 +353,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "bad_words_token_ids": [],
         "truncate_prompt_tokens": None,
         "cache_salt": None,
+        "skip_special_tokens": True,
         "logprobs": False,
         "prompt_logprobs": False,
     }
@@ -377,6 +378,7 @@ def test_every_field_reaches_the_engine() -> None:
         bad_words_token_ids=[4, [5, 5]],
         truncate_prompt_tokens=1,
         cache_salt="pepper",
+        skip_special_tokens=False,
         logprobs=1,
         prompt_logprobs=1,
         return_token_ids=True,
@@ -396,6 +398,7 @@ def test_every_field_reaches_the_engine() -> None:
         assert (request.min_tokens, request.logit_bias) == (2, {"4": -100, "5": 0.5})
         assert (request.allowed_token_ids, request.bad_words_token_ids) == ([4, 5], [[4], [5, 5]])
         assert (request.truncate_prompt_tokens, request.cache_salt) == (1, "pepper")
+        assert not request.skip_special_tokens
         assert request.prompt_logprobs
 
 

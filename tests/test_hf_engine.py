@@ -429,6 +429,9 @@ def test_text_comes_in_whole_characters(models: Models) -> None:
         assert "".join(parts).count("\ufffd") == 1
     cut = IncrementalText(tokenizer)
     assert cut.add(ids[:-1], last=False) + cut.add([], last=True) == text[:-1] + "\ufffd"
+    ended = [*ids, *tokenizer.encode("<|im_end|>")]
+    assert IncrementalText(tokenizer).add(ended, last=True) == text
+    assert IncrementalText(tokenizer, skip_special_tokens=False).add(ended, last=True) == f"{text}<|im_end|>"
 
 
 async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -> None:

@@ -178,7 +178,7 @@ class HfEngine:
         prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
         finished = False

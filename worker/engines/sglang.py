@@ -162,7 +162,7 @@ class SglangEngine:
         refuse_lacking(request, info.capabilities)
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         told: list[int] | None = prompt
         async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
             async for piece in pieces:

@@ -71,8 +71,9 @@ class IncrementalText:
 
     _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self._sent = 0  # characters of the decoded window
 
@@ -92,5 +93,7 @@ class IncrementalText:
         return fresh
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text

@@ -299,7 +299,7 @@ class VllmEngine:
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         told: list[int] | None = prompt
         try:
             async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
