@@ -109,7 +109,7 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     own = {
-        "id": parsed.request_id or request_id,
+        "id": request_id,  # a caller's may come twice
         "prompt_token_ids": parsed.token_ids,
         "max_tokens": sampling.max_tokens or default_tokens(max_model_len),
         "cache_salt": parsed.cache_salt,
@@ -265,7 +265,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed"}),
     )
     own = {
-        "id": parsed.rid or request_id,
+        "id": request_id,
         "prompt_token_ids": parsed.input_ids,
         "prompt": parsed.text,
         "max_tokens": given.max_new_tokens or SGLANG_TOKENS,

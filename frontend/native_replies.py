@@ -89,7 +89,7 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
     """All of it so far."""
     spans, prompt = choice.labelled(), choice.prompt_token_ids or []
     meta: dict[str, Any] = {
-        "id": plan.requests[choice.index].id,
+        "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
         "finish_reason": _sglang_reason(choice),
         "prompt_tokens": len(prompt),
         "completion_tokens": len(choice.token_ids),

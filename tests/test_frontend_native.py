@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -84,8 +85,9 @@ async def test_sglangs_generate(plane: Plane, http: httpx.AsyncClient) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 4}
     assert (meta["weight_version"], meta["instance_id"]) == ("step_1", worker.instance_id)
     assert meta["input_token_logprobs"] == []
-    events = await streamed(http, SGLANG, **body)
-    assert events[-1] == {"index": 0, **reply}
+    twice = await asyncio.gather(*(streamed(http, SGLANG, **body) for _ in range(2)))
+    assert [events[-1] for events in twice] == [{"index": 0, **reply}] * 2
+    events = twice[0]
     assert all(event["output_ids"] == tokens[: len(event["output_ids"])] for event in events)
     assert all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
     scored = await post(http, SGLANG, **body, logprob_start_len=0, return_prompt_token_ids=True)
