@@ -26,6 +26,7 @@ from frontend.openapi import add_body, add_model, base_schema
 from frontend.plans import Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
+from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
 from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable, Unlabelled
 from rl_plane.generation import GenerateDelta
 from rl_plane.view import MembershipView
@@ -121,6 +122,10 @@ class Generation:
             for name, parent in parents.items()
         ]
         return {"object": "list", "data": rows}
+
+    async def check_model(self, asked: str | None) -> None:
+        """NotFound, or NoWorkers."""
+        self._check_model(await self._models(asked), asked)
 
     async def _models(self, asked: str | None) -> Models:
         if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
@@ -274,7 +279,7 @@ async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
+def make_generation_app(generation: Generation, tokens: Tokens, key: str | None) -> FastAPI:
     app = make_app("rl_plane: generation", key, frozenset({HEALTH}), openai_error)
 
     async def models(request: Request) -> Response:
@@ -295,6 +300,11 @@ def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
             summary="Tokens or text in, tokens and text out; `stream` for server-sent events.",
             response_model=None,
         )
+    for path, handler, summary in (
+        ("/tokenize", tokens.tokenize, "Text or messages to tokens, by a worker's tokenizer."),
+        ("/detokenize", tokens.detokenize, "Tokens to text."),
+    ):
+        app.add_api_route(path, handler, methods=["POST"], summary=summary, response_model=None)
     app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
     return app
 
@@ -304,6 +314,8 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/inference/v1/generate": VllmBody,
     "/generate": SglangBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
 }
 
 

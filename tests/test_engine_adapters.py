@@ -30,6 +30,7 @@ pytestmark = [
 
 from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
+from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
@@ -172,6 +173,8 @@ async def test_what_it_says_of_itself(kind: Kind, engine: EngineAdapter, info: E
         with pytest.raises(Unsupported, match=r"[CG]PU"):
             await memory(["weights"])
     await engine.liveness()
+    said = await engine.tokenize(Tokenize(messages=[{"role": "user", "content": "hi"}]))
+    assert await engine.detokenize(said) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def test_arguments_are_the_engines_own(kind: Kind, models: Models) -> None:

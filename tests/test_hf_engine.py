@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
+from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
@@ -441,6 +442,20 @@ async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -
     assert text.prompt == encode("hello world", add_special_tokens=False)
     chat = await run(engine, ask(messages=[{"role": "user", "content": "hi"}]))
     assert chat.prompt == encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    # The same without generating.
+    messages = [{"role": "user", "content": "hi"}]
+    for body, rendered in (
+        (Tokenize(prompt="hello world"), "hello world"),
+        (Tokenize(messages=messages), "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (Tokenize(messages=messages, add_generation_prompt=False), "<|im_start|>user\nhi<|im_end|>\n"),
+        (Tokenize(messages=messages, continue_final_message=True), "<|im_start|>user\nhi"),
+    ):
+        tokens = await engine.tokenize(body)
+        assert tokens == encode(rendered, add_special_tokens=False)
+        assert await engine.detokenize(tokens) == rendered
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.detokenize([VOCAB_SIZE])
+    assert caught.value.facts["field"] == "tokens"
 
 
 async def test_what_a_request_allows_and_bars(start: Start, models: Models, plain: Any) -> None:

@@ -25,7 +25,7 @@ from blake3 import blake3
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
 from worker.engines.fake_holder import FakeHolder
@@ -47,7 +47,7 @@ from worker.engines.fake_model import (
     token_of,
 )
 from worker.engines.spans import Label, SpanLog
-from worker.engines.token_checks import check_tokens, kept_of_prompt
+from worker.engines.token_checks import check_tokens, check_vocabulary, kept_of_prompt
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 from worker.transports.base import WeightTransport
@@ -340,14 +340,28 @@ class FakeEngine:
         if request.prompt_token_ids is not None:
             prompt = list(request.prompt_token_ids)
         else:
-            text = request.prompt if request.prompt is not None else _rendered(request.messages or [])
-            letters = self.config.vocab_size - FIRST_TOKEN
-            prompt = [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
+            prompt = self._tokens(request.prompt, request.messages)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
         return prompt
+
+    def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None) -> list[int]:
+        letters = self.config.vocab_size - FIRST_TOKEN
+        text = text if text is not None else _rendered(messages or [])
+        return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        """There are no special tokens, and no template."""
+        self._held()
+        return self._tokens(body.prompt, body.messages)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """As the text of tokens that are made."""
+        self._held()
+        check_vocabulary("tokens", token_ids, self.config.vocab_size)
+        return "".join(f" t{token}" for token in token_ids)
 
     async def _turn(self, running: _Running) -> None:
         """Waits until `running` may make a token, or is ended."""

@@ -38,10 +38,7 @@ def check_tokens(
         ("allowed_token_ids", request.allowed_token_ids),
         ("bad_words_token_ids", [token for word in request.bad_words_token_ids for token in word]),
     ):
-        if ids and max(ids) >= vocab_size:
-            raise InvalidRequest(
-                f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
-            )
+        check_vocabulary(field, ids or [], vocab_size)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
     request.check_prompt_logprobs(prompt)
@@ -52,6 +49,13 @@ def check_tokens(
             fix=f"at most {max_model_len} together",
         )
     _check_choice(request, eos, vocab_size)
+
+
+def check_vocabulary(field: str, ids: list[int], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
+        )
 
 
 def _check_choice(request: GenerateRequest, eos: frozenset[int], vocab_size: int) -> None:

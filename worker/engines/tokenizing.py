@@ -8,7 +8,8 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateRequest
-from worker.engines.token_checks import kept_of_prompt
+from rl_plane.ops import Tokenize
+from worker.engines.token_checks import check_vocabulary, kept_of_prompt
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -47,13 +48,31 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
-        ids: list[int] = await asyncio.to_thread(tokenizer.encode, request.prompt, add_special_tokens=False)
-        return ids
+        return await _encoded(tokenizer, request.prompt, False)
+    return await _rendered(tokenizer, request.messages or [], True, False)
+
+
+async def tokenized(tokenizer: Any, body: Tokenize) -> list[int]:
+    if body.prompt is not None:
+        return await _encoded(tokenizer, body.prompt, body.add_special_tokens)
+    begun = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return await _rendered(tokenizer, body.messages or [], begun, body.continue_final_message)
+
+
+async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return ids
+
+
+async def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool
+) -> list[int]:
     try:
-        ids = await asyncio.to_thread(
+        ids: list[int] = await asyncio.to_thread(
             tokenizer.apply_chat_template,
-            request.messages,
-            add_generation_prompt=True,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tokenize=True,
             return_dict=False,
         )
@@ -64,6 +83,14 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
             fix="give each a role and a content",
         ) from error
     return ids
+
+
+async def detokenized(tokenizer: Any, token_ids: list[int], vocab_size: int) -> str:
+    check_vocabulary("tokens", token_ids, vocab_size)
+    text: str = await asyncio.to_thread(
+        tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 class IncrementalText:
