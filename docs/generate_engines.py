@@ -25,6 +25,12 @@ FEATURES = {
     "release_memory": "`release_memory`, `resume_memory`",
     "generate:seed": "`seed` in a request",
     "generate:prompt_logprobs": "`prompt_logprobs` in a request",
+    "generate:min_tokens": "`min_tokens` in a request",
+    "generate:logit_bias": "`logit_bias` in a request",
+    "generate:allowed_token_ids": "`allowed_token_ids` in a request",
+    "generate:bad_words_token_ids": "`bad_words_token_ids` in a request",
+    "generate:cache_salt": "`cache_salt` in a request",
+    "generate:truncate_prompt_tokens": "`truncate_prompt_tokens` in a request",
 }
 """A capability's name, as `describe` has it, and what it is called here."""
 SAME = {"resume_memory": "release_memory", "update_weights:lora": "prepare_update:lora"}

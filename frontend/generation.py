@@ -1,4 +1,4 @@
-"""The generation listener: OpenAI's routes over the fleet's admitted workers."""
+"""The generation listener: OpenAI's routes, and the engines' own, over the fleet's admitted workers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from frontend.committed import Committed
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
+from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
+from frontend.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
 from frontend.openai import ChatBody, CompletionBody
 from frontend.openapi import add_body, add_model, base_schema
 from frontend.plans import Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
+from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
 from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable, Unlabelled
 from rl_plane.generation import GenerateDelta
 from rl_plane.view import MembershipView
@@ -35,6 +39,28 @@ MAX_IN_FLIGHT = 4096
 EVENTS_QUEUE = 64
 """Deltas of all choices that a slow reader may be behind; then the workers are held back."""
 DONE = b"[DONE]"
+
+
+class ChunkMaker(Protocol):
+    """Makes what a stream sends."""
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        """`delta` is what `choice` has just taken; `offset`: where its text begins."""
+
+    def usage(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a route answers; called with the plan, its choices, the model and the time."""
+
+    whole: Callable[[Plan, list[Choice], str, int], Any]
+    chunks: Callable[[Plan, list[Choice], str, int], ChunkMaker]
+
+
+OPENAI = Dialect(whole, Chunks)
+VLLM = Dialect(vllm_whole, VllmChunks)
+SGLANG = Dialect(sglang_whole, SglangChunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +123,10 @@ class Generation:
         ]
         return {"object": "list", "data": rows}
 
+    async def check_model(self, asked: str | None) -> None:
+        """NotFound, or NoWorkers."""
+        self._check_model(await self._models(asked), asked)
+
     async def _models(self, asked: str | None) -> Models:
         if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
             raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
@@ -124,23 +154,33 @@ class Generation:
     # ---- the routes ----
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, plan_completion(await read_json(request), f"cmpl-{uuid.uuid4().hex}"))
+        plan = plan_completion(await read_json(request), f"cmpl-{uuid.uuid4().hex}")
+        return await self._answer(request, plan, OPENAI)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await read_json(request)
         length = Models.of(self._view).max_model_len
-        return await self._answer(request, plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length))
+        return await self._answer(request, plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length), OPENAI)
 
-    async def _answer(self, request: Request, plan: Plan) -> Response:
+    async def vllm_generate(self, request: Request) -> Response:
+        body = await read_json(request)
+        return await self._answer(
+            request, plan_vllm(body, uuid.uuid4().hex, Models.of(self._view).max_model_len), VLLM
+        )
+
+    async def sglang_generate(self, request: Request) -> Response:
+        return await self._answer(request, plan_sglang(await read_json(request), uuid.uuid4().hex), SGLANG)
+
+    async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         models = await self._models(plan.model)
         model, created = self._check_model(models, plan.model), int(time.time())
         if model in models.adapters:
             plan = plan.with_adapter(model)
         choices = [Choice(index) for index in range(len(plan.requests))]
         if plan.stream:
-            return EventStream(self._stream(plan, choices, Chunks(plan, choices, model, created)))
+            return EventStream(self._stream(plan, choices, dialect.chunks(plan, choices, model, created)))
         await unless_gone(request.receive, self._collect(plan, choices))
-        return json_response(whole(plan, choices, model, created))
+        return json_response(dialect.whole(plan, choices, model, created))
 
     async def _collect(self, plan: Plan, choices: list[Choice]) -> None:
         async with self._counted(plan), aclosing(self._run(plan)) as events:
@@ -151,7 +191,7 @@ class Generation:
                 _add_partial(error, choices)
                 raise
 
-    async def _stream(self, plan: Plan, choices: list[Choice], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, plan: Plan, choices: list[Choice], chunks: ChunkMaker) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False
         try:
             async with self._counted(plan), aclosing(self._run(plan)) as events:
@@ -239,7 +279,7 @@ async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
+def make_generation_app(generation: Generation, tokens: Tokens, key: str | None) -> FastAPI:
     app = make_app("rl_plane: generation", key, frozenset({HEALTH}), openai_error)
 
     async def models(request: Request) -> Response:
@@ -250,6 +290,8 @@ def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
     for path, handler in (
         ("/v1/completions", generation.completions),
         ("/v1/chat/completions", generation.chat_completions),
+        ("/inference/v1/generate", generation.vllm_generate),
+        ("/generate", generation.sglang_generate),
     ):
         app.add_api_route(
             path,
@@ -258,14 +300,29 @@ def make_generation_app(generation: Generation, key: str | None) -> FastAPI:
             summary="Tokens or text in, tokens and text out; `stream` for server-sent events.",
             response_model=None,
         )
+    for path, handler, summary in (
+        ("/tokenize", tokens.tokenize, "Text or messages to tokens, by a worker's tokenizer."),
+        ("/detokenize", tokens.detokenize, "Tokens to text."),
+    ):
+        app.add_api_route(path, handler, methods=["POST"], summary=summary, response_model=None)
     app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
     return app
+
+
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/inference/v1/generate": VllmBody,
+    "/generate": SglangBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
 
 
 def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = base_schema(app, with_key)
-        for path, body in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
+        for path, body in BODIES.items():
             add_model(schema, body)
             add_body(schema["paths"][path]["post"], body, required=True)
         app.openapi_schema = schema

@@ -10,46 +10,59 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rl_plane.errors import Unsupported
-from rl_plane.generation import MAX_PROMPT_TOKENS
+from rl_plane.errors import InvalidRequest, Unsupported
+from rl_plane.generation import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_PROMPT_TOKENS,
+    MAX_SALT_CHARS,
+    Bias,
+    TokenId,
+    TokenIdText,
+)
 
 MAX_N = 128
 MAX_SEED = 1 << 63
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     include_usage: bool = False
     """A last chunk with the usage and no choices."""
 
 
+TOLD = ("instance_id", "incarnation", "weight_version", "adapter")
+"""Of `extra_fields`: what a reply's `nvext` has anyway."""
+TOKENS_TOLD = ("completion_token_ids", "token_ids")
+"""What it has with `return_token_ids`, and when these are asked for."""
+
+
 class NvExt(BaseModel):
     """Dynamo's extension object."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     instance_id: str | None = None
     """Strictly this worker."""
+    token_data: TokenIds | None = None
+    """Tokens in, as older clients send them: messages or a prompt beside it hold a place, and are not read."""
     return_token_ids: bool | None = None
     return_prompt_logprobs: bool | None = None
+    extra_fields: list[str] | None = Field(None, max_length=32)
+    """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
 
 
-class GenerationBody(BaseModel):
-    """What both routes take. null means the default."""
+class SamplingBody(BaseModel):
+    """What an engine is asked. null means the default."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
-    model: str | None = None
-    """The base model or a loaded adapter; None: the base."""
-    prompt_token_ids: TokenIds | None = None
-    """Tokens in: instead of a prompt or messages, which may then be empty."""
-    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0.0)
     """Default 1; 0 means greedy."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -60,7 +73,40 @@ class GenerationBody(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
+    """By token id, what is added to the raw logits before a token is chosen."""
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    """No others are made."""
+    bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] | None = Field(
+        None, max_length=MAX_BAD_WORDS
+    )
+    """Sequences of tokens that are not made; of one token, its id alone will do."""
+    skip_special_tokens: bool | None = None
+    """Of the text; default true."""
+
+    @field_validator("bad_words_token_ids", mode="before")
+    @classmethod
+    def _from_ids(cls, value: Any) -> Any:
+        return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
+
+
+class GenerationBody(SamplingBody):
+    """What both of OpenAI's routes take."""
+
+    model: str | None = None
+    """The base model or a loaded adapter; None: the base."""
+    prompt_token_ids: TokenIds | None = None
+    """Tokens in: instead of a prompt or messages, which may then be empty."""
+    max_tokens: int | None = Field(None, ge=1)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
+    """Keep only so many tokens of the prompt, the last ones."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    """Prefixes are shared in an engine's cache with requests of the same salt only."""
     return_token_ids: bool | None = None
+    """Each choice's `token_ids` and their logprobs, whatever `logprobs` says, and `prompt_token_ids`; also in
+    `nvext`."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
     return_prompt_logprobs: bool | None = None
@@ -86,14 +132,14 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     type: str
     text: str
 
 
 class ChatMessage(BaseModel):
-    model_config = _STRICT
+    model_config = STRICT
 
     role: str = Field(min_length=1, max_length=64)
     content: str | list[TextPart]
@@ -107,7 +153,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
 
 
-_NONE: tuple[Any, ...] = ()
+NONE: tuple[Any, ...] = ()
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Each with the values, besides null, that change nothing.
     "stop": ([],),
@@ -115,11 +161,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "use_beam_search": (False,),
     "min_p": (0,),
-    "min_tokens": (0,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -129,49 +173,60 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "guided_json": _NONE,
-    "guided_regex": _NONE,
-    "guided_choice": _NONE,
-    "guided_grammar": _NONE,
-    "structured_outputs": _NONE,
-    "regex": _NONE,
-    "json_schema": _NONE,
-    "ebnf": _NONE,
+    "guided_json": NONE,
+    "guided_regex": NONE,
+    "guided_choice": NONE,
+    "guided_grammar": NONE,
+    "structured_outputs": NONE,
+    "regex": NONE,
+    "json_schema": NONE,
+    "ebnf": NONE,
     "logits_processors": ([],),
-    "allowed_token_ids": _NONE,
     "bad_words": ([],),
-    "bad_words_token_ids": ([],),
-    "truncate_prompt_tokens": _NONE,
-    "add_special_tokens": _NONE,
-    "skip_special_tokens": (True,),
+    "add_special_tokens": NONE,
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "return_tokens_as_token_ids": (True,),  # that is how ours are written
     "detokenize": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template": _NONE,
+    "chat_template": NONE,
     "chat_template_kwargs": ({},),
     "chat_template_args": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "audio": _NONE,
-    "prediction": _NONE,
-    "reasoning_effort": _NONE,
-    "verbosity": _NONE,
-    "web_search_options": _NONE,
+    "audio": NONE,
+    "prediction": NONE,
+    "reasoning_effort": NONE,
+    "verbosity": NONE,
+    "web_search_options": NONE,
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
     "priority": (0,),
-    "cache_salt": _NONE,
-    "prompt_cache_key": _NONE,
-    "safety_identifier": _NONE,
-    "lora_path": _NONE,
+    "prompt_cache_key": NONE,
+    "safety_identifier": NONE,
+    "lora_path": NONE,
     "return_routed_experts": (False,),
     "return_hidden_states": (False,),
 }
+REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
+    "return_routed_experts": (False,),
+    "cache_salt": NONE,
+    "greed_sampling": (False,),
+    "use_raw_prompt": (False,),
+    "annotations": ([],),
+    "backend_instance_id": NONE,
+    "prefill_worker_id": NONE,
+    "decode_worker_id": NONE,
+    "dp_rank": NONE,
+    "prefill_dp_rank": NONE,
+    "max_thinking_tokens": NONE,
+    "agent_hints": ({},),
+    "metadata_upload": NONE,
+}
+_REFUSED_EXTRA_FIELDS = ("worker_id", "timing", "routed_experts", "prompt_logprobs")
 _REFUSED_IN_MESSAGES = (
     "name",
     "tool_calls",
@@ -193,13 +248,34 @@ def unsupported(field: str, fix: str = "leave it out", what: str = "") -> Unsupp
 
 
 def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, Any]:
+    kept = without(REFUSED, body, served, "")
+    if isinstance(nvext := kept.get("nvext"), dict):
+        kept["nvext"] = without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
+    return kept
+
+
+def without(
+    refused: dict[str, tuple[Any, ...]], body: dict[str, Any], served: type[BaseModel], where: str
+) -> dict[str, Any]:
     kept = {}
     for key, value in body.items():
-        if key not in REFUSED or key in served.model_fields:
+        if key not in refused or key in served.model_fields:
             kept[key] = value
-        elif value is not None and not any(_same(value, neutral) for neutral in REFUSED[key]):
-            raise unsupported(key)
+        elif value is not None and not any(_same(value, neutral) for neutral in refused[key]):
+            raise unsupported(where + key)
     return kept
+
+
+def tells_tokens(nvext: NvExt) -> bool:
+    """Whether `extra_fields` asks for tokens."""
+    for number, name in enumerate(nvext.extra_fields or ()):
+        field = f"nvext.extra_fields.{number}"
+        if name in _REFUSED_EXTRA_FIELDS:
+            raise unsupported(field, what=name)
+        if name not in TOLD + TOKENS_TOLD:
+            known = ", ".join(TOLD + TOKENS_TOLD)
+            raise InvalidRequest(f"a reply's nvext has no {name[:64]!r}", field=field, fix=f"name some of {known}")
+    return any(name in TOKENS_TOLD for name in nvext.extra_fields or ())
 
 
 def refuse_in_messages(body: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ from frontend.openai import (
     CompletionBody,
     GenerationBody,
     NvExt,
+    SamplingBody,
     TokenIds,
     refuse_in_messages,
+    tells_tokens,
     unsupported,
     without_neutral,
 )
@@ -62,11 +64,13 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     assert isinstance(parsed, CompletionBody)
     if (parsed.logprobs or 0) > 1:
         raise unsupported("logprobs", "send 1: only the chosen token's logprob is there", "logprobs above 1")
-    ids, text = parsed.prompt_token_ids, None
-    if isinstance(prompt, list):
-        ids = _only_one(ids, prompt, "prompt")
-    elif prompt:
-        text = _only_one(ids, prompt, "prompt")
+    ids, text = _token_data(parsed), None
+    if ids is None:
+        ids = parsed.prompt_token_ids
+        if isinstance(prompt, list):
+            ids = _only_one(ids, prompt, "prompt")
+        elif prompt:
+            text = _only_one(ids, prompt, "prompt")
     if ids is None and text is None:
         raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
     tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
@@ -90,6 +94,11 @@ def _take_prompt(body: dict[str, Any]) -> tuple[dict[str, Any], str | list[int] 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(TokenIds)
 
 
+def _token_data(body: GenerationBody) -> list[int] | None:
+    ids = body.nvext.token_data if body.nvext is not None else None
+    return _only_one(body.prompt_token_ids, ids, "nvext.token_data") if ids is not None else None
+
+
 def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
     if ids is not None:
         raise InvalidRequest(
@@ -103,22 +112,27 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     refuse_in_messages(body)
     parsed = parse_body(ChatBody, body)
     assert isinstance(parsed, ChatBody)
-    messages = None
-    if parsed.messages:
+    messages, ids = None, _token_data(parsed)
+    if ids is not None:
+        pass  # the messages hold a place
+    elif parsed.messages:
         messages = _only_one(
             parsed.prompt_token_ids, [message.model_dump() for message in parsed.messages], "messages"
         )
-    elif parsed.prompt_token_ids is None:
+    elif (ids := parsed.prompt_token_ids) is None:
         raise InvalidRequest("there are no messages", field="messages", fix="send messages, or prompt_token_ids")
     stated = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
     if len(stated) > 1:
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ", field="max_completion_tokens", fix="send one of the two"
         )
-    default = min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
-    tokens = parsed.max_completion_tokens or parsed.max_tokens or default
-    own = {"messages": messages}
-    return _plan(parsed, request_id, own, parsed.prompt_token_ids, tokens, bool(parsed.logprobs))
+    tokens = parsed.max_completion_tokens or parsed.max_tokens or default_tokens(max_model_len)
+    return _plan(parsed, request_id, {"messages": messages}, ids, tokens, bool(parsed.logprobs))
+
+
+def default_tokens(max_model_len: int | None) -> int:
+    """Where a dialect's own default is all that fits."""
+    return min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
 
 
 def _plan(
@@ -138,43 +152,61 @@ def _plan(
             "send 0 or 1: only the prompt's own tokens' are there",
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
-    n, nvext = body.n or 1, body.nvext or NvExt()
+    nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
+    tokens_out = tells_tokens(nvext) or bool(body.return_token_ids or nvext.return_token_ids)
+    own = {
+        **own,
+        "id": request_id,
+        "prompt_token_ids": ids,
+        "max_tokens": max_tokens,
+        "truncate_prompt_tokens": body.truncate_prompt_tokens,
+        "cache_salt": body.cache_salt,
+        "logprobs": logprobs or tokens_out,
+        "prompt_logprobs": body.prompt_logprobs is not None
+        or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+    }
+    return Plan(
+        chat=chat,
+        id=request_id,
+        model=body.model,
+        requests=requests_of(body, own, score_each=not chat),
+        instance_id=nvext.instance_id,
+        stream=stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        return_token_ids=tokens_out,
+    )
+
+
+def requests_of(
+    body: SamplingBody, own: dict[str, Any], *, score_each: bool, seed_field: str = "seed"
+) -> tuple[GenerateRequest, ...]:
+    """One for each choice. `own`: what `body` does not say. `score_each`: prompt logprobs of each, not of the first
+    only, for a reply with one place for them."""
+    n = body.n or 1
     if body.seed is not None and body.seed + n > MAX_SEED:
-        raise InvalidRequest("seed + n is over 63 bits", field="seed", fix="send a smaller seed")
+        raise InvalidRequest("seed + n is over 63 bits", field=seed_field, fix="send a smaller seed")
     first = parse_body(
         GenerateRequest,
         {
-            "id": request_id,
-            "prompt_token_ids": ids,
             **own,
-            "max_tokens": max_tokens,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(0, body.top_k or 0),
             "seed": body.seed,
             "stop_token_ids": body.stop_token_ids or [],
             "ignore_eos": bool(body.ignore_eos),
-            "logprobs": logprobs,
-            "prompt_logprobs": body.prompt_logprobs is not None
-            or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
+            "min_tokens": body.min_tokens or 0,
+            "logit_bias": body.logit_bias or {},
+            "allowed_token_ids": body.allowed_token_ids,
+            "bad_words_token_ids": body.bad_words_token_ids or [],
+            "skip_special_tokens": body.skip_special_tokens is not False,
         },
     )
     assert isinstance(first, GenerateRequest)
-    chat = isinstance(body, ChatBody)
-    return Plan(
-        chat=chat,
-        id=request_id,
-        model=body.model,
-        requests=(first,) if n == 1 else tuple(_choice(first, index, chat) for index in range(n)),
-        instance_id=nvext.instance_id,
-        stream=stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        return_token_ids=bool(body.return_token_ids or nvext.return_token_ids),
-    )
+    return (first,) if n == 1 else tuple(_choice(first, index, score_each) for index in range(n))
 
 
-def _choice(request: GenerateRequest, index: int, chat: bool) -> GenerateRequest:
+def _choice(request: GenerateRequest, index: int, score_each: bool) -> GenerateRequest:
     seed = None if request.seed is None else request.seed + index
-    # A chat's reply has one place for prompt logprobs, and the first choice's are there.
-    scored = request.prompt_logprobs and not (chat and index)
+    scored = request.prompt_logprobs and (score_each or not index)
     return request.model_copy(update={"id": f"{request.id}-{index}", "seed": seed, "prompt_logprobs": scored})

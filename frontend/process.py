@@ -27,6 +27,7 @@ from frontend.lease import FrontendLease
 from frontend.listeners import GRACE_S, Server, bind, url_of
 from frontend.metrics import frontend_metrics
 from frontend.options import FrontendOptions
+from frontend.tokens import Tokens
 from rl_plane.bus import SERVICE_CONNECT_S
 from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
@@ -60,6 +61,7 @@ class Frontend:
             self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s
         )
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
+        self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)
         fleet.liveness_timeout_s = options.liveness_timeout_s
         self.finisher = Finisher(fleet, view)
@@ -125,7 +127,8 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
                 key = options.admin_key or None
                 apps.append((make_admin_app(frontend.calls, key, frontend.metrics, frontend.events), rl))
             if http is not None:
-                apps.append((make_generation_app(frontend.generation, options.api_key or None), http))
+                api_key = options.api_key or None
+                apps.append((make_generation_app(frontend.generation, frontend.tokens, api_key), http))
             urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
             # Streams of events never end by themselves: they would hold the stop for its whole grace.
             await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend.events.stop)

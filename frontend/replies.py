@@ -77,15 +77,15 @@ class Choice:
             "logprobs": self.logprobs,
             "text": self.text,
             "finish_reason": self.finish_reason,
-            "weight_versions": _spans(self.labelled()),
+            "weight_versions": spans_of(self.labelled()),
         }
 
 
-def _spans(spans: list[VersionSpan]) -> list[dict[str, Any]]:
+def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
     return [span.model_dump(exclude_none=True) for span in spans]
 
 
-def _token_name(token_id: int) -> str:
+def token_name(token_id: int) -> str:
     return f"token_id:{token_id}"  # as vLLM writes them with return_tokens_as_token_ids
 
 
@@ -94,19 +94,19 @@ def _logprobs(chat: bool, token_ids: list[int], logprobs: list[float], offsets: 
         rows = zip(token_ids, logprobs, strict=True)
         return {
             "content": [
-                {"token": _token_name(token), "logprob": value, "bytes": None, "top_logprobs": []}
+                {"token": token_name(token), "logprob": value, "bytes": None, "top_logprobs": []}
                 for token, value in rows
             ]
         }
     return {
-        "tokens": [_token_name(token) for token in token_ids],
+        "tokens": [token_name(token) for token in token_ids],
         "token_logprobs": logprobs,
         "top_logprobs": None,
         "text_offset": offsets,
     }
 
 
-def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
     """In vLLM's form: of each token of the prompt a map from its id; null for the first."""
     if choice.prompt_logprobs is None or choice.prompt_token_ids is None:
         return None
@@ -120,14 +120,18 @@ def usage(choices: list[Choice]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _nvext(choices: list[Choice]) -> dict[str, Any]:
+def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
     """Of the first choice; `weight_version` is null unless one state of the weights made every token. `adapter` is
-    there if that has one."""
+    there if that has one. `completion_token_ids` is a list for each choice if there are several."""
     made = {
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
     }
     first = choices[0]
     told: dict[str, Any] = {"instance_id": first.instance_id, "incarnation": first.incarnation}
+    if plan.return_token_ids:
+        each = [one.token_ids for one in choices]
+        told["completion_token_ids"] = each[0] if len(each) == 1 else each
+        told["token_ids"] = first.prompt_token_ids
     if len(made) != 1:
         return {**told, "weight_version": None}
     *version, adapter = made.pop()
@@ -146,12 +150,12 @@ def whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[s
         "model": model,
         "choices": [_whole_choice(plan, choice) for choice in choices],
         "usage": usage(choices),
-        "nvext": _nvext(choices),
+        "nvext": _nvext(plan, choices),
     }
     if plan.return_token_ids:
         reply["prompt_token_ids"] = choices[0].prompt_token_ids
     if plan.prompt_logprobs and plan.chat:
-        reply["prompt_logprobs"] = _prompt_logprobs(choices[0])
+        reply["prompt_logprobs"] = prompt_logprobs(choices[0])
     return reply
 
 
@@ -167,13 +171,13 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         **content,
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
-        "weight_versions": _spans(choice.labelled()),
+        "weight_versions": spans_of(choice.labelled()),
         "instance_id": choice.instance_id,
     }
     if plan.return_token_ids:
         reply["token_ids"] = choice.token_ids
     if plan.prompt_logprobs and not plan.chat:
-        reply["prompt_logprobs"] = _prompt_logprobs(choice)
+        reply["prompt_logprobs"] = prompt_logprobs(choice)
     return reply
 
 
@@ -216,10 +220,10 @@ class Chunks:
                 chunk["prompt_token_ids"] = choice.prompt_token_ids
         if delta.prompt_logprobs is not None:
             holder = chunk if plan.chat else told
-            holder["prompt_logprobs"] = _prompt_logprobs(choice)
+            holder["prompt_logprobs"] = prompt_logprobs(choice)
         if delta.finish_reason is not None:
-            told["weight_versions"] = _spans(delta.spans)
-            chunk["nvext"] = _nvext([choice])
+            told["weight_versions"] = spans_of(delta.spans)
+            chunk["nvext"] = _nvext(plan, [choice])
         return chunk
 
     def usage(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from rl_plane.fleet import Fleet
 from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.rows import WorkerRow
 from rl_plane.sync import SyncRlClient
+from rl_plane.turns import check_next_prompt, next_prompt
 from rl_plane.versions import TensorSpec, WeightVersion
 
 __all__ = [
@@ -77,4 +78,6 @@ __all__ = [
     "WorkerLost",
     "WorkerRow",
     "WrongIncarnation",
+    "check_next_prompt",
+    "next_prompt",
 ]

@@ -16,7 +16,19 @@ MAX_PROMPT_TOKENS = 1 << 20
 MAX_PROMPT_LOGPROBS = 1 << 16
 """Of one request: they go in one message, 14 bytes for each with its token."""
 
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORDS_TOKENS = 1024
+MAX_STOPS_WITH_MIN_TOKENS = 96
+"""What vLLM's second model runner has room for, with some for the model's own; beyond it that engine ends itself."""
+
+MAX_SALT_CHARS = 1024
+
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+"""A token id as the key of a JSON map."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class GenerateRequest(BaseModel):
@@ -42,8 +54,26 @@ class GenerateRequest(BaseModel):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     """Generation ends after one of these; it is part of the tokens that come back."""
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
+    logit_bias: dict[TokenIdText, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
+    """Added to the raw logits of these tokens before one is chosen."""
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    """No others are made. None: all."""
+    bad_words_token_ids: list[Annotated[list[TokenId], Field(min_length=1)]] = Field(
+        default_factory=list, max_length=MAX_BAD_WORDS
+    )
+    """Sequences that are not made: where all but the last token of one have been, the last is not. The prompt's tokens
+    don't count."""
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_PROMPT_TOKENS)
+    """Keep only so many tokens of the prompt, the last ones."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    """Requests share prefixes in the engine's cache with those of the same salt only."""
+    skip_special_tokens: bool = True
+    """Leave them out of the text."""
     logprobs: bool = False
-    """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back."""
+    """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back, whatever kept others
+    from being chosen."""
     prompt_logprobs: bool = False
     """The same of the prompt's tokens, each given those before it."""
 

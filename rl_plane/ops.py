@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
+from rl_plane.generation import MAX_PROMPT_TOKENS, TokenId
 from rl_plane.record import DecisionRecord, Encoding, PauseMode, Source
 from rl_plane.versions import VersionReply
 
@@ -507,6 +508,59 @@ class MemoryReply(TypedDict):
     tags: list[str]
 
 
+# ---- tokens and text ----
+
+
+class Tokenize(Body):
+    """`prompt` or `messages`."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    """Rendered by the model's chat template, as for generation."""
+    add_special_tokens: bool = False
+    """Of the prompt: those that the tokenizer puts around a text."""
+    add_generation_prompt: bool | None = None
+    """The head of the next reply after the messages. None: yes, unless `continue_final_message`."""
+    continue_final_message: bool = False
+    """Leave the last message open."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest(
+                "one of prompt and messages is tokenized", field="prompt", fix="send one of the two"
+            )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message leaves the last message open, add_generation_prompt begins another",
+                field="continue_final_message",
+                fix="send one of the two",
+            )
+        of_messages = {"add_generation_prompt": self.add_generation_prompt is not None} | {
+            "continue_final_message": self.continue_final_message
+        }
+        misplaced = {"add_special_tokens": self.add_special_tokens} if self.prompt is None else of_messages
+        for field, given in misplaced.items():
+            if given:
+                what = "messages" if self.prompt is None else "a prompt"
+                raise InvalidRequest(f"{field} says nothing of {what}", field=field, fix="leave it out")
+        return self
+
+
+class TokenizeReply(TypedDict):
+    tokens: list[int]
+    max_model_len: int
+
+
+class Detokenize(Body):
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)
+
+
+class DetokenizeReply(TypedDict):
+    prompt: str
+    """The text, special tokens included."""
+
+
 # ---- admission ----
 
 
@@ -539,6 +593,8 @@ class Op:
 
 QUICK_S = 1.0
 """An answer from the worker's NATS loop, which never blocks."""
+TOKENIZER_S = 10.0
+"""Of the longest text that a message carries."""
 ENGINE_S = 30.0
 """An op that the engine carries out between two steps."""
 
@@ -550,6 +606,8 @@ OPS: dict[str, Op] = {
         Op("describe", Empty, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
         Op("attest", Attest, AttestReply, False, QUICK_S, doc="What it knows to be committed."),
+        Op("tokenize", Tokenize, TokenizeReply, False, TOKENIZER_S, doc="Text or messages to tokens."),
+        Op("detokenize", Detokenize, DetokenizeReply, False, TOKENIZER_S, doc="Tokens to text."),
         Op("pause", Pause, PauseReply, True, ENGINE_S, doc="Stop generation, with a lease."),
         Op("resume", Empty, PauseReply, True, ENGINE_S, doc="Go on."),
         Op("flush_cache", Empty, FlushReply, True, ENGINE_S, doc="Drop the prefix cache."),

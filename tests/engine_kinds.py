@@ -48,6 +48,8 @@ class Kind:
     max_temperature: float
     adapts_head: bool
     """Takes an adapter of `lm_head`."""
+    lacks: frozenset[str]
+    """Fields of a request that it refuses."""
     places: int | None
     """How many adapters it takes. None: more than a test loads."""
     owner: Callable[[Any], Any]
@@ -166,6 +168,7 @@ VLLM = Kind(
     max_model_len=2048,
     max_temperature=2.0,
     adapts_head=True,
+    lacks=frozenset(),
     places=2,
     owner=lambda engine: engine,
     slow_submission=_slow_vllm,
@@ -188,6 +191,7 @@ SGLANG = Kind(
     max_model_len=2042,
     max_temperature=float("inf"),
     adapts_head=False,
+    lacks=frozenset({"min_tokens", "logit_bias", "allowed_token_ids", "bad_words_token_ids"}),
     places=None,
     owner=lambda engine: engine._process,
     slow_submission=_slow_sglang,

@@ -41,12 +41,17 @@ def greedy(
     return tokens[len(prompt) :], logprobs
 
 
+def logits_of(base: Path, prompt: list[int], tokens: list[int], adapter: Path | None = None) -> torch.Tensor:
+    """[tokens, vocabulary]: what each of these tokens after `prompt` was chosen by."""
+    with torch.no_grad():
+        logits: torch.Tensor = _model(base, adapter)(torch.tensor([prompt + tokens])).logits
+    return logits[0, len(prompt) - 1 : -1].float()
+
+
 def logprobs_of(
     base: Path, prompt: list[int], tokens: list[int], adapter: Path | None = None
 ) -> tuple[list[float], float]:
     """The log-softmax of tokens after `prompt`, and by how much the worst of them is less likely than the likeliest."""
-    with torch.no_grad():
-        logits = _model(base, adapter)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-    every = torch.log_softmax(logits, -1)
+    every = torch.log_softmax(logits_of(base, prompt, tokens, adapter), -1)
     made = every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return made.tolist(), float((every.max(1).values - made).max())

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 from nats.aio.msg import Msg
@@ -33,7 +33,9 @@ class Stream:
         self._sender = sender
 
     async def send(self, tokens: list[int], *spans: VersionSpan, end: bool = False) -> None:
-        delta = GenerateDelta(token_ids=tokens, spans=list(spans), finish_reason="length" if end else None)
+        logprobs = [-1.0] * len(tokens) if self.body["request"].get("logprobs") else None
+        reason: Literal["length"] | None = "length" if end else None
+        delta = GenerateDelta(token_ids=tokens, logprobs=logprobs, spans=list(spans), finish_reason=reason)
         message = {"delta": delta.model_dump()}
         await (self._sender.finish(message) if end else self._sender.send(message))
 

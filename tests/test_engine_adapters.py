@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ pytestmark = [
 
 from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
+from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
@@ -48,7 +49,7 @@ from tests.engine_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.reference import logprobs_of  # noqa: E402
+from tests.reference import logits_of, logprobs_of  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
@@ -59,6 +60,9 @@ ENDLESS = 2000
 
 LOGPROBS = 0.02
 """Two forwards in bfloat16, batched in other ways, agree to this."""
+
+EOS = (0,)
+"""Of the tiny models."""
 
 ADAPTERS = ("x", "y", "z")
 """Names that tests use."""
@@ -157,12 +161,18 @@ async def test_what_it_says_of_itself(kind: Kind, engine: EngineAdapter, info: E
     assert info.vocab_size == VOCAB_SIZE
     assert (info.max_model_len, info.max_adapters) == (kind.max_model_len, kind.places)
     assert "filesystem" in info.transports
-    assert set(info.capabilities) == {"release_memory", "resume_memory"}
+    assert set(info.capabilities) == {
+        "release_memory",
+        "resume_memory",
+        *(f"generate:{field}" for field in kind.lacks),
+    }
     assert engine.weight_spec()["lm_head.weight"] == TensorSpec("BF16", (VOCAB_SIZE, 128))
     for memory in (engine.release_memory, engine.resume_memory):
         with pytest.raises(Unsupported, match=r"[CG]PU"):
             await memory(["weights"])
     await engine.liveness()
+    said = await engine.tokenize(Tokenize(messages=[{"role": "user", "content": "hi"}]))
+    assert await engine.detokenize(said) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def test_arguments_are_the_engines_own(kind: Kind, models: Models) -> None:
@@ -253,11 +263,57 @@ async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter
     assert (await run(engine, seeded.model_copy(update={"id": "again"}))).tokens == in_parts.tokens
 
 
+async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 7)
+    prompt = prompt_of(3, 2 * BATCH_TOKENS)
+    first, second = (await run(engine, ask(prompt, max_tokens=2))).tokens
+    every = range(VOCAB_SIZE)
+    # Fields, and of each token made what may have been chosen instead.
+    cases: list[tuple[dict[str, Any], Callable[[list[int]], Collection[int]]]] = [
+        ({"allowed_token_ids": [9, 10, 11]}, lambda made: {9, 10, 11}),
+        ({"bad_words_token_ids": [[first]]}, lambda made: {*every} - {first}),
+        (
+            {"bad_words_token_ids": [[first, second], [9] * 30]},
+            lambda made: {*every} - ({second} if made[-1:] == [first] else set()),
+        ),
+        (
+            {"stop_token_ids": [first], "min_tokens": 5},
+            lambda made: {*every} - ({first, *EOS} if len(made) < 5 else set()),
+        ),
+    ]
+    for fields, left in cases:
+        if kind.lacks & fields.keys():
+            with pytest.raises(Unsupported) as caught:
+                await run(engine, ask(prompt, **fields))
+            assert caught.value.facts["field"] in kind.lacks & fields.keys()
+            continue
+        result = await run(engine, ask(prompt, logprobs=True, **fields))
+        rows = logits_of(models.tiny[1], prompt, result.tokens)
+        for place, token in enumerate(result.tokens):
+            best = max(float(rows[place][one]) for one in left(result.tokens[:place]))
+            assert float(rows[place][token]) > best - LOGPROBS
+            assert token in left(result.tokens[:place])
+        raw = [float(row.log_softmax(-1)[token]) for row, token in zip(rows, result.tokens, strict=True)]
+        assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
+    if "logit_bias" not in kind.lacks:
+        biased = await run(engine, ask(prompt, logprobs=True, logit_bias={"9": 100.0, str(first): -100.0}))
+        assert biased.tokens == [9] * 16
+        expected, _ = logprobs_of(models.tiny[1], prompt, biased.tokens)
+        assert biased.logprobs == pytest.approx(expected, abs=LOGPROBS)
+    cut = await run(
+        engine, ask([9, *prompt], truncate_prompt_tokens=len(prompt), cache_salt="pepper", logprobs=True)
+    )
+    assert cut.deltas[0].prompt_token_ids == prompt
+    assert is_of(cut, models.tiny[1])
+
+
 async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info: EngineInfo) -> None:
     length = info.max_model_len
     for field, request in (
         ("prompt_token_ids", ask([VOCAB_SIZE])),
         ("stop_token_ids", ask([1], stop_token_ids=[VOCAB_SIZE])),
+        ("allowed_token_ids", ask([1], allowed_token_ids=[VOCAB_SIZE])),
+        ("logit_bias", ask([1], logit_bias={str(VOCAB_SIZE): 1.0})),
         ("max_tokens", ask([1], max_tokens=length)),
         ("model", ask([1], adapter="never")),
     ):

@@ -300,6 +300,25 @@ async def test_prompts_as_text_and_messages(base: Path) -> None:
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"prompt_token_ids": [5], "max_tokens": 4096}, "max_tokens"),
+        ({"prompt_token_ids": [5], "stop_token_ids": [512]}, "stop_token_ids"),
+        ({"prompt_token_ids": [5], "logit_bias": {"512": 1.0}}, "logit_bias"),
+        ({"prompt_token_ids": [5], "allowed_token_ids": [512]}, "allowed_token_ids"),
+        ({"prompt_token_ids": [5], "bad_words_token_ids": [[5, 512]]}, "bad_words_token_ids"),
+        ({"prompt_token_ids": [5], "bad_words_token_ids": [[5] * 1025]}, "bad_words_token_ids"),
+        ({"prompt_token_ids": [5], "min_tokens": 17}, "min_tokens"),
+        ({"prompt_token_ids": [5], "min_tokens": 1, "stop_token_ids": list(range(97))}, "stop_token_ids"),
+        (
+            {"prompt_token_ids": [5], "allowed_token_ids": [5], "bad_words_token_ids": [[6, 5]]},
+            "bad_words_token_ids",
+        ),
+        (
+            {"prompt_token_ids": [5], "allowed_token_ids": [5, 6], "bad_words_token_ids": [[7, 5, 5], [5, 6]]},
+            "bad_words_token_ids",
+        ),
+        (
+            {"prompt_token_ids": [5], "allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1},
+            "allowed_token_ids",
+        ),
     ],
 )
 async def test_bad_requests(base: Path, fields: dict[str, Any], field: str) -> None:
@@ -325,6 +344,35 @@ async def test_stop_tokens_are_part_of_what_comes_back(base: Path) -> None:
     assert tokens(deltas) == all_tokens[: all_tokens.index(stop) + 1]
     assert deltas[-1].finish_reason == "stop"
     assert deltas[-1].spans[-1].end == len(tokens(deltas))
+
+
+async def test_what_a_request_allows_and_bars(base: Path) -> None:
+    engine = await started(base)
+
+    async def made(**fields: Any) -> list[int]:
+        return tokens(await drain(engine.generate(ask(max_tokens=20, **fields))))
+
+    free = await made()
+    assert await made(cache_salt="pepper", bad_words_token_ids=[[free[0], free[0]]]) == free
+    assert set(await made(allowed_token_ids=[7, 8])) == {7, 8}
+    assert set(await made(logit_bias={"9": 1.0, "10": 0.5})) == {9}
+    assert free[0] not in await made(logit_bias={str(free[0]): -100.0})
+    pairs = await made(allowed_token_ids=[7, 8], bad_words_token_ids=[[7, 7], [8, 8]])
+    assert all(one != other for one, other in itertools.pairwise(pairs))
+    stopped = await made(stop_token_ids=[free[2]], min_tokens=4)
+    assert free[2] not in stopped[:4]
+    assert stopped[:2] == free[:2]
+
+
+async def test_the_end_of_a_prompt(base: Path) -> None:
+    engine = await started(base)
+    (delta,) = await drain(
+        engine.generate(ask(prompt_token_ids=[9, *PROMPT], truncate_prompt_tokens=3, max_tokens=1))
+    )
+    assert delta.prompt_token_ids == PROMPT
+    assert delta.token_ids == [fake_token(model_digest(base), PROMPT, 0)]
+    (text,) = await drain(engine.generate(ask(prompt="abc", truncate_prompt_tokens=1, max_tokens=1)))
+    assert text.prompt_token_ids == [ord("c") + 3]
 
 
 async def test_an_id_is_used_once_at_a_time(base: Path) -> None:

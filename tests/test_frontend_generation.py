@@ -155,8 +155,9 @@ async def test_a_choice_for_each_n_spread_over_the_workers(plane: Plane, http: h
 
 async def test_a_stream_and_a_whole_reply_say_the_same(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn()
-    body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "logprobs": 0, "return_token_ids": True, "n": 2}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "logprobs": None, "return_token_ids": True, "n": 2}
     whole = await ask(http, **body)
+    assert whole["nvext"]["completion_token_ids"] == [choice["token_ids"] for choice in whole["choices"]]
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     response = await http.post("/v1/completions", json=streamed)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -172,6 +173,9 @@ async def test_a_stream_and_a_whole_reply_say_the_same(plane: Plane, http: httpx
         assert logprobs == same["logprobs"]["token_logprobs"]
         assert mine[-1]["weight_versions"] == same["weight_versions"]
         assert mine[-1]["finish_reason"] == "length"
+        assert len(logprobs) == 5
+        told = [chunk["nvext"] for chunk in chunks if chunk["choices"][0] == mine[-1]]
+        assert [nvext["completion_token_ids"] for nvext in told] == [same["token_ids"]]
         assert all(chunk["finish_reason"] is None for chunk in mine[:-1])
 
 
@@ -190,6 +194,10 @@ async def test_a_chat(plane: Plane, http: httpx.AsyncClient) -> None:
     ids = {"messages": [], "prompt_token_ids": PROMPT, "max_tokens": 2, "return_token_ids": True}
     reply = (await http.post("/v1/chat/completions", json=ids)).json()
     assert reply["prompt_token_ids"] == PROMPT
+    older = {"messages": messages, "nvext": {"token_data": PROMPT, "extra_fields": ["completion_token_ids"]}}
+    again = (await http.post("/v1/chat/completions", json={**older, "max_tokens": 2})).json()
+    assert again["nvext"]["completion_token_ids"] == reply["choices"][0]["token_ids"]
+    assert again["nvext"]["token_ids"] == PROMPT
 
 
 def prompt_logprobs_under(digest: str, prompt: list[int]) -> list[dict[str, Any] | None]:

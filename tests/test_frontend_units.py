@@ -347,6 +347,13 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "seed": None,
         "stop_token_ids": [],
         "ignore_eos": False,
+        "min_tokens": 0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
+        "bad_words_token_ids": [],
+        "truncate_prompt_tokens": None,
+        "cache_salt": None,
+        "skip_special_tokens": True,
         "logprobs": False,
         "prompt_logprobs": False,
     }
@@ -365,6 +372,13 @@ def test_every_field_reaches_the_engine() -> None:
         n=3,
         stop_token_ids=[9],
         ignore_eos=True,
+        min_tokens=2,
+        logit_bias={"4": -100, "5": 0.5},
+        allowed_token_ids=[4, 5],
+        bad_words_token_ids=[4, [5, 5]],
+        truncate_prompt_tokens=1,
+        cache_salt="pepper",
+        skip_special_tokens=False,
         logprobs=1,
         prompt_logprobs=1,
         return_token_ids=True,
@@ -381,6 +395,10 @@ def test_every_field_reaches_the_engine() -> None:
         assert (request.prompt_token_ids, request.prompt, request.max_tokens) == ([1, 2], None, 5)
         assert (request.temperature, request.top_p, request.top_k) == (0.0, 0.5, 0)
         assert (request.stop_token_ids, request.ignore_eos, request.logprobs) == ([9], True, True)
+        assert (request.min_tokens, request.logit_bias) == (2, {"4": -100, "5": 0.5})
+        assert (request.allowed_token_ids, request.bad_words_token_ids) == ([4, 5], [[4], [5, 5]])
+        assert (request.truncate_prompt_tokens, request.cache_salt) == (1, "pepper")
+        assert not request.skip_special_tokens
         assert request.prompt_logprobs
 
 
@@ -409,7 +427,13 @@ def test_tokens_come_in_either_field() -> None:
     assert completion(prompt=None, prompt_token_ids=[3]).requests[0].prompt_token_ids == [3]
     plan = chat(messages=[], prompt_token_ids=[3])
     assert (plan.requests[0].prompt_token_ids, plan.requests[0].messages) == ([3], None)
-    assert completion(nvext={"return_token_ids": True}).return_token_ids
+    for nvext in ({"return_token_ids": True}, {"extra_fields": ["weight_version", "completion_token_ids"]}):
+        for plan in (completion(nvext=nvext, logprobs=None), chat(nvext=nvext, logprobs=False)):
+            assert (plan.return_token_ids, plan.logprobs) == (True, True)
+    assert not completion(nvext={"extra_fields": ["instance_id"], "return_routed_experts": False}).return_token_ids
+    for plan in (completion(nvext={"token_data": [3]}), chat(nvext={"token_data": [3]})):
+        (request,) = plan.requests
+        assert (request.prompt_token_ids, request.prompt, request.messages) == ([3], None, None)
 
 
 def test_a_chat_has_a_bounded_default_length() -> None:
@@ -455,6 +479,21 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"stop_token_ids": [-5]}, "stop_token_ids.0"),
         ({"stop_token_ids": ["5"]}, "stop_token_ids.0"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five.[key]"),
+        ({"logit_bias": {"05": 1}}, "logit_bias.05.[key]"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids.0"),
+        ({"bad_words_token_ids": 5}, "bad_words_token_ids"),
+        ({"bad_words_token_ids": [[5], []]}, "bad_words_token_ids.1"),
+        ({"bad_words_token_ids": [-5]}, "bad_words_token_ids.0.0"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -2}, "prompt_logprobs"),
@@ -467,6 +506,10 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"nvext": {"foo": 1}}, "nvext.foo"),
+        ({"nvext": {"token_data": []}}, "nvext.token_data"),
+        ({"nvext": {"token_data": [3]}, "prompt_token_ids": [3]}, "prompt_token_ids"),
+        ({"nvext": {"extra_fields": "token_ids"}}, "nvext.extra_fields"),
+        ({"nvext": {"extra_fields": ["token_ids", "foo"]}}, "nvext.extra_fields.1"),
         ({"nvext": []}, "nvext"),
         ({"messages": []}, "messages"),
         ({"unheard_of": None}, "unheard_of"),
@@ -517,6 +560,10 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
         (completion, {"prompt_logprobs": 2}, "prompt_logprobs"),
         (chat, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (completion, {"prompt": ["a", "b"]}, "prompt"),
+        (completion, {"return_routed_experts": True}, "return_routed_experts"),
+        (chat, {"nvext": {"return_routed_experts": True}}, "nvext.return_routed_experts"),
+        (chat, {"nvext": {"extra_fields": ["routed_experts"]}}, "nvext.extra_fields.0"),
+        (chat, {"nvext": {"backend_instance_id": 0}}, "nvext.backend_instance_id"),
         (completion, {"prompt": [[1], [2]]}, "prompt"),
         (completion, {"echo": 0}, "echo"),
         (completion, {"best_of": True}, "best_of"),
@@ -572,7 +619,12 @@ def test_a_whole_completion() -> None:
     assert reply["prompt_token_ids"] == [7, 8, 9]
     assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
     version = {"run": "r", "sequence": 1, "label": "step_1", "digest": "blake3:1"}
-    assert reply["nvext"] == {"instance_id": "b" * 16, "incarnation": "i", "weight_version": version}
+    tokens = {"completion_token_ids": [1, 2, 3], "token_ids": [7, 8, 9]}
+    assert reply["nvext"] == {"instance_id": "b" * 16, "incarnation": "i", "weight_version": version, **tokens}
+    (one, other), plan = (_choice(), _choice()), completion(n=2, return_token_ids=True)
+    other.token_ids = [4]
+    other.logprobs, other.offsets = [-1.0], [0]
+    assert whole(plan, [one, other], "m", 5)["nvext"]["completion_token_ids"] == [[1, 2, 3], [4]]
 
 
 def test_a_whole_chat_without_extras() -> None:
@@ -624,11 +676,14 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
     plan = chat(stream=True, return_token_ids=True)
     choice = _choice()
     chunks = Chunks(plan, [choice], "m", 5)
-    first = chunks.of(choice, GenerateDelta(token_ids=[1], text="x"), 0)
+    first = chunks.of(choice, GenerateDelta(token_ids=[1], logprobs=[-0.5], text="x"), 0)
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "x"}
     assert first["prompt_token_ids"] == [7, 8, 9]
     assert "weight_versions" not in first["choices"][0]
-    last = chunks.of(choice, GenerateDelta(token_ids=[2], finish_reason="stop", spans=choice.spans), 1)
+    ended = GenerateDelta(token_ids=[2], logprobs=[-1.0], finish_reason="stop", spans=choice.spans)
+    last = chunks.of(choice, ended, 1)
+    assert last["nvext"]["completion_token_ids"] == [1, 2, 3]
+    assert last["choices"][0]["logprobs"]["content"][0]["logprob"] == -1.0
     assert last["choices"][0]["delta"] == {"content": ""}
     assert last["choices"][0]["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
     assert "prompt_token_ids" not in last

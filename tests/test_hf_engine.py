@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
+from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
@@ -429,6 +430,9 @@ def test_text_comes_in_whole_characters(models: Models) -> None:
         assert "".join(parts).count("\ufffd") == 1
     cut = IncrementalText(tokenizer)
     assert cut.add(ids[:-1], last=False) + cut.add([], last=True) == text[:-1] + "\ufffd"
+    ended = [*ids, *tokenizer.encode("<|im_end|>")]
+    assert IncrementalText(tokenizer).add(ended, last=True) == text
+    assert IncrementalText(tokenizer, skip_special_tokens=False).add(ended, last=True) == f"{text}<|im_end|>"
 
 
 async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -> None:
@@ -438,6 +442,84 @@ async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -
     assert text.prompt == encode("hello world", add_special_tokens=False)
     chat = await run(engine, ask(messages=[{"role": "user", "content": "hi"}]))
     assert chat.prompt == encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    # The same without generating.
+    messages = [{"role": "user", "content": "hi"}]
+    for body, rendered in (
+        (Tokenize(prompt="hello world"), "hello world"),
+        (Tokenize(messages=messages), "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (Tokenize(messages=messages, add_generation_prompt=False), "<|im_start|>user\nhi<|im_end|>\n"),
+        (Tokenize(messages=messages, continue_final_message=True), "<|im_start|>user\nhi"),
+    ):
+        tokens = await engine.tokenize(body)
+        assert tokens == encode(rendered, add_special_tokens=False)
+        assert await engine.detokenize(tokens) == rendered
+    with pytest.raises(InvalidRequest) as caught:
+        await engine.detokenize([VOCAB_SIZE])
+    assert caught.value.facts["field"] == "tokens"
+
+
+async def test_what_a_request_allows_and_bars(start: Start, models: Models, plain: Any) -> None:
+    """Each token is the likeliest of those that are left, and its logprob is the raw one."""
+    engine = await start(models.tiny)
+    prompt = prompt_of(1, 9)
+    free = (await run(engine, ask(prompt))).tokens
+    few = sorted({*free, 9, 10, 11})
+    biases = {str(token): -100.0 if token == free[0] else 3.0 for token in few}
+    asked: list[dict[str, Any]] = [
+        {"allowed_token_ids": [token for token in few if token != free[0]]},
+        {"bad_words_token_ids": [[free[0]], [free[1]]]},
+        {"bad_words_token_ids": [[free[0], free[1]], [9] * 40]},
+        {"logit_bias": biases},
+        {"stop_token_ids": [free[0]], "min_tokens": 3},
+        {"allowed_token_ids": few, "logit_bias": biases, "bad_words_token_ids": [[few[-1]]], "min_tokens": 16},
+    ]
+    results = await asyncio.gather(
+        run(engine, ask(prompt, max_tokens=16)),
+        *(run(engine, ask(prompt, logprobs=True, **fields)) for fields in asked),
+    )
+    assert results[0].tokens == free
+    for fields, result in zip(asked, results[1:], strict=True):
+        assert result.logprobs == pytest.approx(plain_logprobs(plain, prompt, result.tokens), abs=1e-4)
+        assert result.tokens != free
+        with torch.no_grad():
+            rows = plain(torch.tensor([prompt + result.tokens])).logits[0, len(prompt) - 1 : -1].float()
+        for place, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
+            left = set(fields.get("allowed_token_ids", range(VOCAB_SIZE)))
+            for *before, last in fields.get("bad_words_token_ids", ()):
+                if result.tokens[:place][place - len(before) :] == before and place >= len(before):
+                    left.discard(last)
+            if place < fields.get("min_tokens", 0):
+                left -= {*fields.get("stop_token_ids", ()), *engine._eos}
+            scores = {one: float(row[one]) + fields.get("logit_bias", {}).get(str(one), 0.0) for one in left}
+            assert scores[token] > max(scores.values()) - 1e-4
+    assert results[2].tokens[1] == free[0] or free[0] not in results[2].tokens
+
+
+async def test_the_end_of_a_prompt(start: Start, models: Models) -> None:
+    engine = await start(models.tiny, max_model_len=64)
+    long = prompt_of(2, 100)
+    cut = await run(engine, ask(long, truncate_prompt_tokens=20))
+    assert cut.prompt == long[-20:]
+    assert cut.tokens == (await run(engine, ask(long[-20:]))).tokens
+
+
+async def test_salts_keep_prefixes_apart(start: Start, models: Models) -> None:
+    engine = await start(models.tiny, page_size=4)
+    matched: list[int] = []
+    assert engine._loop is not None
+    cache = engine._loop.batch_processor.cache
+    search = cache.search_prefix_match
+
+    def watched(*args: Any) -> int:
+        matched.append(search(*args))
+        return matched[-1]
+
+    cache.search_prefix_match = watched
+    tokens = []
+    for salt in (None, "pepper", "sugar", "pepper", None):
+        tokens.append((await run(engine, ask(prompt_of(1, 30), cache_salt=salt))).tokens)
+    assert matched == [0, 0, 0, 28, 28]
+    assert all(one == tokens[0] for one in tokens)
 
 
 @pytest.mark.parametrize(

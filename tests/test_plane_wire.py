@@ -284,9 +284,9 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
         arm_update prepare_update commit_update abort_update update_weights release_memory resume_memory check_weights
-        set_admission drain attest follow_record"""
+        set_admission drain attest follow_record tokenize detokenize"""
     assert set(named.split()) | {"ping"} == set(ops.OPS)
-    reading = {"ping", "liveness", "describe", "state", "attest"}
+    reading = {"ping", "liveness", "describe", "state", "attest", "tokenize", "detokenize"}
     assert {name for name, op in ops.OPS.items() if not op.changes} == reading
     assert all(op.doc and op.timeout_s > 0 for op in ops.OPS.values())
 

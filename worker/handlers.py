@@ -55,6 +55,8 @@ class OpHandlers:
             "attest": self._attest,
             "describe": self._describe,
             "state": self._state_now,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
             "pause": self._pause,
             "resume": self._resume,
             "flush_cache": self._flush_cache,
@@ -143,6 +145,13 @@ class OpHandlers:
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
         )
+
+    async def _tokenize(self, body: ops.Tokenize, fence: int) -> ops.TokenizeReply:
+        tokens = await self._engine.run(self._adapter.tokenize(body))
+        return ops.TokenizeReply(tokens=tokens, max_model_len=self._info.max_model_len)
+
+    async def _detokenize(self, body: ops.Detokenize, fence: int) -> ops.DetokenizeReply:
+        return ops.DetokenizeReply(prompt=await self._engine.run(self._adapter.detokenize(body.tokens)))
 
     # ---- pause, cache, requests ----
 

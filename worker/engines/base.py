@@ -22,7 +22,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
 from worker.transports.base import Places
@@ -150,6 +150,12 @@ class EngineAdapter(Protocol):
 
     def load(self) -> tuple[int, int]:
         """(running, waiting) requests, without asking the engine."""
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        """As `generate` makes a prompt's tokens. InvalidRequest for messages that the chat template refuses."""
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """With special tokens. InvalidRequest (`field="tokens"`) for one outside the vocabulary."""
 
     # weights: what is received is staged beside the model, in every rank, under the reception's name
 

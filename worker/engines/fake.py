@@ -5,8 +5,9 @@ token can be told from the token itself (`fake_token`), whatever label the versi
 task of its own, so that a process may carry a thousand.
 
 A request's tokens are made when its reader asks for them, so a reader that stalls holds up a `pause` in mode
-`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. Sampling parameters
-change nothing. With `cast`, bytes are kept as they came.
+`wait`. There is no end-of-sequence token: generation ends by `max_tokens` or `stop_token_ids`. What a request
+allows and bars is kept to (by `logit_bias` only the tokens with the highest are made); sampling parameters change
+nothing. With `cast`, bytes are kept as they came.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from blake3 import blake3
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
 from worker.engines.fake_holder import FakeHolder
@@ -42,9 +43,11 @@ from worker.engines.fake_model import (
     logprob_of,
     make_fake_adapter,
     make_fake_model,
+    permitted,
     token_of,
 )
 from worker.engines.spans import Label, SpanLog
+from worker.engines.token_checks import check_tokens, check_vocabulary, kept_of_prompt
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 from worker.transports.base import WeightTransport
@@ -280,6 +283,7 @@ class FakeEngine:
         self._requests[request.id] = running
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
+        tokens: list[int] = []
         try:
             while True:
                 await self._turn(running)
@@ -293,7 +297,8 @@ class FakeEngine:
                 if request.prompt_logprobs and not running.made:
                     scored = fake_prompt_logprobs(digests[0], prompt, digests[1])
                 made = hash_of(weights, running.prompt_hash, running.made)
-                token = token_of(made, self.config.vocab_size)
+                token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
+                tokens.append(token)
                 running.made += 1
                 running.spans.add(Label(self._version, running.adapter, adapter.version if adapter else None))
                 if token in stops:
@@ -332,29 +337,31 @@ class FakeEngine:
                 field=given[-1] if given else "prompt",
                 fix="give exactly one of prompt_token_ids, prompt and messages",
             )
-        size = self.config.vocab_size
         if request.prompt_token_ids is not None:
-            prompt = request.prompt_token_ids
-            if max(prompt, default=0) >= size:
-                raise InvalidRequest(
-                    f"prompt_token_ids has {max(prompt)}, the vocabulary ends at {size - 1}",
-                    field="prompt_token_ids",
-                    fix="use this model's tokenizer",
-                )
+            prompt = list(request.prompt_token_ids)
         else:
-            text = request.prompt if request.prompt is not None else _rendered(request.messages or [])
-            prompt = [FIRST_TOKEN + byte % (size - FIRST_TOKEN) for byte in text.encode("utf-8", "surrogatepass")]
+            prompt = self._tokens(request.prompt, request.messages)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
-        request.check_prompt_logprobs(prompt)
-        if len(prompt) + request.max_tokens > self.config.max_model_len:
-            raise InvalidRequest(
-                f"{len(prompt)} prompt tokens and max_tokens {request.max_tokens} are more than "
-                f"max_model_len {self.config.max_model_len}",
-                field="max_tokens",
-                fix=f"ask for at most {max(0, self.config.max_model_len - len(prompt))} tokens",
-            )
+        prompt = kept_of_prompt(request, prompt)
+        check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
         return prompt
+
+    def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None) -> list[int]:
+        letters = self.config.vocab_size - FIRST_TOKEN
+        text = text if text is not None else _rendered(messages or [])
+        return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        """There are no special tokens, and no template."""
+        self._held()
+        return self._tokens(body.prompt, body.messages)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """As the text of tokens that are made."""
+        self._held()
+        check_vocabulary("tokens", token_ids, self.config.vocab_size)
+        return "".join(f" t{token}" for token in token_ids)
 
     async def _turn(self, running: _Running) -> None:
         """Waits until `running` may make a token, or is ended."""

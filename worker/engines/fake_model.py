@@ -16,6 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from rl_plane.checkpoint import ADAPTER_NAME, open_checkpoint
+from rl_plane.generation import GenerateRequest
 from rl_plane.safetensors_file import write_atomically, write_safetensors
 from rl_plane.versions import (
     ADAPTER_CONFIG_NAME,
@@ -43,6 +44,22 @@ def hash_of_prompt(prompt_token_ids: list[int]) -> bytes:
 
 def token_of(made: bytes, vocab_size: int) -> int:
     return FIRST_TOKEN + int.from_bytes(made[:8], "little") % (vocab_size - FIRST_TOKEN)
+
+
+def permitted(request: GenerateRequest, token: int, made: list[int], vocab_size: int) -> int:
+    """`token`, or, if the request does not let it follow those that are `made`, another that follows from it."""
+    allowed, bias = request.allowed_token_ids, request.logit_bias
+    if not (allowed or bias or request.bad_words_token_ids or request.min_tokens):
+        return token
+    barred = set(request.stop_token_ids) if len(made) < request.min_tokens else set()
+    for *before, last in request.bad_words_token_ids:
+        if made[max(0, len(made) - len(before)) :] == before:
+            barred.add(last)
+    left = set(allowed if allowed is not None else range(FIRST_TOKEN, vocab_size)) - barred
+    left = left or set(range(FIRST_TOKEN)) - barred
+    highest = max(bias.get(str(one), 0.0) for one in left)
+    found = sorted(one for one in left if bias.get(str(one), 0.0) == highest)
+    return token if token in found else found[token % len(found)]
 
 
 def logprob_of(made: bytes) -> float:

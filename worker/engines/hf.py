@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
@@ -29,7 +29,15 @@ from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens
+from worker.engines.tokenizing import (
+    IncrementalText,
+    detokenized,
+    eos_tokens,
+    load_tokenizer,
+    prompt_tokens,
+    tokenized,
+)
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 
@@ -176,9 +184,8 @@ class HfEngine:
         loop = self._running()
         prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
-        stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else self._eos)
-        stream = Stream(f"request-{next(self._keys)}", request, prompt, stop)
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
         finished = False
@@ -213,7 +220,7 @@ class HfEngine:
     def _validate(self, request: GenerateRequest, prompt: list[int]) -> None:
         info = self._info
         assert info is not None, "start sets it before the loop is there"
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
+        check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
@@ -254,6 +261,15 @@ class HfEngine:
         loop, total = self._loop, len(self._streams)
         running = min(total, loop.running()) if loop is not None else 0
         return running, total - running
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        self._running()
+        return await tokenized(self._tokenizer, body)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        self._running()
+        assert self._info is not None, "start sets it"
+        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 

@@ -27,7 +27,8 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from rl_plane.generation import FinishReason, GenerateRequest
 from rl_plane.versions import WeightVersion
 from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
-from worker.engines.hf_prefixes import PrefixKeys
+from worker.engines.hf_constraints import Constraint
+from worker.engines.hf_prefixes import PrefixKeys, salted
 from worker.engines.spans import Label
 
 IDLE_WAIT_S = 0.1
@@ -55,16 +56,18 @@ class Piece:
 class Stream:
     """One request. `pieces` is the consumer's, on the event loop; all else the generation thread's."""
 
-    def __init__(self, key: str, request: GenerateRequest, prompt: list[int], stop: frozenset[int]) -> None:
+    def __init__(self, key: str, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> None:
+        """`eos`: what ends a text, where the request does not say otherwise."""
         self.key = key
         """The library's id for it: a caller may use its own id again before the library has let go of the old."""
         self.request = request
         self.prompt = prompt
-        self.stop = stop
+        self.stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
+        self.constraint = Constraint.of(request, eos)
+        self.made: list[int] = []
         self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
-        self._count = 0
         self._fresh = Piece()
         # One draw per token, from a generator of its own: what else is in the batch can't matter.
         self._random = random.Random(request.seed)
@@ -80,7 +83,7 @@ class Stream:
     @property
     def scores_prompt(self) -> bool:
         """Prompt logprobs are asked for, and not given yet."""
-        return self.request.prompt_logprobs and self._count == 0
+        return self.request.prompt_logprobs and not self.made
 
     def score(self, start: int, logits: torch.Tensor) -> None:
         """`logits`: [tokens, vocabulary], of the prompt from its token `start` on. Each row tells of the next token."""
@@ -101,10 +104,10 @@ class Stream:
         self._fresh.token_ids.append(token)
         self._fresh.logprobs.append(logprob)
         self._fresh.labels.append(label)
-        self._count += 1
+        self.made.append(token)
         if token in self.stop:
             self.end("stop")
-        elif self._count >= self.request.max_tokens:
+        elif len(self.made) >= self.request.max_tokens:
             self.end("length")
 
     def end(self, reason: FinishReason) -> None:
@@ -118,6 +121,7 @@ class Stream:
 
 def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
     """The next token of each row and its log-softmax at temperature 1, before any other processing."""
+    raw, logits = logits, _constrained(logits, streams)
     chosen = logits.argmax(dim=-1)
     # Which way a row goes depends on its own request only, or its rounding would depend on its neighbours.
     for truncated in (False, True):
@@ -128,7 +132,17 @@ def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list
         ]
         if rows:
             chosen[rows] = _sample(logits[rows], [streams[row] for row in rows], truncated)
-    return chosen.tolist(), _logprobs(logits, chosen).tolist()
+    return chosen.tolist(), _logprobs(raw, chosen).tolist()
+
+
+def _constrained(logits: torch.Tensor, streams: list[Stream]) -> torch.Tensor:
+    if all(stream.constraint is None for stream in streams):
+        return logits
+    logits = logits.clone()
+    for row, stream in zip(logits, streams, strict=True):
+        if stream.constraint is not None:
+            stream.constraint.apply(row, stream.made)
+    return logits
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -385,8 +399,9 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         return processor
 
     def _prefix_key(self, key: str) -> int | None:
-        adapter = self._live[key].request.adapter
-        return None if adapter is None else self._prefix_keys[adapter]
+        request = self._live[key].request
+        loaded = None if request.adapter is None else self._prefix_keys[request.adapter]
+        return loaded if request.cache_salt is None else salted(loaded, request.cache_salt)
 
     def _schedule_by_adapter(self, processor: Any) -> None:
         """The library's scheduler sees only the requests whose adapter's turn it is."""

@@ -1,21 +1,29 @@
-"""Prefix sharing of transformers' continuous batching, told apart by adapter.
+"""Prefix sharing of transformers' continuous batching, told apart by adapter and `cache_salt`.
 
 The library names a block by a hash of its tokens and of the block before it. Here the chain of hashes of an adapter's
 request begins with a key of that adapter in place of nothing, so that its blocks are found by its own requests only,
-and by none once the adapter has got another key.
+and by none once the adapter has got another key. A salt makes another key of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 
+def salted(key: int | None, salt: str) -> int:
+    """The key of requests with this salt, among those of `key`."""
+    own = hashlib.blake2b(f"{key} {salt}".encode("utf-8", "surrogatepass"), digest_size=8)
+    return int.from_bytes(own.digest(), "little")
+
+
 class PrefixKeys:
     def __init__(self, cache: Any, key_now: Callable[[str], int | None], is_whole: Callable[[str], bool]) -> None:
-        """`key_now`: of a request's adapter; None: of the base model. `is_whole`: it must compute its whole prompt."""
+        """`key_now`: of a request's adapter and salt; None: of the base model without one. `is_whole`: it must compute
+        its whole prompt."""
         self._keys: dict[str, int] = {}  # by request: the key at the time when its KV was begun
         self._first: int | None = None  # of the call under way
         search, mark = cache.search_prefix_match, cache.mark_complete_blocks

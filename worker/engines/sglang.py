@@ -16,7 +16,7 @@ from typing import Any
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.lora import NO_LORA
@@ -25,7 +25,15 @@ from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.tokenizing import (
+    IncrementalText,
+    detokenized,
+    eos_tokens,
+    load_tokenizer,
+    prompt_tokens,
+    tokenized,
+)
 from worker.reception import Cancelled, Reception
 
 FLUSH_WAIT_S = 2.0
@@ -39,6 +47,13 @@ CHECK_TIMEOUT_S = 600.0
 
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
+
+NO_CHOICE = {
+    "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
+    "generate:logit_bias": "SGLang's logprobs would be those of the biased logits",
+    "generate:allowed_token_ids": "SGLang has this by custom logit processors only: pickled code",
+    "generate:bad_words_token_ids": "SGLang has this by custom logit processors only: pickled code",
+}
 
 
 @dataclass(slots=True)
@@ -111,7 +126,7 @@ class SglangEngine:
 
         engine, config = self._process.engine, self._process.manager.model_config
         arguments = engine.server_args
-        lacking: dict[str, str] = {}
+        lacking = dict(NO_CHOICE)
         if not arguments.enable_lora:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
@@ -150,12 +165,11 @@ class SglangEngine:
         feeder, info = self._running(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
-        if request.seed is not None and (reason := info.capabilities.get("generate:seed")) is not None:
-            raise Unsupported(reason, field="seed", fix="leave it out")
+        check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         told: list[int] | None = prompt
         async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
             async for piece in pieces:
@@ -264,6 +278,15 @@ class SglangEngine:
             return 0, 0
         running = len(self._feeder.submitted())
         return running, len(self._feeder.streams) - running
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        self._running()
+        return await tokenized(self._tokenizer, body)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        self._running()
+        assert self._info is not None, "start sets it"
+        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 

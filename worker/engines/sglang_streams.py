@@ -133,7 +133,7 @@ class Feeder:
         self.key = FIRST_KEY
         """What the engine calls the weights that it holds."""
         self._manager = manager
-        self._eos = eos
+        self.eos = eos
         self._adapter_of = adapter_of
         self._label_of = label_of
         self._open = asyncio.Event()
@@ -216,6 +216,7 @@ class Feeder:
             rid=f"{next(self._numbers):016x}",
             input_ids=stream.prompt,
             lora_path=stream.adapter,
+            cache_salt=request.cache_salt,
             stream=True,
             return_logprob=request.logprobs or request.prompt_logprobs,
             logprob_start_len=0 if request.prompt_logprobs else -1,
@@ -225,7 +226,7 @@ class Feeder:
                 "top_p": request.top_p,
                 "top_k": min(request.top_k, MAX_TOP_K) or -1,
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
-                "stop_token_ids": sorted({*request.stop_token_ids, *self._eos}) or None,
+                "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
                 "ignore_eos": request.ignore_eos,
                 "skip_special_tokens": False,
             },

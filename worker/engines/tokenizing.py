@@ -8,6 +8,8 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateRequest
+from rl_plane.ops import Tokenize
+from worker.engines.token_checks import check_vocabulary, kept_of_prompt
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -32,6 +34,10 @@ def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
 
 
 async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
+    return kept_of_prompt(request, await _whole_prompt(tokenizer, request))
+
+
+async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
         raise InvalidRequest(
@@ -42,13 +48,31 @@ async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
-        ids: list[int] = await asyncio.to_thread(tokenizer.encode, request.prompt, add_special_tokens=False)
-        return ids
+        return await _encoded(tokenizer, request.prompt, False)
+    return await _rendered(tokenizer, request.messages or [], True, False)
+
+
+async def tokenized(tokenizer: Any, body: Tokenize) -> list[int]:
+    if body.prompt is not None:
+        return await _encoded(tokenizer, body.prompt, body.add_special_tokens)
+    begun = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return await _rendered(tokenizer, body.messages or [], begun, body.continue_final_message)
+
+
+async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    ids: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return ids
+
+
+async def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool
+) -> list[int]:
     try:
-        ids = await asyncio.to_thread(
+        ids: list[int] = await asyncio.to_thread(
             tokenizer.apply_chat_template,
-            request.messages,
-            add_generation_prompt=True,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tokenize=True,
             return_dict=False,
         )
@@ -61,21 +85,12 @@ async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
     return ids
 
 
-def check_tokens(request: GenerateRequest, prompt: list[int], vocab_size: int, max_model_len: int) -> None:
-    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", request.stop_token_ids)):
-        if ids and max(ids) >= vocab_size:
-            raise InvalidRequest(
-                f"token {max(ids)} is outside the vocabulary", field=field, fix=f"use ids below {vocab_size}"
-            )
-    if not prompt:
-        raise InvalidRequest("the prompt has no tokens", field="prompt", fix="give at least one token")
-    request.check_prompt_logprobs(prompt)
-    if len(prompt) + request.max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
-            field="max_tokens",
-            fix=f"at most {max_model_len} together",
-        )
+async def detokenized(tokenizer: Any, token_ids: list[int], vocab_size: int) -> str:
+    check_vocabulary("tokens", token_ids, vocab_size)
+    text: str = await asyncio.to_thread(
+        tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 class IncrementalText:
@@ -83,8 +98,9 @@ class IncrementalText:
 
     _WINDOW = 16  # tokens decoded anew each time: some context, for tokenizers whose tokens depend on it
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._ids: list[int] = []
         self._sent = 0  # characters of the decoded window
 
@@ -104,5 +120,7 @@ class IncrementalText:
         return fresh
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text

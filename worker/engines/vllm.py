@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
@@ -28,7 +28,15 @@ from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo,
 from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
-from worker.engines.tokenizing import IncrementalText, check_tokens, eos_tokens, load_tokenizer, prompt_tokens
+from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.tokenizing import (
+    IncrementalText,
+    detokenized,
+    eos_tokens,
+    load_tokenizer,
+    prompt_tokens,
+    tokenized,
+)
 from worker.engines.vllm_args import completed, parse_arguments, thread_binding
 from worker.engines.vllm_plugin import MARK
 from worker.engines.vllm_streams import Streams
@@ -296,10 +304,9 @@ class VllmEngine:
         streams, info = self._running_streams(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
-        check_tokens(request, prompt, info.vocab_size, info.max_model_len)
-        if request.prompt_logprobs and (reason := info.capabilities.get("generate:prompt_logprobs")) is not None:
-            raise Unsupported(reason, field="prompt_logprobs", fix="leave it out")
-        text, spans = IncrementalText(self._tokenizer), SpanLog()
+        check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
+        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
         told: list[int] | None = prompt
         try:
             async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
@@ -374,6 +381,15 @@ class VllmEngine:
 
     def load(self) -> tuple[int, int]:
         return self._streams.load() if self._streams is not None else (0, 0)
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        self._running()
+        return await tokenized(self._tokenizer, body)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        self._running()
+        assert self._info is not None, "start sets it"
+        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 

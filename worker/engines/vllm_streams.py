@@ -42,7 +42,7 @@ class Streams:
 
     def __init__(self, llm: Any, eos: frozenset[int]) -> None:
         self._llm = llm
-        self._eos = eos
+        self.eos = eos
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count(1)
 
@@ -98,7 +98,9 @@ class Streams:
     async def _submit(self, stream: Stream, request: GenerateRequest, prompt: list[int], lora: Any) -> Any:
         from vllm.exceptions import VLLMClientError
 
-        rendered = {"type": "token", "prompt_token_ids": prompt}
+        rendered: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt}
+        if request.cache_salt is not None:
+            rendered["cache_salt"] = request.cache_salt
         try:
             queue = await self._llm.add_request(stream.key, rendered, self._sampling(request), lora_request=lora)
         except (ValueError, VLLMClientError) as error:  # vLLM's own checks
@@ -111,13 +113,16 @@ class Streams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self._eos)
-        return SamplingParams(
+        stop = set(request.stop_token_ids) | (set() if request.ignore_eos else self.eos)
+        sampling = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             seed=request.seed,
+            min_tokens=request.min_tokens,
+            logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
+            allowed_token_ids=request.allowed_token_ids,
             stop_token_ids=sorted(stop),
             ignore_eos=True,  # what ends a text is said above, as for every engine
             logprobs=0 if request.logprobs else None,
@@ -125,6 +130,10 @@ class Streams:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+        sampling.all_stop_token_ids.update(self.eos)  # what `min_tokens` bars
+        # vLLM takes bad words as text only, of which it makes these.
+        sampling._bad_words_token_ids = request.bad_words_token_ids or None
+        return sampling
 
     def _names_of(self, key: str, choice: Any, made: int, count: int) -> Iterator[str | None]:
         """Of `count` tokens after the first `made`. vLLM's reply has the names at the end only; until then they are in

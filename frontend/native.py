@@ -1,0 +1,299 @@
+"""What the engines' own generation routes take: vLLM's `/inference/v1/generate`, SGLang's `/generate`.
+
+Translations to the same `Plan`. As on OpenAI's routes, a known field that we don't serve is refused by its name unless
+it says what we do anyway, and one that nobody knows is a 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from frontend.openai import (
+    MAX_N,
+    MAX_SEED,
+    NONE,
+    STRICT,
+    SamplingBody,
+    StreamOptions,
+    TokenIds,
+    unsupported,
+    without,
+)
+from frontend.plans import Plan, default_tokens, requests_of
+from rl_plane.errors import InvalidRequest
+from rl_plane.generation import MAX_BIASES, MAX_SALT_CHARS, Bias, TokenId, TokenIdText
+from rl_plane.ops import parse_body
+
+MAX_ID_CHARS = 100
+SGLANG_TOKENS = 128
+"""SGLang's own default."""
+
+# ---- vLLM's ----
+
+
+class VllmSampling(SamplingBody):
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=-1)
+    """0 or 1: the chosen token's."""
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    """0 or 1: the prompt's own tokens'."""
+
+
+class VllmBody(BaseModel):
+    """POST /inference/v1/generate"""
+
+    model_config = STRICT
+
+    request_id: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
+    token_ids: TokenIds
+    sampling_params: VllmSampling
+    model: str | None = None
+    """The base model or a loaded adapter; None: the base."""
+    return_token_ids: bool | None = None
+    """The prompt's; each choice has its own anyway."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+
+
+VLLM_REFUSED: dict[str, tuple[Any, ...]] = {
+    "output_mode": ("tokens",),
+    "features": NONE,
+    "content_parts": ([],),
+    "token_offsets": NONE,
+    "reasoning_ended": NONE,
+    "reasoning_parser_kwargs": NONE,
+    "priority": (0,),
+    "kv_transfer_params": NONE,
+    "ec_transfer_params": NONE,
+}
+_OF_TEXT = (True, False)
+"""There is no text in the reply: either way it is the same."""
+VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "stop": ([],),
+    "bad_words": ([],),
+    "detokenize": _OF_TEXT,
+    "spaces_between_special_tokens": _OF_TEXT,
+    "include_stop_str_in_output": _OF_TEXT,
+    "output_kind": (0, 1, 2),  # the reply's is `stream`
+    "flat_logprobs": (False,),
+    "watermarking": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": NONE,
+    "logprob_token_ids": NONE,
+    "prompt_logprob_token_ids": NONE,
+    "prompt_logprob_start": (0,),
+    "extra_args": ({},),
+    "skip_reading_prefix_cache": NONE,
+    "thinking_token_budget": NONE,
+    "repetition_detection": NONE,
+    "routed_experts_prompt_start": (0,),
+    "trace_decode_token_ids": NONE,
+}
+
+
+def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
+    body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
+    parsed = parse_body(VllmBody, body)
+    assert isinstance(parsed, VllmBody)
+    sampling = parsed.sampling_params
+    for field in ("logprobs", "prompt_logprobs"):
+        if getattr(sampling, field) not in (None, 0, 1):
+            raise unsupported(f"sampling_params.{field}", "send 0 or 1: only the tokens' own are there")
+    if parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
+    own = {
+        "id": request_id,  # a caller's may come twice
+        "prompt_token_ids": parsed.token_ids,
+        "max_tokens": sampling.max_tokens or default_tokens(max_model_len),
+        "cache_salt": parsed.cache_salt,
+        "logprobs": sampling.logprobs is not None,
+        "prompt_logprobs": sampling.prompt_logprobs is not None,
+    }
+    return Plan(
+        chat=False,
+        id=parsed.request_id or request_id,
+        model=parsed.model,
+        requests=requests_of(sampling, own, score_each=False, seed_field="sampling_params.seed"),
+        instance_id=None,
+        stream=bool(parsed.stream),
+        include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
+        return_token_ids=bool(parsed.return_token_ids),
+    )
+
+
+# ---- SGLang's ----
+
+
+class SglangSampling(BaseModel):
+    model_config = STRICT
+
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Default 128."""
+    min_new_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
+    """Choice i has this + i."""
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
+    skip_special_tokens: bool | None = None
+
+
+class SglangBody(BaseModel):
+    """POST /generate"""
+
+    model_config = STRICT
+
+    rid: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
+    text: str | None = Field(None, min_length=1)
+    input_ids: TokenIds | None = None
+    """Or `text`."""
+    sampling_params: SglangSampling | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)
+    """-1: of the tokens that are made; 0: of the prompt's too."""
+    return_prompt_token_ids: bool | None = None
+    lora_path: str | None = None
+    """A loaded adapter's name; None: the base."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    stream: bool | None = None
+
+
+_NOT_SERVED = [
+    "session_id",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "mm_hashes",
+    "mm_content_hashes",
+    "video_config",
+    "watermark",
+    "token_ids_logprob",
+    "sampling_logprobs_mode",
+    "modalities",
+    "session_params",
+    "lora_id",
+    "custom_logit_processor",
+    "positional_embed_overrides",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "routing_key",
+    "conversation_id",
+    "max_thinking_tokens",
+    "priority",
+    "extra_key",
+    "custom_labels",
+    "kv_hints",
+    "mm_processor_kwargs",
+    "images_config",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+    "external_trace_header",
+]
+SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NOT_SERVED, NONE),
+    "top_logprobs_num": (0,),
+    "return_sampling_mask": (False,),
+    "return_text_in_logprobs": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "return_indexer_topk": (False,),
+    "return_entropy": (False,),
+    "return_bytes": (False,),
+    "use_audio_in_video": (False,),
+    "background": (False,),
+    "require_reasoning": (False,),
+    "log_metrics": (True, False),  # what its server writes down
+    "no_logs": (True, False),
+}
+SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
+    "stop": ([], ""),
+    "stop_regex": ([], ""),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "beam_width": (1,),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "spaces_between_special_tokens": (True, False),  # the tokenizers that are served know no such spaces
+    "no_stop_trim": (True, False),  # one rule for all: the text has what the tokens say
+    "stream_interval": (1,),
+    "custom_params": ({},),
+    "watermark": NONE,
+}
+
+
+def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
+    for field in ("input_ids", "text", "rid"):
+        value = body.get(field)
+        if isinstance(value, list) and (field != "input_ids" or any(isinstance(one, list) for one in value)):
+            raise unsupported(field, "send one request for each prompt", f"{field} as a batch")
+    body = _clean(body, SglangBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
+    parsed = parse_body(SglangBody, body)
+    assert isinstance(parsed, SglangBody)
+    if (parsed.text is None) == (parsed.input_ids is None):
+        raise InvalidRequest(
+            "one of text and input_ids is the prompt", field="input_ids", fix="send one of the two"
+        )
+    if parsed.logprob_start_len not in (None, -1, 0):
+        raise unsupported("logprob_start_len", "send 0 for the whole prompt, or -1 for none of it")
+    given = parsed.sampling_params or SglangSampling()
+    sampling = SamplingBody(
+        min_tokens=given.min_new_tokens,
+        seed=given.sampling_seed,
+        **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed"}),
+    )
+    own = {
+        "id": request_id,
+        "prompt_token_ids": parsed.input_ids,
+        "prompt": parsed.text,
+        "max_tokens": given.max_new_tokens or SGLANG_TOKENS,
+        "cache_salt": parsed.cache_salt,
+        "logprobs": bool(parsed.return_logprob),
+        "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
+    }
+    return Plan(
+        chat=False,
+        id=parsed.rid or request_id,
+        model=parsed.lora_path,
+        requests=requests_of(sampling, own, score_each=True, seed_field="sampling_params.sampling_seed"),
+        instance_id=None,
+        stream=bool(parsed.stream),
+        include_usage=False,
+        return_token_ids=bool(parsed.return_prompt_token_ids),
+    )
+
+
+def _clean(
+    body: dict[str, Any],
+    served: type[BaseModel],
+    refused: dict[str, tuple[Any, ...]],
+    sampling: type[BaseModel],
+    sampling_refused: dict[str, tuple[Any, ...]],
+) -> dict[str, Any]:
+    """Without what says what we do anyway."""
+    kept = without(refused, body, served, "")
+    if isinstance(given := kept.get("sampling_params"), dict):
+        kept["sampling_params"] = without(sampling_refused, given, sampling, "sampling_params.")
+    return kept

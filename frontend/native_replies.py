@@ -1,0 +1,130 @@
+"""What the engines' own generation routes answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frontend.plans import Plan
+from frontend.replies import Choice, prompt_logprobs, spans_of, token_name, usage
+from rl_plane.generation import GenerateDelta
+
+# ---- vLLM's ----
+
+
+def _vllm_logprobs(token_ids: list[int], logprobs: list[float] | None) -> dict[str, Any]:
+    """`token_id` as it writes it now, `token` as it did."""
+    rows = zip(token_ids, logprobs or [], strict=True)
+    return {
+        "content": [
+            {"token_id": token, "token": token_name(token), "logprob": value, "rank": None, "top_logprobs": []}
+            for token, value in rows
+        ]
+    }
+
+
+def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
+    return {
+        "request_id": plan.id,
+        "output_mode": "tokens",
+        "model": model,
+        "created": created,
+        "choices": [
+            {
+                "index": choice.index,
+                "token_ids": choice.token_ids,
+                "logprobs": _vllm_logprobs(choice.token_ids, choice.logprobs) if plan.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": None,
+                "routed_experts": None,
+                "weight_versions": spans_of(choice.labelled()),
+                "instance_id": choice.instance_id,
+            }
+            for choice in choices
+        ],
+        "prompt_logprobs": prompt_logprobs(choices[0]) if plan.prompt_logprobs else None,
+        "prompt_token_ids": choices[0].prompt_token_ids if plan.return_token_ids else None,
+        "usage": usage(choices),
+    }
+
+
+class VllmChunks:
+    def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._head = {"request_id": plan.id, "output_mode": "tokens"}
+        self._begun = False
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "index": choice.index,
+            "token_ids": delta.token_ids,
+            "logprobs": _vllm_logprobs(delta.token_ids, delta.logprobs) if self._plan.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "instance_id": choice.instance_id,
+        }
+        if delta.finish_reason is not None:
+            told["weight_versions"] = spans_of(delta.spans)
+        chunk: dict[str, Any] = {**self._head, "choices": [told]}
+        if self._plan.return_token_ids and not self._begun:
+            chunk["prompt_token_ids"] = choice.prompt_token_ids
+        if delta.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = prompt_logprobs(choice)
+        self._begun = True
+        return chunk
+
+    def usage(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage(self._choices)}
+
+
+# ---- SGLang's ----
+
+
+def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
+    """A list, where there are several choices."""
+    told = [_sglang_choice(plan, choice) for choice in choices]
+    return told[0] if len(told) == 1 else told
+
+
+def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
+    """All of it so far."""
+    spans, prompt = choice.labelled(), choice.prompt_token_ids or []
+    meta: dict[str, Any] = {
+        "id": plan.id if len(plan.requests) == 1 else f"{plan.id}-{choice.index}",
+        "finish_reason": _sglang_reason(choice),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(choice.token_ids),
+        "weight_version": spans[-1].version if spans else None,
+        "weight_versions": spans_of(spans),
+        "instance_id": choice.instance_id,
+    }
+    if plan.logprobs:
+        rows = zip(choice.token_ids, choice.logprobs or [], strict=True)
+        meta["output_token_logprobs"] = [[value, token, None] for token, value in rows]
+        scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
+        meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
+    told = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
+    if plan.return_token_ids:
+        told["prompt_token_ids"] = prompt
+    return told
+
+
+def _sglang_reason(choice: Choice) -> dict[str, Any] | None:
+    made = choice.token_ids
+    if choice.finish_reason == "stop":
+        return {"type": "stop", "matched": made[-1] if made else None}
+    if choice.finish_reason == "length":
+        return {"type": "length", "length": len(made)}
+    return {"type": "abort", "message": "Aborted"} if choice.finish_reason is not None else None
+
+
+class SglangChunks:
+    """Each event has all of its choice so far."""
+
+    def __init__(self, plan: Plan, choices: list[Choice], model: str, created: int) -> None:
+        self._plan = plan
+
+    def of(self, choice: Choice, delta: GenerateDelta, offset: int) -> dict[str, Any]:
+        return {"index": choice.index, **_sglang_choice(self._plan, choice)}
+
+    def usage(self) -> dict[str, Any]:
+        raise AssertionError("a request of SGLang's has no such option")

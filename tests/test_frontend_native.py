@@ -1,0 +1,133 @@
+"""vLLM's and SGLang's own generation routes over real worker processes with the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.test_frontend_generation import PROMPT, error_of, events_of, http, tokens_under, update
+from worker.engines.fake import fake_logprob, fake_prompt_logprobs
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+__all__ = ["http"]
+
+VLLM, SGLANG = "/inference/v1/generate", "/generate"
+
+
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> Any:
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def streamed(http: httpx.AsyncClient, path: str, **body: Any) -> list[Any]:
+    response = await http.post(path, json={**body, "stream": True})
+    *events, done = events_of(response.text)
+    assert done == "[DONE]"
+    return events
+
+
+async def test_vllms_generate(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn()
+    version = await update(plane, 1)
+    digest = version["digest"]
+    tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
+    sampling = {"max_tokens": 4, "logprobs": 1, "prompt_logprobs": 0, "n": 2, "min_p": 0.0, "detokenize": False}
+    body = {"token_ids": PROMPT, "sampling_params": sampling, "request_id": "mine", "return_token_ids": True}
+    reply = await post(http, VLLM, **body)
+    assert (reply["request_id"], reply["prompt_token_ids"]) == ("mine", PROMPT)
+    for index, choice in enumerate(reply["choices"]):
+        assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (index, tokens, "length")
+        rows = choice["logprobs"]["content"]
+        assert [row["token_id"] for row in rows] == tokens
+        assert [row["logprob"] for row in rows] == pytest.approx(made)
+        (span,) = choice["weight_versions"]
+        assert (span["version"], span["start"], span["end"]) == ("step_1", 0, 4)
+        assert choice["instance_id"] == worker.instance_id
+    scored = fake_prompt_logprobs(digest, PROMPT)
+    expected = [
+        None if value is None else {str(token): {"logprob": value}}
+        for token, value in zip(PROMPT, scored, strict=True)
+    ]
+    assert reply["prompt_logprobs"] == expected
+    *chunks, last = await streamed(http, VLLM, **body, stream_options={"include_usage": True})
+    assert (last["choices"], last["usage"]) == ([], reply["usage"])
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [PROMPT]
+    assert [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk] == [expected]
+    for index, whole in enumerate(reply["choices"]):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [token for one in mine for token in one["token_ids"]] == tokens
+        assert [row for one in mine for row in one["logprobs"]["content"]] == whole["logprobs"]["content"]
+        assert mine[-1]["weight_versions"] == whole["weight_versions"]
+    stop = await post(http, VLLM, token_ids=PROMPT, sampling_params={"stop_token_ids": [tokens[1]]})
+    assert (stop["choices"][0]["token_ids"], stop["choices"][0]["finish_reason"]) == (tokens[:2], "stop")
+    assert stop["choices"][0]["logprobs"] is None
+
+
+async def test_sglangs_generate(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn()
+    digest = (await update(plane, 1))["digest"]
+    tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
+    sampling = {"max_new_tokens": 4, "temperature": 1.0, "skip_special_tokens": False, "no_stop_trim": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "rid": "mine"}
+    reply = await post(http, SGLANG, **body)
+    meta = reply["meta_info"]
+    assert (reply["output_ids"], reply["text"]) == (tokens, "".join(f" t{token}" for token in tokens))
+    assert meta["output_token_logprobs"] == [
+        [pytest.approx(one), token, None] for one, token in zip(made, tokens, strict=True)
+    ]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"]) == ("mine", 3, 4)
+    assert meta["finish_reason"] == {"type": "length", "length": 4}
+    assert (meta["weight_version"], meta["instance_id"]) == ("step_1", worker.instance_id)
+    assert meta["input_token_logprobs"] == []
+    twice = await asyncio.gather(*(streamed(http, SGLANG, **body) for _ in range(2)))
+    assert [events[-1] for events in twice] == [{"index": 0, **reply}] * 2
+    events = twice[0]
+    assert all(event["output_ids"] == tokens[: len(event["output_ids"])] for event in events)
+    assert all(event["meta_info"]["finish_reason"] is None for event in events[:-1])
+    scored = await post(http, SGLANG, **body, logprob_start_len=0, return_prompt_token_ids=True)
+    rows = zip(fake_prompt_logprobs(digest, PROMPT), PROMPT, strict=True)
+    assert scored["meta_info"]["input_token_logprobs"] == [[value, token, None] for value, token in rows]
+    assert scored["prompt_token_ids"] == PROMPT
+    several = await post(http, SGLANG, text="abc", sampling_params={"n": 2, "max_new_tokens": 1})
+    assert [len(one["output_ids"]) for one in several] == [1, 1]
+    assert len({one["meta_info"]["id"] for one in several}) == 2
+    stop = await post(http, SGLANG, input_ids=PROMPT, sampling_params={"stop_token_ids": [tokens[1]]})
+    assert (stop["output_ids"], stop["meta_info"]["finish_reason"]) == (
+        tokens[:2],
+        {"type": "stop", "matched": tokens[1]},
+    )
+
+
+async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
+    """Before anybody is asked: there is no worker."""
+    ids = {"token_ids": PROMPT, "sampling_params": {}}
+    refused: list[tuple[str, dict[str, Any], int, str]] = [
+        (VLLM, {**ids, "sampling_params": {"stop": ["x"]}}, 501, "sampling_params.stop"),
+        (VLLM, {**ids, "sampling_params": {"logprobs": 2}}, 501, "sampling_params.logprobs"),
+        (VLLM, {**ids, "features": {"mm_hashes": {}}}, 501, "features"),
+        (VLLM, {**ids, "output_mode": "text"}, 501, "output_mode"),
+        (VLLM, {**ids, "priority": 1}, 501, "priority"),
+        (VLLM, {"token_ids": PROMPT}, 400, "sampling_params"),
+        (VLLM, {**ids, "token_ids": []}, 400, "token_ids"),
+        (VLLM, {**ids, "sampling_params": {"max_tokens": 0}}, 400, "sampling_params.max_tokens"),
+        (VLLM, {**ids, "sampling_params": {"seed": (1 << 63) - 2, "n": 3}}, 400, "sampling_params.seed"),
+        (VLLM, {**ids, "stream_options": {}}, 400, "stream_options"),
+        (SGLANG, {"input_ids": [PROMPT, PROMPT]}, 501, "input_ids"),
+        (SGLANG, {"text": ["a", "b"]}, 501, "text"),
+        (SGLANG, {"input_ids": PROMPT, "return_routed_experts": True}, 501, "return_routed_experts"),
+        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "a*"}}, 501, "sampling_params.regex"),
+        (SGLANG, {"input_ids": PROMPT, "logprob_start_len": 2}, 501, "logprob_start_len"),
+        (SGLANG, {"input_ids": PROMPT, "text": "a"}, 400, "input_ids"),
+        (SGLANG, {"sampling_params": {}}, 400, "input_ids"),
+        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"top_p": 2}}, 400, "sampling_params.top_p"),
+        (SGLANG, {"input_ids": PROMPT, "unheard_of": 1}, 400, "unheard_of"),
+    ]
+    for path, body, status, field in refused:
+        error = error_of(await http.post(path, json=body), status)
+        assert (error["field"], bool(error["fix"])) == (field, True)

@@ -1,0 +1,149 @@
+"""Whatever comes in at a generation route, it is a plan that a worker can read, or an error that names the field."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from pydantic import BaseModel
+
+from frontend.native import (
+    SGLANG_REFUSED,
+    SGLANG_SAMPLING_REFUSED,
+    VLLM_REFUSED,
+    VLLM_SAMPLING_REFUSED,
+    SglangBody,
+    SglangSampling,
+    VllmBody,
+    VllmSampling,
+    plan_sglang,
+    plan_vllm,
+)
+from frontend.openai import REFUSED, REFUSED_IN_NVEXT, ChatBody, CompletionBody, NvExt
+from frontend.plans import Plan, plan_chat, plan_completion
+from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
+from rl_plane.generation import GenerateRequest
+
+TRIES = 5000
+"""For each route: half a second, and each field with each kind of value."""
+MESSAGES = [{"role": "user", "content": "hi"}]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    -1,
+    1 << 31,
+    1 << 63,
+    -(1 << 80),
+    0.0,
+    0.5,
+    -0.1,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "5",
+    "é\x00",
+    "x" * 3000,
+    [],
+    [5],
+    [5, 6],
+    [[5], [6, 7]],
+    [[]],
+    [None],
+    ["a"],
+    [5.0],
+    [-1],
+    {},
+    {"5": 1.5},
+    {"5": 200},
+    {"-5": 1},
+    {"role": "user"},
+    {"type": "text"},
+    MESSAGES,
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    {"include_usage": True},
+]
+
+
+def names(model: type[BaseModel], refused: dict[str, Any]) -> list[str]:
+    return [*model.model_fields, *refused, "unheard_of"]
+
+
+Route = tuple[Callable[[dict[str, Any]], Plan], list[str], dict[str, list[str]], dict[str, Any]]
+ROUTES: dict[str, Route] = {
+    "completions": (
+        lambda body: plan_completion(body, "id"),
+        names(CompletionBody, REFUSED),
+        {"nvext": names(NvExt, REFUSED_IN_NVEXT)},
+        {"prompt_token_ids": [5, 6]},
+    ),
+    "chat": (
+        lambda body: plan_chat(body, "id", 4096),
+        names(ChatBody, REFUSED),
+        {"nvext": names(NvExt, REFUSED_IN_NVEXT)},
+        {"messages": MESSAGES},
+    ),
+    "vllm": (
+        lambda body: plan_vllm(body, "id", 4096),
+        names(VllmBody, VLLM_REFUSED),
+        {"sampling_params": names(VllmSampling, VLLM_SAMPLING_REFUSED)},
+        {"token_ids": [5, 6], "sampling_params": {}},
+    ),
+    "sglang": (
+        lambda body: plan_sglang(body, "id"),
+        names(SglangBody, SGLANG_REFUSED),
+        {"sampling_params": names(SglangSampling, SGLANG_SAMPLING_REFUSED)},
+        {"input_ids": [5, 6]},
+    ),
+}
+
+
+def filled(source: random.Random, fields: list[str]) -> dict[str, Any]:
+    return {source.choice(fields): source.choice(VALUES) for _ in range(source.choice((0, 1, 1, 1, 2, 6)))}
+
+
+def outcome(parse: Callable[[dict[str, Any]], Plan], body: dict[str, Any]) -> Plan | PlaneError:
+    try:
+        return parse(body)
+    except PlaneError as error:
+        return error
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_plan_or_an_error_by_name(route: str) -> None:
+    parse, fields, nested, least = ROUTES[route]
+    source, plans, errors = random.Random(route), 0, set()
+    for _ in range(TRIES):
+        body = {**(least if source.random() < 0.9 else {}), **filled(source, fields)}
+        for name, inner in nested.items():
+            if source.random() < 0.5:
+                body[name] = filled(source, inner)
+        kept = repr(body)
+        found = outcome(parse, body)
+        if isinstance(found, PlaneError):
+            assert isinstance(found, (InvalidRequest, Unsupported)), (body, found)
+            assert found.facts["field"], body
+            assert found.facts["fix"], body
+            assert json.dumps(found.to_wire(), allow_nan=False), body
+            errors.add(str(found.facts["field"]).split(".")[0])
+        else:
+            plans += 1
+            assert len({request.id for request in found.requests}) == len(found.requests) >= 1
+            for request in found.requests:
+                sent = msgpack.unpackb(msgpack.packb(request.model_dump(exclude_defaults=True)))
+                assert GenerateRequest.model_validate(sent) == request, body
+                given = (request.prompt_token_ids, request.prompt, request.messages)
+                assert sum(one is not None for one in given) == 1, body
+        assert repr(body) == kept
+    assert plans > TRIES / 20
+    assert errors > {*least}
+    assert len(errors) > len(fields) / 2
