@@ -16,13 +16,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from rl_plane.bus import Bus
+from rl_plane.checkpoint import open_checkpoint
+from rl_plane.delta import encode
 from rl_plane.lock import HeldLock
+from rl_plane.safetensors_file import write_safetensors
 from rl_plane.streams import IncomingStream
+from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from tests.sim.checks import Violation
 from tests.sim.coverage import recorded
 from tests.sim.faults import Faults, Scenario
@@ -30,6 +35,7 @@ from tests.sim.trainers import ADAPTERS, Trainers, call
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
 from tests.sim.world import Coordinator, World, sim_connect, watched_lock
 from worker.engines.fake import make_fake_adapter, make_fake_model
+from worker.staging import model_digest
 
 MODELS = 5
 ADAPTER_FILES = 3
@@ -52,6 +58,37 @@ def models() -> list[Path]:
     root = Path(tempfile.gettempdir()) / f"rl-plane-sim-{os.getuid()}"
     found = [make_fake_model(root / f"m{seed}", seed=seed, tensors=2, nbytes=64) for seed in range(MODELS)]
     return [*found, make_fake_model(root / "wrong", seed=9, tensors=3, nbytes=64)]
+
+
+@lru_cache(maxsize=1)
+def deltas() -> dict[tuple[str, str], Path]:
+    """What leads from each good checkpoint's digest to each other one's."""
+    digests = {model_digest(path): path for path in models()[:-1]}
+    found = {}
+    for (base, old), (digest, new) in permutations(digests.items(), 2):
+        path = found[base, digest] = old.parent / f"{old.name}-{new.name}"
+        path.mkdir(exist_ok=True)
+        after = dict(_tensors(new))
+        blobs = {
+            name: encode(tensor.data, after[name].data, DTYPE_BYTES[tensor.spec.dtype])
+            for name, tensor in _tensors(old)
+        }
+        tensors = {
+            name: (TensorSpec("U8", (len(blob),)), blob) for name, blob in blobs.items() if blob is not None
+        }
+        write_safetensors(path / "model.safetensors", tensors)
+    return found
+
+
+def _tensors(directory: Path) -> list[tuple[str, HostTensor]]:
+    checkpoint = open_checkpoint(directory)
+    try:
+        return [
+            (name, HostTensor(tensor.spec, memoryview(bytes(tensor.data))))
+            for name, tensor in checkpoint.tensors()
+        ]
+    finally:
+        checkpoint.close()
 
 
 @lru_cache(maxsize=1)
@@ -122,7 +159,7 @@ def run_seed(seed: int) -> Result:
 
 
 def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) -> Result:
-    world = World(loop, rng, models(), adapters())
+    world = World(loop, rng, models(), adapters(), deltas())
     try:
         loop.run_until_complete(_life(world))
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop

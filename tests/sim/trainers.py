@@ -72,6 +72,7 @@ class Trainers:
         self._steps = 0
         self._labels: list[str] = ["initial"]
         self._pins: list[str] = []
+        self._base = ""
 
     async def something(self, by: Coordinator) -> None:
         """One call, or a sequence of them, by way of `by`."""
@@ -91,6 +92,8 @@ class Trainers:
         policy: dict[str, Any] = dict(PHASES)
         if rng.random() < 0.4:
             policy["on_prepare_failure"] = "exclude"
+        if rng.random() < 0.5:
+            policy["keep_staged"] = True
         if rng.random() < 0.2:
             policy["pause_mode"] = rng.choice(["wait", "abort"])
         body = {"transport": {"backend": "filesystem", "path": str(path)}, "version": name, "policy": policy}
@@ -146,11 +149,34 @@ class Trainers:
         body["policy"]["barrier"] = "rolling"
         await call(self.world, by, "update_weights", body, name)
 
+    async def _deltas(self, by: Coordinator) -> None:
+        """One after another, each on top of what the trainer takes for the committed version: what it was just told,
+        or what it was told before."""
+        world, rng = self.world, self.world.rng
+        for _ in range(rng.choice([1, 3])):
+            reply = await call(world, by, "state", {})
+            if reply is not None and reply["version"] is not None and rng.random() < 0.9:
+                self._base = reply["version"]["digest"]
+            ways = sorted(digest for base, digest in world.deltas if base == self._base)
+            if not ways:
+                return
+            name, body = self.body()
+            digest = rng.choice(ways)
+            body["transport"]["path"] = str(world.deltas[self._base, digest])
+            if rng.random() < 0.1:  # it is not what it says
+                digest = rng.choice(ways)
+            body |= {"encoding": "delta", "base": self._base, "digest": digest}
+            if rng.random() < 0.2:
+                body["policy"]["barrier"] = "rolling"
+            if await call(world, by, "update_weights", body, name) is not None:
+                self._labels.append(name)
+            await asyncio.sleep(rng.choice([0.0, 0.5, 5.0]))
+
     async def _unstaged(self, by: Coordinator) -> None:
         name, body = self.body()
         if not UNSTAGED_INVALID:
             body["transport"]["path"] = str(self.world.rng.choice(self.world.models[1:-1]))
-        body["policy"]["staging"] = "none"
+        body["policy"] |= {"staging": "none", "keep_staged": False}
         await call(self.world, by, "update_weights", body, name)
 
     async def _lora(self, by: Coordinator) -> None:
@@ -262,6 +288,8 @@ class Trainers:
 
 KINDS = (
     "rolling",
+    "deltas",
+    "deltas",
     "unstaged",
     "lora",
     "lora",

@@ -55,6 +55,8 @@ class World:
     rng: random.Random
     models: list[Path]
     adapters: list[Path]
+    deltas: dict[tuple[str, str], Path]
+    """By the digests of the version before and the one after."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
