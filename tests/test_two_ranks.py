@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-import pytest_asyncio
 
 pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -21,11 +20,12 @@ from rl_plane.errors import InvalidWeights, PlaneError
 from tests import each_transport
 from tests.conftest import Plane
 from tests.faults import Stream
-from tests.test_frontend_generation import frontend
-from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, proven
+from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, client, http, proven
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_model import make_witness_model
+
+__all__ = ["client", "http"]
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,19 +50,6 @@ def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
         worker = plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine], **RANKS[engine])
     yield Mixed(plane, first, {engine: worker.wait_ready(START_S).instance_id})
     plane.kill_all()
-
-
-@pytest_asyncio.fixture
-async def client(mixed: Mixed) -> AsyncIterator[RlClient]:
-    client = await RlClient.connect(mixed.plane.url, mixed.plane.namespace, mixed.plane.component)
-    yield client
-    await client.close()
-
-
-@pytest_asyncio.fixture
-async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
-    async with frontend(mixed.plane, admission_wait_s=HEAL_S) as http:
-        yield http
 
 
 async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:

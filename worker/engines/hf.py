@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply, Tokenize
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
@@ -32,11 +32,10 @@ from worker.engines.spans import SpanLog
 from worker.engines.token_checks import check_tokens
 from worker.engines.tokenizing import (
     IncrementalText,
-    detokenized,
+    Tokenizing,
     eos_tokens,
     load_tokenizer,
     prompt_tokens,
-    tokenized,
 )
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
@@ -81,7 +80,7 @@ def build(options: EngineOptions) -> EngineAdapter:
     return HfEngine(options)
 
 
-class HfEngine:
+class HfEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._arguments = HfArguments.parse(options.extra)
@@ -261,15 +260,6 @@ class HfEngine:
         loop, total = self._loop, len(self._streams)
         running = min(total, loop.running()) if loop is not None else 0
         return running, total - running
-
-    async def tokenize(self, body: Tokenize) -> list[int]:
-        self._running()
-        return await tokenized(self._tokenizer, body)
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        self._running()
-        assert self._info is not None, "start sets it"
-        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 

@@ -16,7 +16,7 @@ from typing import Any
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply, Tokenize
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.lora import NO_LORA
@@ -28,11 +28,10 @@ from worker.engines.spans import Label, SpanLog
 from worker.engines.token_checks import check_tokens, refuse_lacking
 from worker.engines.tokenizing import (
     IncrementalText,
-    detokenized,
+    Tokenizing,
     eos_tokens,
     load_tokenizer,
     prompt_tokens,
-    tokenized,
 )
 from worker.reception import Cancelled, Reception
 
@@ -70,7 +69,7 @@ def build(options: EngineOptions) -> EngineAdapter:
     return SglangEngine(options)
 
 
-class SglangEngine:
+class SglangEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
         options.check_model()
         self._options = options
@@ -278,15 +277,6 @@ class SglangEngine:
             return 0, 0
         running = len(self._feeder.submitted())
         return running, len(self._feeder.streams) - running
-
-    async def tokenize(self, body: Tokenize) -> list[int]:
-        self._running()
-        return await tokenized(self._tokenizer, body)
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        self._running()
-        assert self._info is not None, "start sets it"
-        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateRequest
 from rl_plane.ops import Tokenize
+from worker.engines.base import EngineInfo
 from worker.engines.token_checks import check_vocabulary, kept_of_prompt
 
 
@@ -52,13 +54,6 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     return await _rendered(tokenizer, request.messages or [], True, False)
 
 
-async def tokenized(tokenizer: Any, body: Tokenize) -> list[int]:
-    if body.prompt is not None:
-        return await _encoded(tokenizer, body.prompt, body.add_special_tokens)
-    begun = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    return await _rendered(tokenizer, body.messages or [], begun, body.continue_final_message)
-
-
 async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     ids: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return ids
@@ -85,12 +80,33 @@ async def _rendered(
     return ids
 
 
-async def detokenized(tokenizer: Any, token_ids: list[int], vocab_size: int) -> str:
-    check_vocabulary("tokens", token_ids, vocab_size)
-    text: str = await asyncio.to_thread(
-        tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return text
+class Tokenizing(ABC):
+    """The half of an engine that turns text into tokens and back, without the model."""
+
+    _tokenizer: Any
+    _info: EngineInfo | None
+
+    @abstractmethod
+    def _running(self) -> Any:
+        """EngineFailed where it is not."""
+
+    async def tokenize(self, body: Tokenize) -> list[int]:
+        self._running()
+        if body.prompt is not None:
+            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens)
+        begun = (
+            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        )
+        return await _rendered(self._tokenizer, body.messages or [], begun, body.continue_final_message)
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        self._running()
+        assert self._info is not None, "start sets it"
+        check_vocabulary("tokens", token_ids, self._info.vocab_size)
+        text: str = await asyncio.to_thread(
+            self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
 
 class IncrementalText:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply, Tokenize
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
@@ -31,11 +31,10 @@ from worker.engines.spans import Label, SpanLog
 from worker.engines.token_checks import check_tokens, refuse_lacking
 from worker.engines.tokenizing import (
     IncrementalText,
-    detokenized,
+    Tokenizing,
     eos_tokens,
     load_tokenizer,
     prompt_tokens,
-    tokenized,
 )
 from worker.engines.vllm_args import completed, parse_arguments, thread_binding
 from worker.engines.vllm_plugin import MARK
@@ -86,7 +85,7 @@ def build(options: EngineOptions) -> EngineAdapter:
     return VllmEngine(options)
 
 
-class VllmEngine:
+class VllmEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
         options.check_model()
         for name, value in _LOGGING.items():  # before vLLM is imported
@@ -381,15 +380,6 @@ class VllmEngine:
 
     def load(self) -> tuple[int, int]:
         return self._streams.load() if self._streams is not None else (0, 0)
-
-    async def tokenize(self, body: Tokenize) -> list[int]:
-        self._running()
-        return await tokenized(self._tokenizer, body)
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        self._running()
-        assert self._info is not None, "start sets it"
-        return await detokenized(self._tokenizer, token_ids, self._info.vocab_size)
 
     # weights
 
