@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +17,7 @@ import torch
 from rl_plane import delta
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
 from rl_plane.manifest import Manifest, pack
-from rl_plane.ops import UpdateWeights, parse_body
+from rl_plane.ops import PreparedReply, UpdateWeights, parse_body
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sources import Taken
@@ -25,6 +28,7 @@ from worker.receiver import Receiver
 from worker.reception import Link, Reception, Staged, TensorStream
 from worker.transports.base import Delivery
 from worker.transports.packed import PackedDelivery
+from worker.updates import Wanted, WeightUpdates
 
 Tensors = dict[str, torch.Tensor]
 
@@ -436,6 +440,96 @@ def test_a_way_that_went_wrong_is_begun_anew() -> None:
     assert worker.receiver.kept is None
     worker.road.put("d2", good)
     assert worker.stage("d3", **chain.delta(3)) == chain.digests[3]
+
+
+def test_a_copy_that_was_damaged_is_not_kept() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    (place,) = (tensor.data for name, tensor in worker.kept() if name == "b")
+    place[3] ^= 1
+    with pytest.raises(NotAtBase, match="damaged"):
+        worker.stage("d1", **chain.delta(1))
+    assert worker.receiver.kept is None
+    assert worker.stage("d1", **chain.delta(1)) == chain.digests[1], "from where the base came"
+
+
+def test_what_lies_on_the_way_must_be_deltas() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 4)
+    for tensors, words in (
+        ({"other": torch.zeros(24, dtype=torch.uint8)}, "unknown to the model"),
+        ({"b": torch.zeros(5000, dtype=torch.uint8)}, "not too long"),
+    ):
+        worker.road.put("d2", tensors)
+        with pytest.raises(NotAtBase, match=words):
+            worker.stage("d3", **chain.delta(3))
+    assert worker.receiver.kept is None
+
+
+def test_a_staging_that_nobody_discarded_is_taken_back_before_the_next() -> None:
+    worker = Worker()
+    chain = Chain(worker.road, 2)
+    worker.stage("v0")
+    worker.swap("v0")
+    worker.stage("left", transport={"backend": "road", "path": "d1"}, **chain.delta(1))
+    assert worker.stage("d1", **chain.delta(1)) == chain.digests[1]
+    worker.swap("d1")
+    assert same(dict(worker.kept()), chain.versions[1])
+    with pytest.raises(EngineFailed, match="nothing is staged"):
+        worker.receiver.take("left")
+
+
+class Engine:
+    """Of an adapter what WeightUpdates calls, and in which order."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def open(self, reception: Reception) -> None:
+        self.called.append("open")
+
+    def receive(self, staging: str, cancelled: Callable[[], bool]) -> PreparedReply:
+        self.called.append("cancelled" if cancelled() else "receive")
+        if cancelled():
+            raise EngineFailed("staging was cancelled")
+        return PreparedReply(digest="d", tensors=1, bytes=1, refetchable=True)
+
+    def kept(self) -> None:
+        return None
+
+    async def discard(self, staging: str) -> None:
+        self.called.append("discard")
+
+    async def run(self, work: Any) -> Any:
+        return await work
+
+
+async def test_a_delta_waits_until_no_swap_reads_what_it_changes() -> None:
+    engine: Any = Engine()
+    info: Any = SimpleNamespace(transports=("road",))
+    updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
+    road = {"backend": "road"}
+    await updates.prepare(Wanted("full", road, keep=True))
+    assert updates.take("full") is not None
+    given_up = asyncio.create_task(updates.prepare(Wanted("given up", road, base="b", digest="d", fence=1)))
+    await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
+    assert await updates.drop("given up")
+    with pytest.raises(EngineFailed, match="cancelled"):
+        await given_up
+    delta_ = asyncio.create_task(updates.prepare(Wanted("delta", road, base="b", digest="d", fence=2)))
+    await asyncio.to_thread(wait_for, lambda: engine.called[-1] == "open")
+    updates.exchanged()
+    await delta_
+    assert engine.called == ["open", "receive", "open", "cancelled", "open", "receive"]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 10.0
+    while not holds():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
 
 
 def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import rl_plane.publish.publisher as publishers
 from rl_plane.errors import (
+    Conflict,
     InvalidRequest,
     InvalidWeights,
     Locked,
@@ -177,6 +178,20 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
     with pytest.raises(InvalidWeights):
         await WeightPublisher(plane.model(2, nbytes=2048), fleet, root=root_of(plane)).publish_async("two")
     assert set(events) == {"closed"}
+    # An update that is committed, but hardly served yet, is an error; those who come late need it all the same.
+    run = BlockingFleet.run
+
+    def late(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        reply = run(self, op, body, request_id)
+        if op == "update_weights":
+            raise Conflict("it is committed, but 0 workers serve it", version=reply["version"])
+        return reply
+
+    monkeypatch.setattr(BlockingFleet, "run", late)
+    events.clear()
+    with pytest.raises(Conflict, match="0 workers"):
+        await WeightPublisher(plane.model(3), fleet, root=root_of(plane)).publish_async("three")
+    assert events[0] == ("kept", None)
 
 
 async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

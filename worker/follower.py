@@ -252,7 +252,7 @@ class RecordFollower:
             fetch.version.label,
             fetch.version.digest,
             source.cast,
-            in_place=unstaged and fetch.name is None and source.base is None,
+            in_place=unstaged and fetch.name is None and source.base is None and not source.keep_staged,
             keep=source.keep_staged and fetch.name is None,
             base=source.base,
             before=self._links(source.before, source.base),
@@ -454,6 +454,7 @@ class RecordFollower:
             self.look()
             raise
         finally:
+            self._updates.exchanged()
             if not was_paused and not (pause_s and swapped) and state.digest is not None:
                 await self._engine.run(self._adapter.resume())
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)

@@ -28,17 +28,15 @@ class Kept:
     """The same memory, as the engine's swap takes it."""
 
     def change(self, changes: Changes, digest: str, cancelled: Cancelled) -> Kept:
-        """Applies them in place: from now on this is another version. All or nothing."""
+        """Applies them in place: from now on this is another version. Cancelled: none of them, and EngineFailed. What
+        else is raised leaves it of no version."""
         done: dict[str, Delta] = {}
-        try:
-            for name, one in changes.items():
-                if cancelled():
-                    raise EngineFailed("staging was cancelled")
-                one.apply(self.tensors[name].data)
-                done[name] = one
-        except BaseException:
-            self.take_back(done)
-            raise
+        for name, one in changes.items():
+            if cancelled():
+                self.take_back(done)
+                raise EngineFailed("staging was cancelled")
+            one.apply(self.tensors[name].data)
+            done[name] = one
         return replace(self, digest=digest)
 
     def take_back(self, changes: Changes) -> None:
@@ -86,6 +84,7 @@ def missing_links(kept: Kept | None, before: Sequence[Link], base: str) -> tuple
         has = f"keeps {kept.digest}" if kept is not None else "keeps no version"
         raise NotAtBase(
             f"source_gone: this worker {has}, and {base}, which the delta changes, can't be fetched again",
+            field="base",
             base=kept.digest if kept is not None else None,
             fix="publish the full version",
         )

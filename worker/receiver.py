@@ -107,6 +107,9 @@ class Receiver:
 
     def open(self, reception: Reception) -> None:
         """Opens the delivery, and checks what can be checked without its bytes. `receive` or `discard` closes it."""
+        if reception.kind == "base":
+            for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
+                self.discard(left)
         delivery = self._open(reception.transport, reception.kind)
         if reception.base is not None:
             self._check_delta(reception, reception.base, delivery)
@@ -198,26 +201,40 @@ class Receiver:
         known, self.kept = self.kept, None
         try:
             after = before.change(changes, wanted, cancelled)
-        except BaseException:
+        except EngineFailed:
             self.kept = known
             raise
         try:
             digest = digest_of(after.tensors, cancelled)
-            if digest != wanted:
-                raise InvalidWeights(
-                    f"the delta makes version digest {digest}, but {wanted} is wanted",
-                    field="transport",
-                    fix="encode it against the version that `base` names, or publish the full one",
-                    digest=digest,
-                    expected_digest=wanted,
-                )
         except BaseException:
             before.take_back(changes)
             self.kept = known  # not what was fetched on the way: its own digest was never compared
             raise
+        if digest != wanted:
+            before.take_back(changes)
+            self._blame(known, cancelled)
+            raise InvalidWeights(
+                f"the delta makes version digest {digest}, but {wanted} is wanted",
+                field="transport",
+                fix="encode it against the version that `base` names, or publish the full one",
+                digest=digest,
+                expected_digest=wanted,
+            )
         self._staged[reception.staging], self._to_keep[reception.staging] = after.staged, after
         self._undo[reception.staging] = (before, changes)
         return digest
+
+    def _blame(self, known: Kept | None, cancelled: Cancelled) -> None:
+        """The delta or what it was applied to? NotAtBase where what was kept is not what it was: then that goes."""
+        if known is None:
+            return
+        if digest_of(known.tensors, cancelled) != known.digest:
+            raise NotAtBase(
+                f"what this worker keeps is not {known.digest} any more: it was damaged in memory",
+                field="base",
+                fix="publish the full version",
+            )
+        self.kept = known
 
     def _at_base(self, reception: Reception, base: str, cancelled: Cancelled) -> Kept:
         """What is kept, brought up to the version that the delta changes."""
@@ -234,6 +251,7 @@ class Receiver:
             except PlaneError as error:
                 raise NotAtBase(
                     f"{base}, which the delta changes, can't be fetched: {error.message}",
+                    field="base",
                     fix="publish the full version",
                 ) from error
         assert kept is not None
@@ -245,6 +263,11 @@ class Receiver:
         delivery = self._open(link.transport, "base")
         _heed(delivery, cancelled)
         if kept is not None:
+            try:
+                check_changes(self.holder.weight_spec(), delivery.specs)
+            except BaseException:
+                delivery.close()
+                raise
             changes = taken_changes(delivery, self.holder.weight_spec(), cancelled)
             return kept.change(changes, link.digest, cancelled)
         staged, digest = receive(
@@ -254,6 +277,7 @@ class Receiver:
         if kept is None:
             raise NotAtBase(
                 "what this engine stages of it differs from what was published, so no delta fits",
+                field="base",
                 fix="publish the full version",
             )
         return kept

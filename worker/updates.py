@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -30,6 +31,8 @@ EXTRAS = {
 
 ABORT_WAIT_S = 30.0
 """How long an abort waits for a receive to notice: it looks between two tensors."""
+LOOK_S = 0.2
+"""Between two looks whether a receive that waits for a swap was cancelled."""
 
 
 Taint = Callable[[], Awaitable[None]]
@@ -119,6 +122,9 @@ class WeightUpdates:
         self._beginning = asyncio.Lock()
         self.staged: Staging | None = None
         self._taken: Wanted | None = None
+        self._exchanged = asyncio.Event()
+        """No swap is reading what was staged, which the engine may keep for a delta to change."""
+        self._exchanged.set()
         self.kept: str | None = None
         """The digest of the version that the engine keeps in host memory, which the next delta may change."""
 
@@ -241,6 +247,8 @@ class WeightUpdates:
             except BaseException:
                 await self._engine.run(self._adapter.discard(reception.staging))
                 raise
+        if wanted.base is not None:
+            await self._exchange_over(cancelled)
         try:
             reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
         finally:
@@ -251,6 +259,13 @@ class WeightUpdates:
             raise UpdateAborted(f"the update {wanted.update_id} was aborted while it was received")
         self._set(staging)
         return staging
+
+    async def _exchange_over(self, cancelled: threading.Event) -> None:
+        """Waits until no swap reads what is kept; a receive that was cancelled ends by itself."""
+        while not (self._exchanged.is_set() or cancelled.is_set()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._exchanged.wait()
 
     def _set(self, staging: Staging | None) -> None:
         self.staged = staging
@@ -272,6 +287,11 @@ class WeightUpdates:
         if self.kept is not None:
             self._tell_kept()
 
+    def exchanged(self) -> None:
+        """The swap of what was taken has ended, well or not. One that failed may still be writing; whatever comes
+        into the engine after it is written later."""
+        self._exchanged.set()
+
     async def swapped(self) -> None:
         """What was taken is in: from now on it may be kept."""
         if (taken := self._taken) is not None:
@@ -284,6 +304,7 @@ class WeightUpdates:
         assert staged is not None
         assert staged.wanted.update_id == update_id, "the core has looked"
         self._taken = staged.wanted
+        self._exchanged.clear()
         self._set(None)
         return staged.name
 

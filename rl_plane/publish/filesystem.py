@@ -51,7 +51,7 @@ class FilesystemSender:
         *,
         keep: int = DEFAULT_KEEP,
         publisher: str = "",
-        sources: Callable[[], Iterable[Mapping[str, Any]]] = tuple,
+        sources: Callable[[], Iterable[Mapping[str, Any]] | None] = tuple,
     ) -> None:
         """`publisher`: whose versions these are, by a name that is the same after a restart. `sources`: the transports
         of versions that must stay, asked before old ones are removed."""
@@ -102,7 +102,10 @@ class FilesystemSender:
         old = ours[: len(ours) - (self._keep - 1)]
         if not old:
             return
-        named = {Path(str(source.get("path"))).name for source in self._sources()}
+        sources = self._sources()
+        if sources is None:
+            return  # a store that was lost, say: then any of them may be needed
+        named = {Path(str(source.get("path"))).name for source in sources}
         for name in old:
             if name not in named:
                 shutil.rmtree(self._root / name)

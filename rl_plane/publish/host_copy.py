@@ -35,6 +35,8 @@ class HostCopy:
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
+        self._half_changed = False
+        """Ctrl-C, say, came while a tensor was changed."""
 
     def read(self, taken: Taken) -> Change:
         """Brings a version in, and says what is other than before. When this raises, the copy is as it was, or of no
@@ -44,7 +46,7 @@ class HostCopy:
             self._places.clear()  # before the new ones: there is room for one
             self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
             self.specs, self.digest = specs, None
-        base, self.digest = self.digest, None
+        base, self.digest, self._half_changed = self.digest, None, False
         before = dict(self._digests)
         deltas: dict[str, bytes] | None = None if base is None else {}
         room = sum(spec.nbytes for spec in specs.values()) // 2
@@ -62,7 +64,7 @@ class HostCopy:
                         deltas = None  # what was applied so far stays: only the way back is gone
                 self._digests[name] = tensor_digest(self._places[name])
         except BaseException:
-            if deltas is not None:
+            if deltas is not None and not self._half_changed:
                 self._take_back(deltas)
                 self.digest, self._digests = base, before
             raise
@@ -78,7 +80,9 @@ class HostCopy:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
         blob = delta.encode(place, raw_bytes(tensor), width)
         if blob is not None:
+            self._half_changed = True
             delta.apply(blob, place, width, name)
+            self._half_changed = False
         return blob
 
     def take_back(self, change: Change) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeVar
 
 from rl_plane.client import DEFAULT_NAMESPACE
 from rl_plane.errors import (
+    Conflict,
     DeadlineExceeded,
     InvalidRequest,
     Locked,
@@ -350,6 +351,8 @@ class _Attempt:
         self._manifest: Manifest | None = None
         self._digests: dict[str, str] = {}
         self._error: BaseException | None = None
+        self.committed = False
+        """Though it has failed."""
 
     def read(self) -> None:
         """Never raises: `end` tells. Whatever fails, a gather goes on to its end: the other ranks are in it."""
@@ -380,6 +383,10 @@ class _Attempt:
             raise _no_tensors()
         self._body = {**publisher._body(publication.version), **self._more}
         sender = self._sender = publisher._ready_sender(self._fleet)
+        if self._more.get("encoding") == "delta" and publisher._replaced is not None:
+            raise NotAtBase(
+                "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
+            )
         bucket_bytes = publisher._bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
@@ -433,7 +440,9 @@ class _Attempt:
             self._keep()
             return reply
         except BaseException:
-            if self._prepared:
+            if self.committed:
+                self._keep()  # hardly anybody serves it yet, say: the others will fetch it
+            elif self._prepared:
                 self._withdraw()
             raise
         finally:
@@ -449,6 +458,18 @@ class _Attempt:
             self._fleet.run("abort_weights_update", {"update_id": self._prepared})
         except PlaneError as error:
             log.info("%s: %s", self._publication.version, error)
+
+    def _was_committed(self) -> bool:
+        """Though the update has failed: does the fleet say so?"""
+        digest = self._body.get("digest")
+        if digest is None:
+            return False
+        try:
+            state = self._fleet.run("state", {})
+        except PlaneError:
+            return False
+        versions = [state["version"], *state["adapters"].values()]
+        return any(version is not None and version["digest"] == digest for version in versions)
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
@@ -488,8 +509,10 @@ class _Attempt:
             try:
                 update.set_result(self._asked())
             except BaseException as error:
+                self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
+                if not self.committed:
+                    sender.close()
                 update.set_exception(error)
-                sender.close()
 
         _thread(work)
         return update
@@ -557,7 +580,8 @@ class _ByCopy(_Attempt):
                     log.info("%s is sent whole: %s", self._publication.version, error)
             return self._sent(self._copy.whole(), {"digest": change.digest})
         except BaseException:
-            self._copy.take_back(change)
+            if not self.committed:
+                self._copy.take_back(change)
             raise
 
     def _is_kept(self, base: str | None) -> bool:
@@ -574,7 +598,10 @@ class _ByCopy(_Attempt):
             attempt._send(taken)
         except BaseException as error:
             attempt._error = error
-        return attempt._committed()
+        try:
+            return attempt._committed()
+        finally:
+            self.committed = attempt.committed
 
 
 def _not_at_base(error: PlaneError) -> bool:

@@ -133,10 +133,10 @@ class Surroundings:
             )
         return name
 
-    def sources(self) -> list[Mapping[str, Any]]:
-        """The transports by which a worker that heals fetches what is committed."""
-        found: list[Mapping[str, Any]] = self.run("state", {})["sources"]
-        return found
+    def sources(self) -> list[Mapping[str, Any]] | None:
+        """The transports by which a worker that heals fetches what is committed; None while that is not known."""
+        state = self.run("state", {})
+        return None if state["version"] is None else state["sources"]
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
