@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -116,7 +117,7 @@ async def scripted(plane: Plane, holds: DecisionRecord, *tokens: int) -> AsyncIt
 
 
 async def ask(one: Frontend, **more: Any) -> list[int]:
-    request = GenerateRequest(id=f"r{len(more)}-{id(more)}", prompt="hi", **more)
+    request = GenerateRequest(id=secrets.token_hex(8), prompt="hi", **more)
     return [
         token
         async for event in one.engines.generate(request)

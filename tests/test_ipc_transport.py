@@ -353,6 +353,7 @@ def test_nobody_takes_what_was_not_sent(pool: ThreadPoolExecutor) -> None:
     """Else a buffer could be overwritten while others read it: no, but a receiver could miss what was in it."""
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         connection.send(msgpack.packb({"taken": 0}))
+        assert connection.recv(1) == b"", "it is given up"
         with pytest.raises(Unavailable, match="no receiver is left"):
             publish(sender, tensors())
 

@@ -518,9 +518,10 @@ async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
     else:
         source.kill()
         go.touch()
-    with pytest.raises(UpdateAborted, match=worker.instance_id) as caught:
+    with pytest.raises(UpdateAborted, match="has gone") as caught:
         await asyncio.wait_for(task, HEAL_S)
-    assert "has gone" in caught.value.message
+    failed = {row["instance_id"] for row in caught.value.facts["workers"] if row["status"] == "error"}
+    assert worker.instance_id in failed  # the other one may have everything by then
     assert await all_serve(client, "initial")
     # The next trainer finds workers that can pull again.
     await publish(client, trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), plane.model(2), "two")

@@ -49,7 +49,8 @@ async def closed_reasons(client: RlClient) -> list[str]:
 async def until_closed(plane: Plane, client: RlClient, count: int, words: str) -> list[str]:
     async def told() -> list[str]:
         reasons = [reason for reason in await closed_reasons(client) if words in reason]
-        return reasons if len(reasons) == count else []
+        listed = await client.list_workers()  # those that were killed are found out a little later
+        return reasons if len(reasons) == len(listed) == count else []
 
     reasons: list[str] = await plane.until(told, START_S)
     return reasons

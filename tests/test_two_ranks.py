@@ -68,7 +68,7 @@ async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx
 
 
 async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
-    await client.run("update_weights", update_of(mixed.base(2), "checked"))
+    await client.run("update_weights", update_of(mixed.base(3), "checked"))
     (row,) = (await client.run("init_transport", {"backend": "filesystem"}))["workers"]
     assert row["rank_results"] == [{"rank": 0}, {"rank": 1}]
     (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
@@ -76,7 +76,7 @@ async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, htt
     assert len({rank["checksum"] for rank in row["ranks"]}) == 2
     await client.run("check_weights", {"action": "reset_tensors"})
     await mixed.plane.until(lambda: all_serve(client, "checked"), HEAL_S)
-    await proven(http, mixed, "checked", mixed.base(2))
+    await proven(http, mixed, "checked", mixed.base(3))
 
 
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)

@@ -154,6 +154,7 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
 
 
 def run_seed(seed: int) -> Result:
+    models(), adapters(), deltas()  # written outside of the run, which they would change
     with recorded() as reached, _simulated(seed) as (loop, rng):
         return _run(seed, loop, rng, reached)
 
