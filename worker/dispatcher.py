@@ -13,7 +13,15 @@ from nats.aio.msg import Msg
 from pydantic import BaseModel
 
 from rl_plane.bus import Bus
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, StaleFence, Unavailable
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PayloadTooLarge,
+    PlaneError,
+    StaleFence,
+    Unavailable,
+)
 from rl_plane.ops import OPS, Op, op_named, parse_body
 from rl_plane.subjects import Subjects
 from rl_plane.tasks import end_tasks
@@ -36,6 +44,12 @@ log = logging.getLogger("worker.dispatcher")
 
 MAX_OPS = 256
 """Ops under way in one worker; a control plane that has more is broken, and is told so."""
+
+MAX_TOKENIZING = 8
+"""Of those below, which anybody may ask for: they leave the rest of MAX_OPS to the control plane."""
+
+TOKENIZING = {"tokenize": "prompt", "detokenize": "tokens"}
+"""Op → the field that its reply's length comes from."""
 
 UNREAD = Request("")
 """What an error is an answer to when the request itself can't be read."""
@@ -65,6 +79,7 @@ class Dispatcher:
         self._handlers = with_holds(handlers, state.instance_id)
         self._revision = revision
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenizing: set[asyncio.Task[None]] = set()
 
     async def listen(self, bus: Bus, subjects: Subjects) -> None:
         async def everybody(message: Msg) -> None:
@@ -77,7 +92,7 @@ class Dispatcher:
         await bus.subscribe(subjects.rl_direct(self._state.instance_id), me)
 
     async def stop(self) -> None:
-        await end_tasks(self._tasks)
+        await end_tasks(self._tasks | self._tokenizing)
 
     async def _message(self, bus: Bus, message: Msg, direct: bool) -> None:
         start = time.monotonic()
@@ -102,13 +117,16 @@ class Dispatcher:
             if isinstance(outcome, Mapping):
                 await self._answer(bus, message, self._reply(request, start, outcome), form)
                 return
-            if len(self._tasks) >= MAX_OPS:
+            apart = op.name in TOKENIZING
+            tasks, most = (self._tokenizing, MAX_TOKENIZING) if apart else (self._tasks, MAX_OPS)
+            if len(tasks) >= most:
                 if isinstance(outcome, Coroutine):
                     outcome.close()
-                raise Unavailable(f"{MAX_OPS} ops are under way in this worker", retry_after_s=1.0)
+                what = "ops that tokenize" if apart else "ops"
+                raise Unavailable(f"{most} {what} are under way in this worker", retry_after_s=1.0)
             task = asyncio.create_task(self._finish(bus, message, request, op, outcome, start, form))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         except PlaneError as error:
             await self._answer(bus, message, self._failed(request, start, error), form)
         except Exception as error:
@@ -199,9 +217,17 @@ class Dispatcher:
             return
         data = encode(reply.to_wire(), form)
         if len(data) > MAX_MESSAGE_BYTES:
-            failure = EngineFailed(f"the reply has {len(data)} bytes; a message carries {MAX_MESSAGE_BYTES}")
+            failure = _too_long(
+                reply.op, f"the reply has {len(data)} bytes; a message carries {MAX_MESSAGE_BYTES}"
+            )
             data = encode(self._failed(Request(reply.op, id=reply.id), time.monotonic(), failure).to_wire(), form)
         try:
             await bus.nc.publish(message.reply, data)
         except nats.errors.Error:
             pass  # the caller times out, or asks again after its own reconnect
+
+
+def _too_long(op: str, message: str) -> PlaneError:
+    if op in TOKENIZING:
+        return PayloadTooLarge(message, field=TOKENIZING[op], fix="send it in parts")
+    return EngineFailed(message)

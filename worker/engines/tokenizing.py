@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from rl_plane.ops import Tokenize
 from worker.engines.base import EngineInfo
 from worker.engines.token_checks import check_vocabulary, kept_of_prompt
 
+_aside = ThreadPoolExecutor(2, "tokenize")
+"""For the ops that only tokenize: the loop's own threads have swaps and prompts to serve."""
+
 
 def load_tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
@@ -21,18 +26,20 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
-    """All that the model, its generation config and its tokenizer end a text with."""
+    """All that the model, its generation config and its tokenizer end a text with, and that the model can make: a
+    tokenizer may have more tokens than its model."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)
-    sources = [config.get_text_config(), tokenizer]
+    text = config.get_text_config()
+    sources = [text, tokenizer]
     if (model / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(model, local_files_only=True))
     found: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or [])
-    return frozenset(found)
+    return frozenset(token for token in found if 0 <= token < text.vocab_size)
 
 
 async def prompt_tokens(tokenizer: Any, request: GenerateRequest) -> list[int]:
@@ -50,27 +57,34 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
-        return await _encoded(tokenizer, request.prompt, False)
-    return await _rendered(tokenizer, request.messages or [], True, False)
+        return await _encoded(tokenizer, request.prompt, False, None)
+    return await _rendered(tokenizer, request.messages or [], True, False, None)
 
 
-async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    ids: list[int] = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None) -> list[int]:
+    """`executor`: None: the loop's own."""
+    encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, encode)
     return ids
 
 
 async def _rendered(
-    tokenizer: Any, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    executor: Executor | None,
 ) -> list[int]:
+    render = partial(
+        tokenizer.apply_chat_template,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tokenize=True,
+        return_dict=False,
+    )
     try:
-        ids: list[int] = await asyncio.to_thread(
-            tokenizer.apply_chat_template,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=True,
-            return_dict=False,
-        )
+        ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, render)
     except Exception as error:  # a template is a program of the model's: it raises what it likes
         raise InvalidRequest(
             f"the chat template refuses these messages: {error}",
@@ -93,19 +107,20 @@ class Tokenizing(ABC):
     async def tokenize(self, body: Tokenize) -> list[int]:
         self._running()
         if body.prompt is not None:
-            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens)
+            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens, _aside)
         begun = (
             not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         )
-        return await _rendered(self._tokenizer, body.messages or [], begun, body.continue_final_message)
+        return await _rendered(self._tokenizer, body.messages or [], begun, body.continue_final_message, _aside)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         self._running()
         assert self._info is not None, "start sets it"
         check_vocabulary("tokens", token_ids, self._info.vocab_size)
-        text: str = await asyncio.to_thread(
+        decode = partial(
             self._tokenizer.decode, token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        text: str = await asyncio.get_running_loop().run_in_executor(_aside, decode)
         return text
 
 

@@ -1,0 +1,86 @@
+"""The dispatcher's bounds, without a worker: a bus that only keeps what is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from nats.aio.msg import Msg
+
+from rl_plane.ops import OPS
+from rl_plane.wire import MAX_MESSAGE_BYTES
+from worker.dispatcher import MAX_TOKENIZING, Dispatcher
+from worker.state import WorkerState
+
+BOUND_S = 5.0
+
+
+class Asked:
+    """One worker's dispatcher. `tokenize` ends when `go` is set, the other ops at once."""
+
+    def __init__(self, reply: Mapping[str, Any]) -> None:
+        self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.go = asyncio.Event()
+        self._bus: Any = SimpleNamespace(nc=self)
+
+        async def later(body: Any, fence: int) -> Mapping[str, Any]:
+            await self.go.wait()
+            return reply
+
+        async def at_once(body: Any, fence: int) -> Mapping[str, Any]:
+            return {}
+
+        handlers = {op: at_once for op in OPS if op != "ping"} | {"tokenize": later, "detokenize": later}
+        lock: Any = None
+        self.dispatcher = Dispatcher(WorkerState("0" * 16, "me"), lock, handlers, lambda: 1)
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        self.answers.put_nowait(json.loads(data))
+
+    async def ask(self, op: str, **body: Any) -> None:
+        data = json.dumps({"op": op, "body": body}).encode()
+        message: Any = Msg(self._bus.nc, "s", reply="r", data=data)
+        await self.dispatcher._message(self._bus, message, direct=True)
+
+    async def answer(self) -> dict[str, Any]:
+        async with asyncio.timeout(BOUND_S):
+            return await self.answers.get()
+
+
+async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
+    asked = Asked({"tokens": [1], "max_model_len": 8})
+    for _ in range(MAX_TOKENIZING):
+        await asked.ask("tokenize", prompt="a")
+    await asked.ask("detokenize", tokens=[1])
+    error = (await asked.answer())["error"]
+    assert (error["code"], error["retry_after_s"]) == ("unavailable", 1.0)
+    await asked.ask("liveness")
+    assert (await asked.answer())["status"] == "ok"
+    asked.go.set()
+    for _ in range(MAX_TOKENIZING):
+        assert (await asked.answer())["body"]["tokens"] == [1]
+    await asyncio.sleep(0)  # the tasks' ends, which come after their answers
+    await asked.ask("tokenize", prompt="a")
+    assert (await asked.answer())["status"] == "ok"
+    await asked.dispatcher.stop()
+
+
+@pytest.mark.parametrize(
+    ("op", "body", "code", "field"),
+    [
+        ("tokenize", {"prompt": "a"}, "payload_too_large", "prompt"),
+        ("detokenize", {"tokens": [1]}, "payload_too_large", "tokens"),
+    ],
+)
+async def test_a_reply_that_is_too_long_is_told_what_made_it_so(
+    op: str, body: dict[str, Any], code: str, field: str
+) -> None:
+    asked = Asked({"long": "x" * MAX_MESSAGE_BYTES})
+    asked.go.set()
+    await asked.ask(op, **body)
+    error = (await asked.answer())["error"]
+    assert (error["code"], error["field"], error["fix"]) == (code, field, "send it in parts")
