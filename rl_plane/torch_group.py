@@ -39,10 +39,18 @@ LOOK_S = 0.05
 WATCH_S = 1.0
 """At most so much later a lifeline's watch ends."""
 MAX_REASON_BYTES = 4096
+HELLO_S = 5.0
+"""For a connection to say which rank it is: a rank does so at once."""
+STRANGERS = 64
+"""Connections beside the ranks' that may be open, for so long as HELLO_S."""
+ACCEPT_AGAIN_S = 0.2
+"""After an accept that failed: without descriptors it fails again at once."""
 BACKLOG = 4096
 """Ranks that come at once: what Linux allows by default."""
 TAKE_S = 30.0
 """For what the trainer has put into the store: some MB."""
+REMOVE_S = 5.0
+"""To take it out again: only a store that stands still takes longer."""
 CHUNK_BYTES = 4 << 20
 """Of what is put there: a value may have 8 MB."""
 MAX_CHUNKS = 64
@@ -125,11 +133,13 @@ def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
 
 class Lifelines:
     """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
-    at most why it gives up. Who comes to the trainer's port and is no rank is not listened to."""
+    at most why it gives up. Who comes to the trainer's port and is no rank is not listened to, and not kept."""
 
     def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
         self._listener = listener
         self._lines = list(lines)
+        self._strangers: dict[socket.socket, float] = {}
+        """Line that has not said who it is → when it is closed."""
         self._selector = selectors.DefaultSelector()
         for one in (listener, *lines):
             if one is not None:
@@ -156,7 +166,11 @@ class Lifelines:
             return None
         address = (place.master_address, place.lifeline_port)
         line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
-        line.sendall(f"{place.group} {place.rank}\n".encode())
+        try:
+            line.sendall(f"{place.group} {place.rank}\n".encode())
+        except OSError as error:
+            line.close()
+            raise Unavailable(f"the trainer's lifeline broke: {error}", fix=FORM_AGAIN) from error
         return cls(None, line)
 
     @property
@@ -174,13 +188,31 @@ class Lifelines:
                     self._accept(listener)
                 elif why := self._heard(line, key.data, group):
                     return why
+            self._close_strangers()
         return ""
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        try:
             line = listener.accept()[0]
-            self._lines.append(line)
-            self._selector.register(line, selectors.EVENT_READ)
+        except OSError:  # it has gone again, or there are no descriptors left
+            time.sleep(ACCEPT_AGAIN_S)
+            return
+        self._lines.append(line)
+        self._strangers[line] = time.monotonic() + HELLO_S
+        self._selector.register(line, selectors.EVENT_READ)
+
+    def _close_strangers(self) -> None:
+        """Those that have had their time, and the oldest beyond STRANGERS."""
+        now, over = time.monotonic(), len(self._strangers) - STRANGERS
+        for place, (line, until) in enumerate(list(self._strangers.items())):
+            if place < over or until < now:
+                self._drop(line)
+
+    def _drop(self, line: socket.socket) -> None:
+        self._selector.unregister(line)
+        del self._strangers[line]
+        self._lines.remove(line)
+        line.close()
 
     def _heard(self, line: socket.socket, who: str | None, group: str) -> str:
         try:
@@ -191,9 +223,9 @@ class Lifelines:
             hello, _, said = said.partition("\n")
             name, _, rank = hello.rpartition(" ")
             if name != group:
-                self._selector.unregister(line)
-                line.close()
+                self._drop(line)
                 return ""
+            del self._strangers[line]
             self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
             return said
         return said or f"{who} is gone"
@@ -282,10 +314,18 @@ class Group:
         return taken[0]
 
     def remove(self, key: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            for number in range(int(self._store.get(key))):
-                self._store.delete_key(f"{key}/{number}")
-            self._store.delete_key(key)
+        """What was put there, or as much of it as goes within REMOVE_S."""
+
+        def remove() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self._store.check([key]):
+                    for number in range(int(self._store.get(key))):
+                        self._store.delete_key(f"{key}/{number}")
+                    self._store.delete_key(key)
+
+        thread = threading.Thread(target=remove, name="weight group", daemon=True)
+        thread.start()
+        thread.join(REMOVE_S)
 
     # ---- broadcasting ----
 

@@ -147,17 +147,28 @@ class GroupSender:
         }
 
     def _join(self, name: str, lifelines: Lifelines, withdrawn: threading.Event) -> Group:
+        try:
+            size = self._world_size(name, withdrawn)
+            place = Place(
+                self.backend, name, self._host, self._store.port, size, 0, self._timeout_s, device=self._device
+            )
+            return Group(place, self._join_timeout_s, lifelines)
+        except BaseException:
+            lifelines.close()
+            raise
+
+    def _world_size(self, name: str, withdrawn: threading.Event) -> int:
         """Once a worker says how many ranks there are."""
         key, until = f"{name}/world_size", time.monotonic() + self._join_timeout_s
-        while not self._store.check([key]):
-            if withdrawn.wait(LOOK_S) or time.monotonic() > until:
-                lifelines.close()
-                raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
-        size = int(self._store.get(key))
-        place = Place(
-            self.backend, name, self._host, self._store.port, size, 0, self._timeout_s, device=self._device
-        )
-        return Group(place, self._join_timeout_s, lifelines)
+        try:
+            while not self._store.check([key]):
+                if withdrawn.wait(LOOK_S) or time.monotonic() > until:
+                    raise DeadlineExceeded(f"no worker came to the group {name}", fix=FORM_AGAIN)
+            return int(self._store.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise Unavailable(
+                f"the store of the group {name} can't be read: {str(error)[:300]}", fix=FORM_AGAIN
+            ) from error
 
     def leave(self) -> None:
         """Drops the group; the store goes on listening."""
@@ -220,6 +231,8 @@ class GroupSender:
     def close(self) -> None:
         """What was not finished can't be taken back: the group is formed anew for the next update."""
         if self._manifest is not None:
+            if self._group is not None:
+                self._group.remove(self._manifest_key)
             self._forget()
             self.leave()
 

@@ -86,6 +86,12 @@ class GroupTransport:
 def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
     key, digest = request.get("manifest_key"), request.get("manifest_digest")
     if key is None:
+        if digest is not None:
+            raise InvalidRequest(
+                "manifest_digest is of a stored manifest, and there is no manifest_key",
+                field="transport.manifest_digest",
+                fix="leave it out, or store the manifest and give its manifest_key",
+            )
         return Manifest.from_wire(request.get("manifest"))
     if not isinstance(key, str) or "manifest" in request:
         raise InvalidRequest(

@@ -1,0 +1,141 @@
+"""A group's parts, without a group: lifelines, the store, what a request may say of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rl_plane import torch_group
+from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.manifest import Manifest, pack
+from rl_plane.publish.group import GroupSender
+from rl_plane.torch_group import CHUNK_BYTES, Group, Lifelines, Place, import_torch
+from rl_plane.versions import TensorSpec
+from worker.transports.base import Places
+from worker.transports.group import GlooTransport
+
+BOUND_S = 10.0
+PLACE = Place("gloo", "g", "127.0.0.1", 1, world_size=2, rank=1)
+
+
+def group_with(store: Any) -> Group:
+    group = Group.__new__(Group)
+    group._store = store
+    group._lanes = []
+    group.place = PLACE
+    group.why_dropped = ""
+    return group
+
+
+def is_closed(line: socket.socket) -> bool:
+    line.settimeout(BOUND_S)
+    return line.recv(1) == b""
+
+
+@pytest.mark.parametrize("bound", ["HELLO_S", "STRANGERS"])
+def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(torch_group, bound, 0)
+    trainer = Lifelines.of_trainer("127.0.0.1")
+    done = threading.Event()
+    watching = threading.Thread(target=trainer.watch, args=("g", done.is_set))
+    with socket.create_connection(("127.0.0.1", trainer.port)) as stranger:
+        watching.start()
+        assert is_closed(stranger)
+    done.set()
+    watching.join(BOUND_S)
+    assert trainer._lines == []
+    trainer.close()
+
+
+def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Lifelines.of_trainer("127.0.0.1")
+    address = ("127.0.0.1", trainer.port)
+    looks = iter(range(10))
+    with contextlib.ExitStack() as lines:
+        rank = lines.enter_context(socket.create_connection(address))
+        rank.sendall(b"g 1\n")
+        assert trainer.watch("g", lambda: next(looks) >= 2) == ""  # it comes, and says who it is
+        monkeypatch.setattr(torch_group, "HELLO_S", 0.0)
+        lines.enter_context(socket.create_connection(address))
+        looks = iter(range(10))
+        assert trainer.watch("g", lambda: next(looks) >= 2) == ""
+        assert len(trainer._lines) == 1
+    assert trainer.watch("g", lambda: False) == "rank 1 is gone"
+    trainer.close()
+
+
+def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("rl_plane.torch_group.time.sleep", slept.append)
+    trainer = Lifelines.of_trainer("127.0.0.1")
+
+    def accept() -> Any:
+        raise OSError(24, "Too many open files")
+
+    listener: Any = SimpleNamespace(accept=accept)
+    trainer._accept(listener)
+    assert slept == [torch_group.ACCEPT_AGAIN_S]
+    trainer.close()
+
+
+@pytest.mark.parametrize("said", [RuntimeError("Connection reset"), b"many"])
+def test_a_store_that_breaks_while_the_group_forms_is_told(said: Any) -> None:
+    def get(key: str) -> Any:
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    sender = GroupSender(join_timeout_s=BOUND_S)
+    sender._store = SimpleNamespace(check=lambda keys: True, get=get, port=1)
+    lifelines = Lifelines.of_trainer("127.0.0.1")
+    with pytest.raises(Unavailable, match="can't be read"):
+        sender._join("g", lifelines, threading.Event())
+    assert lifelines._listener is not None
+    assert lifelines._listener.fileno() == -1
+
+
+def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+
+    def sendall(data: bytes) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    line = SimpleNamespace(sendall=sendall, close=closed.set)
+    monkeypatch.setattr(torch_group, "_connected", lambda *args: line)
+    with pytest.raises(Unavailable, match="lifeline broke"):
+        Lifelines.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
+    assert closed.is_set()
+
+
+def test_the_manifest_of_an_update_that_failed_is_not_left_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = import_torch().distributed.HashStore()
+    monkeypatch.setattr(Group, "drop", lambda self, why: None)
+    group = group_with(store)
+    sender = GroupSender()
+    sender._group = group
+    told = sender.open(Manifest(pack([("a", TensorSpec("F32", (1,)))], 64)))
+    before = group.take(told["manifest_key"])
+    assert before
+    sender.close()
+    with pytest.raises(Unavailable):
+        group.take(told["manifest_key"])
+    group.put("long", bytes(CHUNK_BYTES + 1))
+    group.remove("long")
+    group.remove("never there")
+    assert store.num_keys() == 0
+
+
+def test_the_digest_of_a_manifest_that_is_not_stored_is_refused() -> None:
+    transport = GlooTransport(Places())
+    transport._group = group_with(None)
+    request = {"manifest": {"buckets": [[["a", "F32", [1]]]]}, "manifest_digest": "blake3:" + "0" * 64}
+    with pytest.raises(InvalidRequest) as refused:
+        transport.open(request, "base")
+    assert refused.value.facts["field"] == "transport.manifest_digest"
