@@ -142,7 +142,7 @@ class GpuBuffers:
         """For one receiver, on its own GPU. ValueError for a GPU that this process can't reach."""
         import torch
 
-        if uuid not in gpus():
+        if not isinstance(uuid, str) or uuid not in gpus():
             raise ValueError(
                 f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
                 "those of the engines too, or use another transport"
@@ -153,16 +153,20 @@ class GpuBuffers:
             for there, here in zip(buffers, self._buffers[self._home], strict=True):
                 there.copy_(here)  # what the others were told of already
             torch.cuda.synchronize(_device(uuid))
-        handles = []
-        for buffer in buffers:
-            _, memory, nbytes, offset, counter, counter_offset, event, sync = (
-                buffer.untyped_storage()._share_cuda_()
-            )
-            handles.append(Handle(memory, nbytes, offset, counter, counter_offset, event, sync))
-            if len(memory) > MAX_HANDLE_BYTES:
-                raise ValueError(
-                    "expandable segments make too long a handle: use smaller buckets, or none of them"
+        handles: list[Handle] = []
+        try:
+            for buffer in buffers:
+                _, memory, nbytes, offset, counter, counter_offset, event, sync = (
+                    buffer.untyped_storage()._share_cuda_()
                 )
+                handles.append(Handle(memory, nbytes, offset, counter, counter_offset, event, sync))
+                if len(memory) > MAX_HANDLE_BYTES:
+                    raise ValueError(
+                        "expandable segments make too long a handle: use smaller buckets, or none of them"
+                    )
+        except BaseException:
+            given_up(handles)  # nobody is told of them
+            raise
         return handles
 
     def close(self) -> None:
@@ -189,12 +193,17 @@ class OpenBuckets:
 
         self._device = _device(uuid)
         self.buffers = []
-        for one in handles:
-            storage = torch.UntypedStorage._new_shared_cuda(
-                self._device.index, one.memory, one.nbytes, one.offset,
-                one.counter, one.counter_offset, one.event, one.event_sync,
-            )  # fmt: skip
-            self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+        try:
+            for one in handles:
+                storage = torch.UntypedStorage._new_shared_cuda(
+                    self._device.index, one.memory, one.nbytes, one.offset,
+                    one.counter, one.counter_offset, one.event, one.event_sync,
+                )  # fmt: skip
+                self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+        except BaseException:
+            given_up(handles[len(self.buffers) :])  # those that were opened are given up by torch
+            self.buffers.clear()
+            raise
         self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def read(self, number: int, nbytes: int) -> memoryview:

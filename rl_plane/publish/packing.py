@@ -31,8 +31,12 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 def copy_into(place: Place, tensor: Tensor) -> None:
     """The tensor's raw bytes, row-major. `place` is as long."""
     if isinstance(tensor, HostTensor):
-        assert isinstance(place, memoryview), "what is in host memory is not sent from a GPU"
-        place[:] = tensor.data
+        if isinstance(place, memoryview):
+            place[:] = tensor.data
+        elif tensor.data.nbytes:
+            import torch
+
+            place.copy_(torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8))
     elif place.nbytes:
         import torch
 

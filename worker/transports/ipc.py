@@ -113,7 +113,12 @@ class _OnGpu:
         self._handles = handles
         self._connection = connection
         self._pid = peer_pid(connection)
-        self._pidfd = os.pidfd_open(self._pid)
+        try:
+            self._pidfd = os.pidfd_open(self._pid)
+        except OSError as error:
+            raise Unavailable(
+                f"the trainer's process can't be watched: {error}", fix="share its PID namespace, too"
+            ) from error
         self._open: OpenBuckets | None = None
         try:
             self._open = OpenBuckets(handles, uuid)
