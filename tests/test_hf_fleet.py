@@ -21,6 +21,8 @@ from worker.tiny_model import make_witness_model, witness_next_token
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 6, 7]
 TOKENS = 12
 ENDLESS = 3000

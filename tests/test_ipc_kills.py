@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 if sys.platform != "linux":
     pytest.skip("memfd_create and abstract sockets", allow_module_level=True)
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 BOUND_S = 30.0
 """Far less than anybody waits for one that lives, far more than any step takes."""

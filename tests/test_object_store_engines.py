@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["publisher"]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 BUCKET_BYTES = 1 << 16
 """Several for a tiny model."""

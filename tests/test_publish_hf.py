@@ -24,6 +24,8 @@ from worker.tiny_model import make_witness_model  # noqa: E402
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 START_S = 150.0
 CHILD_S = 100.0

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rl_plane.fleet import Fleet
     from tests.conftest import Plane
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(__file__).parent.parent / "examples" / "http_transport"
 INSTALL_S = 60.0
 START_S = 150.0
