@@ -38,7 +38,7 @@ test: engines lint
 # Most of these wait for somebody: three processes keep two cores busy.
 test-fast: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines and not slow'
-	@echo 'Left out: the tests of vLLM and SGLang, and the slow ones (kill matrix, simulation, docs, demo, …). make test has all.'
+	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ from rl_plane.demo.processes import Child, Processes, wait_for_line
 from worker.engines.fake import fake_token, make_fake_model
 from worker.staging import model_digest
 
+pytestmark = pytest.mark.slow
+
 START_S = 60.0
 CURL_S = 70.0
 HEAL_S = 60

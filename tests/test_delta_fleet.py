@@ -155,6 +155,7 @@ async def _count(client: RlClient, count: int) -> bool:
     return len(await client.list_workers()) == count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "peft"))), reason="hf's packages")
 async def test_real_models_by_delta(plane: Plane) -> None:

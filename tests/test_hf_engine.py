@@ -30,6 +30,8 @@ from worker.engines.tokenizing import IncrementalText  # noqa: E402
 from worker.reception import TensorStream  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 BOUND_S = 20.0
 """More than anything here takes on a busy machine."""
 

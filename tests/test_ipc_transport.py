@@ -668,6 +668,7 @@ async def published(client: RlClient, trainer: Trainer, body: dict[str, Any]) ->
 LOAD = {"target": {"kind": "lora", "op": "load", "name": "a"}}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_hf(plane: Plane, trainer_of: Callable[..., Trainer]) -> None:
     pytest.importorskip("torch")

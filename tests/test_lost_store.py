@@ -23,6 +23,8 @@ from worker.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = pytest.mark.slow
+
 BACK_S = 30.0
 """Reconnects, registrations and leases after a restart of the server."""
 
