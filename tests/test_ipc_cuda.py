@@ -227,6 +227,74 @@ def test_a_gpu_that_the_trainer_does_not_see_is_refused(cuda: Cuda, monkeypatch:
             receive(transport)
 
 
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """Before it is said that they are closed: the error, which is kept here, holds none of them."""
+    calls = itertools.count()
+
+    def opened(*args: Any) -> Any:
+        if next(calls) == fails:
+            raise RuntimeError("CUDA error")
+        return cuda.open(*args)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+    if fails == 2:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 // 0)  # no memory of the host either
+    sent: list[list[int]] = []
+
+    def send(connection: Any, packet: Any, *descriptors: Any) -> None:
+        if packet == {"closed": True}:
+            sent.append(cuda.held)
+        ipc_wire.send_packet(connection, packet, *descriptors)
+
+    monkeypatch.setattr(receiving, "send_packet", send)
+    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be opened"):
+        receive(transport)
+    assert sent == [[]]
+    assert cuda.calls.count("release") == 2
+
+
+def test_shares_that_nobody_is_told_of_are_given_up(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the sender goes on with the others."""
+    calls = itertools.count()
+
+    def share(storage: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return cuda.share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    with sender_of(2) as (sender, transport):
+        with pytest.raises(Unavailable, match="out of memory"):
+            receive(transport)
+        assert cuda.held == []
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+
+
+@pytest.mark.parametrize("gpu", [[], {}, None, 1])
+def test_what_names_no_gpu_is_refused(cuda: Cuda, pool: ThreadPoolExecutor, gpu: Any) -> None:
+    with sender_of(2) as (sender, transport):
+        with raw_receiver(transport) as (connection, _):
+            ipc_wire.send_packet(connection, {"gpu": gpu})
+            assert "does not see the GPU" in ipc_wire.read_packet(connection)[0]["error"]
+        arriving = pool.submit(receive, transport)
+        digest = publish(sender, tensors())
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+
+
+def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another PID namespace has no id here."""
+    monkeypatch.setattr(receiving, "peer_pid", lambda connection: 0)
+    with sender_of(1) as (_, transport), pytest.raises(Unavailable, match="can't be watched") as refused:
+        receive(transport)
+    assert "PID namespace" in refused.value.facts["fix"]
+    assert cuda.held == []
+
+
 # ---- handles of somebody else ----
 
 GOOD: list[Any] = [b"m" * 66, NEEDED, 512, b"/torch_1_2_3", 7, bytes(64), True]

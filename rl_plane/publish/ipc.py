@@ -382,7 +382,7 @@ class _Update:
         try:
             receiver.handles = self.buffers.shared(gpu)
             send_packet(receiver.connection, {"handles": [one.to_wire() for one in receiver.handles]})
-        except (OSError, ValueError, Unavailable) as error:
+        except (OSError, RuntimeError, ValueError, Unavailable) as error:  # torch's and CUDA's are RuntimeErrors
             given_up(receiver.handles)
             with contextlib.suppress(OSError):
                 send_packet(receiver.connection, {"error": str(error)})

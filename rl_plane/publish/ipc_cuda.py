@@ -192,19 +192,24 @@ class OpenBuckets:
         import torch
 
         self._device = _device(uuid)
-        self.buffers = []
+        self.buffers: list[torch.Tensor] = []
+        opened = []
         try:
             for one in handles:
-                storage = torch.UntypedStorage._new_shared_cuda(
-                    self._device.index, one.memory, one.nbytes, one.offset,
-                    one.counter, one.counter_offset, one.event, one.event_sync,
+                opened.append(
+                    torch.UntypedStorage._new_shared_cuda(
+                        self._device.index, one.memory, one.nbytes, one.offset,
+                        one.counter, one.counter_offset, one.event, one.event_sync,
+                    )
                 )  # fmt: skip
-                self.buffers.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+            self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self.buffers += [torch.empty(0, dtype=torch.uint8, device=self._device).set_(one) for one in opened]
         except BaseException:
-            given_up(handles[len(self.buffers) :])  # those that were opened are given up by torch
-            self.buffers.clear()
+            never_opened = handles[len(opened) :]
+            opened.clear()  # the error's traceback would hold them
+            self.close()  # torch gives up those that were opened
+            given_up(never_opened)
             raise
-        self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def read(self, number: int, nbytes: int) -> memoryview:
         """Valid until the next one is read. The sender may use its buffer again."""
