@@ -169,7 +169,10 @@ class Generation:
         )
 
     async def sglang_generate(self, request: Request) -> Response:
-        return await self._answer(request, plan_sglang(await read_json(request), uuid.uuid4().hex), SGLANG)
+        body = await read_json(request)
+        return await self._answer(
+            request, plan_sglang(body, uuid.uuid4().hex, Models.of(self._view).max_model_len), SGLANG
+        )
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         models = await self._models(plan.model)
@@ -254,6 +257,8 @@ class Generation:
             while left:
                 index, event = await queue.get()
                 if isinstance(event, Exception):
+                    if isinstance(event, PlaneError):
+                        _name_field(event, plan)
                     raise event
                 if event is None:
                     left -= 1
@@ -263,6 +268,12 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _name_field(error: PlaneError, plan: Plan) -> None:
+    """As the caller names it."""
+    if (told := error.facts.get("field")) is not None:
+        error.facts["field"] = plan.fields.get(told, told)
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:

@@ -21,7 +21,7 @@ from frontend.openai import (
     unsupported,
     without,
 )
-from frontend.plans import Plan, default_tokens, requests_of
+from frontend.plans import Plan, default_tokens, fitting, requests_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import MAX_BIASES, MAX_SALT_CHARS, Bias, TokenId, TokenIdText
 from rl_plane.ops import parse_body
@@ -97,6 +97,12 @@ VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": NONE,
 }
 
+VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
+    "prompt_token_ids": "token_ids",
+    "adapter": "model",
+}
+"""Of a GenerateRequest, by its caller's names: an error is told by them."""
+
 
 def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
     body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
@@ -111,7 +117,8 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     own = {
         "id": request_id,  # a caller's may come twice
         "prompt_token_ids": parsed.token_ids,
-        "max_tokens": sampling.max_tokens or default_tokens(max_model_len),
+        "max_tokens": sampling.max_tokens
+        or fitting(default_tokens(max_model_len), max_model_len, parsed.token_ids),
         "cache_salt": parsed.cache_salt,
         "logprobs": sampling.logprobs is not None,
         "prompt_logprobs": sampling.prompt_logprobs is not None,
@@ -125,6 +132,7 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         stream=bool(parsed.stream),
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
         return_token_ids=bool(parsed.return_token_ids),
+        fields=VLLM_FIELDS,
     )
 
 
@@ -135,7 +143,7 @@ class SglangSampling(BaseModel):
     model_config = STRICT
 
     max_new_tokens: int | None = Field(None, ge=1)
-    """Default 128."""
+    """Default 128, or as many as fit after `input_ids`."""
     min_new_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -243,8 +251,20 @@ SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
     "watermark": NONE,
 }
 
+SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.model_fields} | {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "prompt_token_ids": "input_ids",
+    "prompt": "text",
+    "adapter": "lora_path",
+    "logprobs": "return_logprob",
+    "prompt_logprobs": "logprob_start_len",
+}
+"""As VLLM_FIELDS."""
 
-def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
+
+def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
     for field in ("input_ids", "text", "rid"):
         value = body.get(field)
         if isinstance(value, list) and (field != "input_ids" or any(isinstance(one, list) for one in value)):
@@ -268,7 +288,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         "id": request_id,
         "prompt_token_ids": parsed.input_ids,
         "prompt": parsed.text,
-        "max_tokens": given.max_new_tokens or SGLANG_TOKENS,
+        "max_tokens": given.max_new_tokens or fitting(SGLANG_TOKENS, max_model_len, parsed.input_ids),
         "cache_salt": parsed.cache_salt,
         "logprobs": bool(parsed.return_logprob),
         "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
@@ -282,6 +302,7 @@ def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
         stream=bool(parsed.stream),
         include_usage=False,
         return_token_ids=bool(parsed.return_prompt_token_ids),
+        fields=SGLANG_FIELDS,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -43,6 +44,8 @@ class Plan:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """A GenerateRequest's field → the caller's name for it, where that is another."""
 
     @property
     def logprobs(self) -> bool:
@@ -126,13 +129,23 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ", field="max_completion_tokens", fix="send one of the two"
         )
-    tokens = parsed.max_completion_tokens or parsed.max_tokens or default_tokens(max_model_len)
+    kept = ids[-parsed.truncate_prompt_tokens :] if ids and parsed.truncate_prompt_tokens else ids
+    default = fitting(default_tokens(max_model_len), max_model_len, kept)
+    tokens = parsed.max_completion_tokens or parsed.max_tokens or default
     return _plan(parsed, request_id, {"messages": messages}, ids, tokens, bool(parsed.logprobs))
 
 
 def default_tokens(max_model_len: int | None) -> int:
     """Where a dialect's own default is all that fits."""
     return min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
+
+
+def fitting(default: int, max_model_len: int | None, ids: list[int] | None) -> int:
+    """Of a number of tokens that the caller did not choose, as many as there is room for beside the prompt, where
+    that is known. `ids`: the prompt's."""
+    if max_model_len is None or ids is None:
+        return default
+    return min(default, max(1, max_model_len - len(ids)))
 
 
 def _plan(

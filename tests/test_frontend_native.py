@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.native import plan_sglang, plan_vllm
+from frontend.plans import Plan, plan_chat
 from tests.test_frontend_generation import PROMPT, error_of, events_of, http, tokens_under, update
 from worker.engines.fake import fake_logprob, fake_prompt_logprobs
 
@@ -131,3 +133,52 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
     for path, body, status, field in refused:
         error = error_of(await http.post(path, json=body), status)
         assert (error["field"], bool(error["fix"])) == (field, True)
+
+
+async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    await update(plane, 1)
+    refused: list[tuple[str, dict[str, Any], str]] = [
+        (VLLM, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5000}}, "sampling_params.max_tokens"),
+        (VLLM, {"token_ids": [1 << 20], "sampling_params": {}}, "token_ids"),
+        (
+            SGLANG,
+            {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5000}},
+            "sampling_params.max_new_tokens",
+        ),
+        (
+            SGLANG,
+            {"input_ids": PROMPT, "sampling_params": {"min_new_tokens": 200}},
+            "sampling_params.min_new_tokens",
+        ),
+        (SGLANG, {"input_ids": [1 << 20]}, "input_ids"),
+    ]
+    for path, body, field in refused:
+        for stream in (False, True):
+            assert error_of(await http.post(path, json={**body, "stream": stream}), 400)["field"] == field
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(3, 4093), (4000, 96), (4096, 1), (5000, 1)])
+def test_a_length_that_the_caller_did_not_choose_fits(prompt: int, room: int) -> None:
+    ids = [5] * prompt
+    chosen: list[tuple[Plan, Plan]] = [
+        (
+            plan_vllm({"token_ids": ids, "sampling_params": {}}, "id", 4096),
+            plan_vllm({"token_ids": ids, "sampling_params": {"max_tokens": 200}}, "id", 4096),
+        ),
+        (
+            plan_sglang({"input_ids": ids}, "id", 4096),
+            plan_sglang({"input_ids": ids, "sampling_params": {"max_new_tokens": 200}}, "id", 4096),
+        ),
+        (
+            plan_chat({"prompt_token_ids": ids}, "id", 4096),
+            plan_chat({"prompt_token_ids": ids, "max_tokens": 200}, "id", 4096),
+        ),
+    ]
+    for (default, own), most in zip(chosen, (256, 128, 256), strict=True):
+        assert default.requests[0].max_tokens == min(most, room)
+        assert own.requests[0].max_tokens == 200
+    assert (
+        plan_chat({"prompt_token_ids": ids, "truncate_prompt_tokens": 2}, "id", 4096).requests[0].max_tokens == 256
+    )
+    assert plan_sglang({"text": "a"}, "id", 64).requests[0].max_tokens == 128

@@ -99,7 +99,7 @@ ROUTES: dict[str, Route] = {
         {"token_ids": [5, 6], "sampling_params": {}},
     ),
     "sglang": (
-        lambda body: plan_sglang(body, "id"),
+        lambda body: plan_sglang(body, "id", 4096),
         names(SglangBody, SGLANG_REFUSED),
         {"sampling_params": names(SglangSampling, SGLANG_SAMPLING_REFUSED)},
         {"input_ids": [5, 6]},
