@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import typing
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from frontend.calls import FleetCalls
+from frontend.dialects import DialectPlane, mount_dialects
+from frontend.dialects.dynamo import with_discovery
+from frontend.dialects.routes import Ask, Handler, add_route, describe_routes, has_route
 from frontend.events import FleetEvents
-from frontend.http import json_response, make_app, read_json
-from frontend.openapi import add_body, add_model, base_schema, fits_query, parameter
+from frontend.generation import HEALTH as ROOT_HEALTH
+from frontend.generation import add_generation_routes, describe_generation
+from frontend.http import error_body, idempotency_key, json_response, make_app, read_json
+from frontend.openapi import (
+    ERRORS,
+    ErrorReply,
+    add_body,
+    add_model,
+    base_schema,
+    error_responses,
+    fits_query,
+    parameter,
+)
+from frontend.query import list_fields, merge_query
 from frontend.streaming import EventStream
+from frontend.tokens import Tokens
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import FLEET_OPS, FleetOp, FleetReply
 from rl_plane.wire import MAX_ID_CHARS
@@ -25,34 +39,13 @@ HEALTH = PREFIX + "health"
 EVENTS = PREFIX + "events"
 
 
-class ErrorFacts(BaseModel):
-    """Facts of the error stand beside these."""
+@dataclass(frozen=True)
+class Spoken:
+    """What the facade's listener has for trainers' own clients."""
 
-    code: str
-    message: str
-    field: str | None = None
-    fix: str | None = None
-
-
-class ErrorReply(BaseModel):
-    status: typing.Literal["error"]
-    error: ErrorFacts
-    workers: list[dict[str, Any]] | None = None
-    epoch: int | None = None
-    fingerprint: str | None = None
-    elapsed_s: float
-
-
-_ERRORS = {
-    400: "The request is wrong; `field` and `fix` say where. Nobody was touched.",
-    401: "No key, or a wrong one.",
-    404: "No such worker or component.",
-    409: "The fleet is not the one named, or the work was undone; each worker's row says more.",
-    413: "The body is over its limit.",
-    501: "This engine lacks it.",
-    503: "No worker, or locked by another update; see Retry-After.",
-    504: "A bound ran out before the work began.",
-}
+    dialects: tuple[str, ...]
+    plane: DialectPlane
+    tokens: Tokens
 
 
 EVENTS_DOC = """Server-sent events with `id` (rising), `event` and `data` (JSON), of the frontend's own component:
@@ -69,50 +62,10 @@ Nothing is told again: read `state` once the first bytes have come, then follow.
 """
 
 
-def list_fields(model: type[BaseModel]) -> frozenset[str]:
-    """Fields that a query may give as `a,b`."""
-    found = set()
-    for name, field in model.model_fields.items():
-        options = (field.annotation, *typing.get_args(field.annotation))
-        if any(typing.get_origin(option) is list for option in options):
-            found.add(name)
-    return frozenset(found)
-
-
-def merge_query(query: list[tuple[str, str]], body: dict[str, Any], lists: frozenset[str]) -> dict[str, Any]:
-    """Query and body in one; a key that both give must mean the same."""
-    given: dict[str, Any] = {}
-    for key, text in query:
-        if key in lists:
-            given.setdefault(key, []).extend(part for part in text.split(",") if part)
-        elif given.setdefault(key, text) != text:
-            raise InvalidRequest(f"the query gives {key} twice", field=key, fix="give it once")
-    for key, value in given.items():
-        if key in body and not _same(body[key], value):
-            raise InvalidRequest(
-                f"the query and the body differ in {key}", field=key, fix="give it in one of the two"
-            )
-    return {**given, **body}
-
-
-def _same(in_body: Any, in_query: str | list[str]) -> bool:
-    if isinstance(in_query, list):
-        return bool(in_body == in_query or in_body == ",".join(in_query))
-    return bool(in_body == in_query or json.dumps(in_body) == in_query)
-
-
-def idempotency_key(request: Request) -> str:
-    key = request.headers.get("idempotency-key", "")
-    if len(key) > MAX_ID_CHARS or not key.isprintable():
-        raise InvalidRequest(
-            f"Idempotency-Key must be at most {MAX_ID_CHARS} printable characters",
-            field="Idempotency-Key",
-            fix="send a shorter one, such as a UUID",
-        )
-    return key
-
-
-def _handler(op: FleetOp, calls: FleetCalls) -> Callable[[Request], Awaitable[Response]]:
+def _handler(
+    op: FleetOp, calls: FleetCalls, discovery: DialectPlane | None = None
+) -> Callable[[Request], Awaitable[Response]]:
+    """`discovery`: tell what Dynamo's clients look for too."""
     lists = list_fields(op.request)
 
     async def handle(request: Request) -> Response:
@@ -122,7 +75,20 @@ def _handler(op: FleetOp, calls: FleetCalls) -> Callable[[Request], Awaitable[Re
             raise InvalidRequest(
                 "the path and the body name different workers", field="workers", fix="leave it out of the body"
             )
-        return json_response(await calls.run(op.name, body, idempotency_key(request)))
+        reply = await calls.run(op.name, body, idempotency_key(request))
+        if discovery is not None and "components" not in reply:
+            reply = with_discovery(reply, discovery, str(request.base_url).rstrip("/"))
+        return json_response(reply)
+
+    return handle
+
+
+def _unclaimed(op: FleetOp, calls: FleetCalls) -> Handler:
+    """The op, where no dialect has claimed the request."""
+    lists = list_fields(op.request)
+
+    async def handle(ask: Ask) -> Any:
+        return await calls.run(op.name, merge_query(ask.query, ask.body, lists), ask.request_id)
 
     return handle
 
@@ -131,13 +97,27 @@ async def _health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
-def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str], events: FleetEvents) -> FastAPI:
-    app = make_app("rl_plane: the fleet", key, frozenset({HEALTH}))
+def make_admin_app(
+    calls: FleetCalls,
+    key: str | None,
+    metrics: Callable[[], str],
+    events: FleetEvents,
+    spoken: Spoken | None = None,
+) -> FastAPI:
+    """`spoken`: the dialects. Their clients take this listener for a whole engine, so it generates too."""
+    app = make_app("rl_plane: the fleet", key, frozenset({HEALTH, ROOT_HEALTH} if spoken else {HEALTH}))
     app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
+    if spoken is not None:
+        add_generation_routes(app, spoken.plane.generation, spoken.tokens)
+        mount_dialects(app, spoken.dialects, spoken.plane)
     for op in FLEET_OPS.values():
+        if has_route(app, op.method, PREFIX + op.path):
+            add_route(app, [op.method], PREFIX + op.path, _unclaimed(op, calls), summary=op.doc)
+            app.state.shapes[PREFIX + op.path] = error_body
+            continue
         app.add_api_route(
             PREFIX + op.path,
-            _handler(op, calls),
+            _handler(op, calls, spoken.plane if spoken is not None and op.name == "workers" else None),
             methods=[op.method],
             name=op.name,
             summary=op.doc,
@@ -145,7 +125,7 @@ def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str
             response_model=None,
             responses={
                 200: {"model": FleetReply},
-                **{status: {"model": ErrorReply, "description": text} for status, text in _ERRORS.items()},
+                **{status: {"model": ErrorReply, "description": text} for status, text in ERRORS.items()},
             },
         )
 
@@ -165,7 +145,7 @@ def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str
         response_model=None,
         responses={
             200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
-            **{status: {"model": ErrorReply, "description": _ERRORS[status]} for status in (401, 503)},
+            **{status: {"model": ErrorReply, "description": ERRORS[status]} for status in (401, 503)},
         },
     )
 
@@ -173,14 +153,17 @@ def make_admin_app(calls: FleetCalls, key: str | None, metrics: Callable[[], str
         return Response(metrics(), media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/metrics", show_metrics, methods=["GET"], summary="For Prometheus.", response_model=None)
-    app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
+    app.openapi = lambda: _openapi(app, key is not None, spoken is not None)  # type: ignore[method-assign]
     return app
 
 
-def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
+def _openapi(app: FastAPI, with_key: bool, speaks: bool) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = base_schema(app, with_key)
         schema["paths"][HEALTH]["get"]["security"] = []
+        if speaks:
+            describe_generation(schema)
+            describe_routes(app, schema, error_responses(schema))
         for op in FLEET_OPS.values():
             _describe(schema, op)
         app.openapi_schema = schema
@@ -198,5 +181,11 @@ def _describe(schema: dict[str, Any], op: FleetOp) -> None:
     if op.method == "POST":
         parameters.append(parameter("Idempotency-Key", "header", {"type": "string", "maxLength": MAX_ID_CHARS}))
         # What an op requires may come by the query too, so a body never is required.
+        of_dialects = operation.get("requestBody")
         add_body(operation, op.request, required=False)
+        if of_dialects is not None:
+            content = operation["requestBody"]["content"]["application/json"]
+            content["schema"] = {
+                "anyOf": [content["schema"], of_dialects["content"]["application/json"]["schema"]]
+            }
     operation["parameters"] = parameters

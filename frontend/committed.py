@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_plane.errors import PlaneError, StaleWeights, Unlabelled
 from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.history import read_history
 from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, Held
 from rl_plane.versions import WeightVersion
 from rl_plane.view import MembershipView
@@ -20,6 +22,11 @@ MAX_HISTORY = 1024
 """States back that a reply may name: a stream that is older than a thousand updates is a mistake."""
 STALE_AFTER_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after an update has ended no worker that follows the record still makes tokens by the weights before."""
+
+MAX_LABELS = 4096
+"""Labels of the present run that are remembered, the latest ones: a request may demand one."""
+LABELS_INTERVAL_S = 1.0
+"""The history is not read more often for labels that nobody knows."""
 
 Key = tuple[str, int, str, tuple[str, int, str] | None]
 """What a token was made by: run, sequence and digest of the base; name, sequence and digest of the adapter."""
@@ -168,11 +175,36 @@ class Labels:
             self._last = self._history.interval(key_of_span(spans[-1]))
 
 
+class LabelsOfRun:
+    """The sequence that each label of one run has: the latest, where one came twice."""
+
+    def __init__(self) -> None:
+        self._run: str | None = None
+        self._sequences: OrderedDict[str, int] = OrderedDict()
+
+    def add(self, version: WeightVersion, run: str) -> None:
+        """`run`: the present one."""
+        if run != self._run:
+            self._run = run
+            self._sequences.clear()
+        if version.run == run and version.sequence >= self._sequences.get(version.label, 0):
+            self._sequences[version.label] = version.sequence
+            self._sequences.move_to_end(version.label)
+            if len(self._sequences) > MAX_LABELS:
+                self._sequences.popitem(last=False)
+
+    def get(self, label: str) -> int | None:
+        return self._sequences.get(label)
+
+
 class Committed:
     """The record as this frontend's view follows it, and what it said before."""
 
     def __init__(self, view: MembershipView) -> None:
         self.history = History()
+        self._labels = LabelsOfRun()
+        self._labels_read_at = -math.inf
+        self._reading_labels: asyncio.Task[None] | None = None
         self._view = view
         self._reading: asyncio.Task[None] | None = None
         self._stop_listening: Callable[[], None] = lambda: None
@@ -202,6 +234,30 @@ class Committed:
 
     def _learnt(self, record: DecisionRecord) -> None:
         self.history.add(record, asyncio.get_running_loop().time())
+        for version in (record.version, *(one.version for one in record.adapters.values()), record.made):
+            self._labels.add(version, record.version.run)
+
+    async def sequence_of(self, label: str) -> int | None:
+        """Of the version of this label in the present run; None: none was committed, as far as the history has it."""
+        if self._labels.get(label) is None:
+            if self._reading_labels is None or self._reading_labels.done():
+                now = asyncio.get_running_loop().time()
+                if now < self._labels_read_at + LABELS_INTERVAL_S:
+                    return None
+                self._labels_read_at = now
+                self._reading_labels = asyncio.create_task(self._read_labels())
+            await asyncio.shield(self._reading_labels)
+        return self._labels.get(label)
+
+    async def _read_labels(self) -> None:
+        try:
+            entries = await read_history(self._view.bus, self._view.subjects.state)
+        except PlaneError as error:
+            log.warning("the history could not be read: %s", error)
+            return
+        for entry in reversed(entries):
+            if entry.version is not None and self.record is not None:
+                self._labels.add(entry.version, self.record.version.run)
 
     def labels(self, adapter: str | None) -> Labels:
         """For a request that is sent now."""

@@ -8,12 +8,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
 from nats.aio.msg import Msg
 
+from frontend.demands import Point
+from frontend.routing import Load
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from rl_plane.membership import Changed
@@ -35,8 +37,7 @@ class WorkerStatus:
     incarnation: str
     reasons: tuple[str, ...]
     """Why it is closed; none: it is open."""
-    load: int
-    """Requests running and waiting in it, from all frontends."""
+    load: Load
     heard_at: float
     """Monotonic seconds."""
     version: Mapping[str, Any] | None = None
@@ -51,13 +52,27 @@ class WorkerStatus:
     def open(self) -> bool:
         return not self.reasons
 
+    def but_load(self) -> WorkerStatus:
+        return replace(self, load=Load(), heard_at=0.0)
+
+    def serves(self, adapter: str | None) -> Point | None:
+        """What makes the tokens of a request for it; None: not known."""
+        held = [self.version, self.adapters.get(adapter) if adapter is not None else None]
+        sequences = [int(version["sequence"]) for version in held if version is not None]
+        return Point(str(self.version["run"]), max(sequences)) if self.version is not None else None
+
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
         """From a status message or a `state` reply."""
         return cls(
             incarnation,
             () if wire["admission"]["open"] else tuple(wire["admission"]["reasons"]) or ("closed",),
-            int(wire["running"]) + int(wire["waiting"]),
+            Load(
+                int(wire["running"]),
+                int(wire["waiting"]),
+                int(wire.get("running_tokens", 0)),
+                int(wire.get("waiting_tokens", 0)),
+            ),
             heard_at,
             wire.get("version"),
             bool(wire.get("paused")) or wire.get("pause_state") == "paused",
@@ -80,6 +95,8 @@ class FleetStatus:
         self._stop_listening: Callable[[], None] | None = None
         self.on_status: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
         """Called with what a member told, whether it is new or not."""
+        self.on_load: Callable[[str, WorkerStatus], None] = lambda instance_id, status: None
+        """Likewise, for the router."""
 
     async def start(self) -> None:
         await self._client.bus.subscribe(self._view.subjects.status, self._message)
@@ -96,8 +113,8 @@ class FleetStatus:
         if self._asking is not None:
             await end_tasks([self._asking])
 
-    def admitted(self, adapter: str | None = None) -> dict[str, int]:
-        """instance id → reported load, of the members that are open (and have told that they hold the adapter)."""
+    def admitted(self, adapter: str | None = None) -> dict[str, WorkerStatus]:
+        """By instance id, the members that are open (and have told that they hold the adapter)."""
         now = time.monotonic()
         self._refused_until = {key: until for key, until in self._refused_until.items() if until > now}
         found = {}
@@ -110,7 +127,7 @@ class FleetStatus:
                 and member.instance_id not in self._refused_until
                 and (adapter is None or adapter in status.adapters)
             ):
-                found[member.instance_id] = status.load
+                found[member.instance_id] = status
         return found
 
     def why_closed(self, adapter: str | None = None) -> dict[str, str]:
@@ -137,7 +154,8 @@ class FleetStatus:
             async with asyncio.timeout(min(timeout_s, REFUSED_S) if self._refused_until else timeout_s):
                 await changed.wait()
 
-    def _tell(self) -> None:
+    def wake(self) -> None:
+        """Whoever waits looks again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -157,10 +175,14 @@ class FleetStatus:
             self._take(instance_id, status)  # one that is not listed yet is asked when it is
 
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
+        before = self._known.get(instance_id)
+        refused = self._refused_until.pop(instance_id, None)
         self._known[instance_id] = status
-        self._refused_until.pop(instance_id, None)
         self.on_status(instance_id, status)
-        self._tell()
+        self.on_load(instance_id, status)
+        # Nobody waits for another load, which changes all the time.
+        if refused is not None or before is None or before.but_load() != status.but_load():
+            self.wake()
 
     def _member_changed(self, change: Changed) -> None:
         if change.after is None:
@@ -169,7 +191,7 @@ class FleetStatus:
             self._refused_until.pop(change.before.instance_id, None)
         else:
             self._ask_now.set()
-        self._tell()
+        self.wake()
 
     async def _reconnected(self) -> None:
         # What they told meanwhile is lost: all count as unknown, and are asked.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import ipaddress
 import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,8 +20,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl_plane.errors import InvalidRequest, NotFound, PayloadTooLarge, PlaneError, Unauthorized, Unavailable
+from rl_plane.errors import (
+    InvalidRequest,
+    NotFound,
+    PayloadTooLarge,
+    PlaneError,
+    Unauthorized,
+    Unavailable,
+    Unsupported,
+)
 from rl_plane.strict_json import parse_json_object
+from rl_plane.wire import MAX_ID_CHARS
 
 log = logging.getLogger("frontend.http")
 
@@ -58,11 +68,15 @@ def _plain(value: Any) -> Any:
     return bytes(value).hex() if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+"""Made once: `json.dumps` with options of its own makes one for each chunk."""
+
+
 def to_json(value: Any) -> bytes:
     try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        text = _ENCODER.encode(value)
     except (ValueError, TypeError):
-        text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+        text = _ENCODER.encode(_plain(value))
     return text.encode()
 
 
@@ -87,6 +101,8 @@ def error_response(error: PlaneError, elapsed_s: float, shape: ErrorShape = erro
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = str(error.facts.get("allow", ""))
+    if isinstance(error, Unsupported):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would
     if isinstance(error, Unavailable):
         headers["Retry-After"] = str(max(MIN_RETRY_S, math.ceil(error.facts.get("retry_after_s", MIN_RETRY_S))))
     return json_response(shape(error, elapsed_s), error.http_status, headers)
@@ -95,42 +111,61 @@ def error_response(error: PlaneError, elapsed_s: float, shape: ErrorShape = erro
 # ---- in ----
 
 
-async def read_json(request: Request) -> dict[str, Any]:
+async def read_json(
+    request: Request, *, null_is_empty: bool = False, max_bytes: int = MAX_BODY_BYTES
+) -> dict[str, Any]:
     """The request's body, within its limit."""
+    most = max(max_bytes, MAX_DISCARD_BYTES)
     stated = request.headers.get("content-length", "0")
     size = int(stated) if stated.isascii() and stated.isdigit() else 0
     # A client that waits for "100 Continue" learns of the limit before it sends anything.
-    if size > MAX_DISCARD_BYTES or (size > MAX_BODY_BYTES and "expect" in request.headers):
-        raise _too_large(size)
+    if size > most or (size > max_bytes and "expect" in request.headers):
+        raise _too_large(size, max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return parse_json_object(await _read_body(request))
+            data = await _read_body(request, max_bytes, most)
+            if null_is_empty and data.strip() == b"null":
+                return {}
+            if len(data) > MAX_BODY_BYTES:  # so much takes its time
+                return await asyncio.to_thread(parse_json_object, data)
+            return parse_json_object(data)
     except TimeoutError as error:
         raise InvalidRequest(
             f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"
         ) from error
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_body(request: Request, max_bytes: int, most: int) -> bytes:
     chunks: list[bytes] = []
     read = 0
     async for chunk in request.stream():
         read += len(chunk)
-        if read <= MAX_BODY_BYTES:
+        if read <= max_bytes:
             chunks.append(chunk)
-        elif read > MAX_DISCARD_BYTES:
+        elif read > most:
             break
-    if read > MAX_BODY_BYTES:
-        raise _too_large(read)
+    if read > max_bytes:
+        raise _too_large(read, max_bytes)
     return b"".join(chunks)
 
 
-def _too_large(size: int) -> PayloadTooLarge:
+def _too_large(size: int, most: int) -> PayloadTooLarge:
     return PayloadTooLarge(
-        f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are read",
+        f"the body has {size} bytes or more; at most {most} are read",
         field="body",
         fix="send weights by a transport, and long work in several requests",
     )
+
+
+def idempotency_key(request: Request) -> str:
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > MAX_ID_CHARS or not key.isprintable():
+        raise InvalidRequest(
+            f"Idempotency-Key must be at most {MAX_ID_CHARS} printable characters",
+            field="Idempotency-Key",
+            fix="send a shorter one, such as a UUID",
+        )
+    return key
 
 
 # ---- around every route ----
@@ -139,11 +174,19 @@ def _too_large(size: int) -> PayloadTooLarge:
 class Guard:
     """The outermost layer: asks for the key, and turns whatever is raised into a typed reply."""
 
-    def __init__(self, app: ASGIApp, key: str | None, open_paths: frozenset[str], shape: ErrorShape) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        open_paths: frozenset[str],
+        shape: ErrorShape,
+        shapes: Mapping[str, ErrorShape],
+    ) -> None:
         self._app = app
         self._key = key.encode() if key else None
         self._open_paths = open_paths
         self._shape = shape
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -168,15 +211,17 @@ class Guard:
             if started:
                 raise  # the connection is cut: nobody may take half a reply for a whole one
             shown = error if isinstance(error, PlaneError) else PlaneError("an unexpected error; see the log")
-            await error_response(shown, time.monotonic() - start, self._shape)(scope, receive, send)
+            shape = self._shapes.get(scope["path"], self._shape)
+            await error_response(shown, time.monotonic() - start, shape)(scope, receive, send)
 
     def _check_key(self, scope: Scope) -> None:
         if self._key is None:
             self._check_origin(scope)
             return
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        kind, _, given = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
+        if values and values[0][:6].lower() == b"basic " and not _is_own_page(dict(scope["headers"])):
+            raise Unauthorized("a web page of another origin", field="Origin", fix="send a Bearer key")
+        if len(values) != 1 or not hmac.compare_digest(_key_in(values[0]), self._key):
             raise Unauthorized(
                 "the key is wrong" if values else "this needs a key",
                 field="Authorization",
@@ -191,6 +236,26 @@ class Guard:
         host = headers.get(b"host", b"")
         if origin is not None and (origin.partition(b"://")[2] != host or not _is_loopback(host)):
             raise Unauthorized("a web page of another origin needs a key", field="Origin", fix="set a key")
+
+
+def _is_own_page(headers: Mapping[bytes, bytes]) -> bool:
+    """A browser keeps a password that it was given once, and sends it for other sites' pages too."""
+    origin = headers.get(b"origin")
+    same = origin is None or origin.partition(b"://")[2] == headers.get(b"host", b"")
+    return same and headers.get(b"sec-fetch-site", b"none") in (b"none", b"same-origin")
+
+
+def _key_in(authorization: bytes) -> bytes:
+    """The key of `Bearer <key>`; or the password of `Basic`, which a client that sets no header can have in its URL."""
+    kind, _, given = authorization.partition(b" ")
+    if kind.lower() == b"bearer":
+        return given.strip()
+    if kind.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _is_loopback(host: bytes) -> bool:
@@ -228,8 +293,10 @@ def make_app(
     open_paths: frozenset[str],
     shape: ErrorShape = error_body,
 ) -> FastAPI:
+    """`app.state.shapes`: path → the shape of its errors, where that is another."""
     app = FastAPI(title=title, redirect_slashes=False, redoc_url=None)
-    app.add_middleware(Guard, key=key, open_paths=open_paths, shape=shape)
+    app.state.shapes = {}
+    app.add_middleware(Guard, key=key, open_paths=open_paths, shape=shape, shapes=app.state.shapes)
     app.add_exception_handler(HTTPException, _raise_http_error)
     app.add_exception_handler(RequestValidationError, _raise_invalid)
     return app

@@ -8,9 +8,11 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl_plane.errors import InvalidRequest
 
@@ -79,6 +81,39 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+class _Joined:
+    """A transport that sends what is written in one turn of the loop at once. A reply's head and its first event, and
+    its last ones, are then a packet each; to send is what an event costs most."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._send)
+        self._waiting.append(data)
+
+    def _send(self) -> None:
+        if self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _Protocol(H11Protocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
+
+
 class Server(uvicorn.Server):
     """Leaves signals to us, since two servers would fight over them, and tells when it accepts connections."""
 
@@ -86,6 +121,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=_Protocol,
                 lifespan="off",
                 ws="none",
                 log_config=None,

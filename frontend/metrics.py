@@ -28,6 +28,8 @@ def frontend_metrics(
     outcomes: Mapping[str, int],
     in_flight: int,
     lease: bool | None,
+    picks: Mapping[str, int],
+    moves: Mapping[str, int],
 ) -> str:
     """`sequence`: of the committed state, None: there is none. `lease`: None when no tokens are delivered here."""
     parts = [
@@ -41,6 +43,18 @@ def frontend_metrics(
             [({"outcome": outcome}, count) for outcome, count in sorted(outcomes.items())],
         ),
         metric("rl_plane_generation_in_flight", "gauge", "Choices under way here.", [({}, in_flight)]),
+        metric(
+            "rl_plane_generation_picks_total",
+            "counter",
+            "Workers chosen here, by what decided: the request's session, a prefix that is cached, or the load.",
+            [({"by": why}, count) for why, count in sorted(picks.items())],
+        ),
+        metric(
+            "rl_plane_generation_moves_total",
+            "counter",
+            "Choices tried again or continued at another worker, begun anew or cut for their demands.",
+            [({"how": how}, count) for how, count in sorted(moves.items())],
+        ),
     ]
     if sequence is not None:
         words = "The sequence of what is committed."

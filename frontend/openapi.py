@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -34,6 +34,43 @@ def add_model(schema: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
 def add_body(operation: dict[str, Any], model: type[BaseModel], required: bool) -> None:
     reference = {"$ref": _REFS.format(model=model.__name__)}
     operation["requestBody"] = {"content": {"application/json": {"schema": reference}}, "required": required}
+
+
+class ErrorFacts(BaseModel):
+    """Facts of the error stand beside these."""
+
+    code: str
+    message: str
+    field: str | None = None
+    fix: str | None = None
+
+
+class ErrorReply(BaseModel):
+    status: Literal["error"]
+    error: ErrorFacts
+    workers: list[dict[str, Any]] | None = None
+    epoch: int | None = None
+    fingerprint: str | None = None
+    elapsed_s: float
+
+
+ERRORS = {
+    400: "The request is wrong; `field` and `fix` say where. Nobody was touched.",
+    401: "No key, or a wrong one.",
+    404: "No such worker or component.",
+    409: "The fleet is not the one named, or the work was undone; each worker's row says more.",
+    413: "The body is over its limit.",
+    501: "This engine lacks it.",
+    503: "No worker, or locked by another update; see Retry-After.",
+    504: "A bound ran out before the work began.",
+}
+
+
+def error_responses(schema: dict[str, Any]) -> dict[str, Any]:
+    """Status → response, for routes whose own definition says nothing of errors."""
+    add_model(schema, ErrorReply)
+    content = {"application/json": {"schema": {"$ref": _REFS.format(model=ErrorReply.__name__)}}}
+    return {str(status): {"description": text, "content": content} for status, text in ERRORS.items()}
 
 
 def parameter(name: str, where: str, schema: dict[str, Any], required: bool = False) -> dict[str, Any]:

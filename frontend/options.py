@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_plane.bus import DEFAULT_NATS_URL
+from rl_plane.cli.settings import DIALECTS
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.errors import InvalidRequest
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
@@ -29,6 +31,22 @@ class FrontendOptions:
     """Bearer key of the generation API. Likewise."""
     insecure: bool = False
     """Bind beyond loopback without a key."""
+    dialects: tuple[str, ...] = DIALECTS
+    """Of trainers' own clients, spoken by the facade, which then generates too. Empty: none."""
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
     """How long a generation request waits for a worker that takes it."""
+
+    def __post_init__(self) -> None:
+        for name in self.dialects:
+            if name not in DIALECTS:
+                raise InvalidRequest(
+                    f"there is no dialect {name[:64]!r}",
+                    field="dialects",
+                    fix=f"name some of {', '.join(DIALECTS)}",
+                )
+
+    @property
+    def speaks(self) -> bool:
+        """Does the facade speak a dialect?"""
+        return self.rl_port is not None and bool(self.dialects)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from frontend.continuation import check_can_continue
+from frontend.demands import NO_DEMANDS, Demands, demands_of
+from frontend.messages import refuse_in_messages, without_nulls_in_messages
 from frontend.openai import (
+    MAX_CHOICES,
     MAX_SEED,
     ChatBody,
     CompletionBody,
@@ -16,7 +20,6 @@ from frontend.openai import (
     NvExt,
     SamplingBody,
     TokenIds,
-    refuse_in_messages,
     tells_tokens,
     unsupported,
     without_neutral,
@@ -31,6 +34,9 @@ DEFAULT_CHAT_TOKENS = 256
 """OpenAI's is "until the context is full", which in a fleet under training is a runaway; ask for more by name."""
 
 
+PROMPTS = frozenset({"prompt", "prompt_token_ids"})
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one call of a route asks for."""
@@ -39,13 +45,38 @@ class Plan:
     id: str
     model: str | None
     requests: tuple[GenerateRequest, ...]
-    """One per choice."""
+    """One per choice: those of the first prompt, then those of the next."""
     instance_id: str | None
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    demands: Demands = NO_DEMANDS
+    session: str | None = None
+    """Its name, as the request's headers have it."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """A GenerateRequest's field → the caller's name for it, where that is another."""
+    batch: int | None = None
+    """How many prompts. None: one, which does not come in a list."""
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return len(self.requests) // (self.batch or 1)
+
+    def field_of(self, field: str, index: int) -> str:
+        """The caller's name for a field of the request of this choice."""
+        name = self.fields.get(field, field)
+        return f"{name}.{index // self.n}" if self.batch and field in PROMPTS else name
+
+    def __post_init__(self) -> None:
+        if self.demands.migrate:
+            if self.instance_id is not None:
+                raise InvalidRequest(
+                    "migrate with nvext.instance_id: strictly one worker, and another one",
+                    field="nvext.instance_id",
+                    fix="send one of the two",
+                )
+            check_can_continue(self.requests[0])
 
     @property
     def logprobs(self) -> bool:
@@ -62,39 +93,63 @@ class Plan:
 
 def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     body = without_neutral(body, CompletionBody)
-    body, prompt = _take_prompt(body)
-    parsed = parse_body(CompletionBody, body)
-    assert isinstance(parsed, CompletionBody)
-    if (parsed.logprobs or 0) > 1:
-        raise unsupported("logprobs", "send 1: only the chosen token's logprob is there", "logprobs above 1")
-    ids, text = _token_data(parsed), None
-    if ids is None:
-        ids = parsed.prompt_token_ids
-        if isinstance(prompt, list):
-            ids = _only_one(ids, prompt, "prompt")
-        elif prompt:
-            text = _only_one(ids, prompt, "prompt")
-    if ids is None and text is None:
-        raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
-    tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
-    return _plan(parsed, request_id, {"prompt": text}, ids, tokens, parsed.logprobs is not None)
-
-
-def _take_prompt(body: dict[str, Any]) -> tuple[dict[str, Any], str | list[int] | None]:
-    """Apart, since of a union pydantic tells only that no part fits."""
     rest = {key: value for key, value in body.items() if key != "prompt"}
-    prompt = body.get("prompt")
-    if prompt is None or isinstance(prompt, str):
-        return rest, prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(part, (str, list)) for part in prompt):
-        raise unsupported("prompt", "send one request for each prompt", "prompt as a batch")
+    prompt = read_prompts(body.get("prompt"), "prompt")
+    parsed = parse_body(CompletionBody, rest)
+    assert isinstance(parsed, CompletionBody)
+    if (ids := _token_data(parsed)) is None:
+        ids = parsed.prompt_token_ids if prompt is None else _only_one(parsed.prompt_token_ids, None, "prompt")
+        if ids is None and prompt is None:
+            raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
+    prompts = Prompts.of(ids, "prompt_token_ids") if ids is not None else prompt
+    assert prompts is not None, "one of the two"
+    tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
+    return _plan(parsed, request_id, prompts, tokens, parsed.logprobs is not None, top_of(parsed.logprobs))
+
+
+def top_of(logprobs: int | None) -> int:
+    """0 and 1 ask for the chosen token's alone."""
+    return logprobs if logprobs is not None and logprobs > 1 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    each: list[dict[str, Any]]
+    """The fields of a GenerateRequest."""
+    field: str
+    """The caller's name for it."""
+    batch: bool
+    """They come in a list."""
+
+    @classmethod
+    def of(cls, ids: list[int], field: str) -> Prompts:
+        return cls([{"prompt_token_ids": ids}], field, False)
+
+
+def read_prompts(value: Any, field: str) -> Prompts | None:
+    """A text, token ids, or a list of either. Apart from the body, since of a union pydantic tells only that no part
+    fits."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        return Prompts([{"prompt": value}], field, False)
+    first = value[0] if isinstance(value, list) and value else None
     try:
-        return rest, _TOKENS.validate_python(prompt, strict=True)
+        if isinstance(first, str):
+            return Prompts([{"prompt": text} for text in _TEXTS.validate_python(value, strict=True)], field, True)
+        if isinstance(first, list):
+            every = _MANY_TOKENS.validate_python(value, strict=True)
+            return Prompts([{"prompt_token_ids": ids} for ids in every], field, True)
+        return Prompts.of(_TOKENS.validate_python(value, strict=True), field)
     except ValidationError as error:
-        raise invalid_from_pydantic(error, "prompt") from error
+        raise invalid_from_pydantic(error, field) from error
 
 
 _TOKENS: TypeAdapter[list[int]] = TypeAdapter(TokenIds)
+_MANY_TOKENS: TypeAdapter[list[list[int]]] = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_CHOICES)])
+_TEXTS: TypeAdapter[list[str]] = TypeAdapter(
+    Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_CHOICES)]
+)
 
 
 def _token_data(body: GenerationBody) -> list[int] | None:
@@ -111,19 +166,27 @@ def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
 
 
 def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
-    body = without_neutral(body, ChatBody)
+    body = without_nulls_in_messages(without_neutral(body, ChatBody))
     refuse_in_messages(body)
+    if body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), dict):
+        raise unsupported(
+            "tool_choice", "send auto, and read the calls in the text", "a tool_choice that forces calls"
+        )
     parsed = parse_body(ChatBody, body)
     assert isinstance(parsed, ChatBody)
-    messages, ids = None, _token_data(parsed)
+    messages, rendering = parsed.plain_messages(), parsed.rendering()
+    if parsed.tool_choice == "none":
+        rendering = rendering.model_copy(update={"tools": None})
+    if (ids := _token_data(parsed)) is None:  # else the messages hold a place
+        ids = _only_one(parsed.prompt_token_ids, None, "messages") if messages else parsed.prompt_token_ids
+        if ids is None and not messages:
+            raise InvalidRequest(
+                "there are no messages", field="messages", fix="send messages, or prompt_token_ids"
+            )
     if ids is not None:
-        pass  # the messages hold a place
-    elif parsed.messages:
-        messages = _only_one(
-            parsed.prompt_token_ids, [message.model_dump() for message in parsed.messages], "messages"
-        )
-    elif (ids := parsed.prompt_token_ids) is None:
-        raise InvalidRequest("there are no messages", field="messages", fix="send messages, or prompt_token_ids")
+        prompts = Prompts.of(ids, "prompt_token_ids")
+    else:
+        prompts = Prompts([{"messages": messages, "rendering": rendering}], "messages", False)
     stated = {parsed.max_tokens, parsed.max_completion_tokens} - {None}
     if len(stated) > 1:
         raise InvalidRequest(
@@ -132,7 +195,9 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     kept = ids[-parsed.truncate_prompt_tokens :] if ids and parsed.truncate_prompt_tokens else ids
     default = fitting(default_tokens(max_model_len), max_model_len, kept)
     tokens = parsed.max_completion_tokens or parsed.max_tokens or default
-    return _plan(parsed, request_id, {"messages": messages}, ids, tokens, bool(parsed.logprobs))
+    if parsed.top_logprobs and not parsed.logprobs:
+        raise InvalidRequest("top_logprobs without logprobs", field="top_logprobs", fix="send logprobs: true too")
+    return _plan(parsed, request_id, prompts, tokens, bool(parsed.logprobs), parsed.top_logprobs or 0)
 
 
 def default_tokens(max_model_len: int | None) -> int:
@@ -149,12 +214,7 @@ def fitting(default: int, max_model_len: int | None, ids: list[int] | None) -> i
 
 
 def _plan(
-    body: GenerationBody,
-    request_id: str,
-    own: dict[str, Any],
-    ids: list[int] | None,
-    max_tokens: int,
-    logprobs: bool,
+    body: GenerationBody, request_id: str, prompts: Prompts, max_tokens: int, logprobs: bool, top: int
 ) -> Plan:
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
@@ -168,13 +228,12 @@ def _plan(
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
     tokens_out = tells_tokens(nvext) or bool(body.return_token_ids or nvext.return_token_ids)
     own = {
-        **own,
         "id": request_id,
-        "prompt_token_ids": ids,
         "max_tokens": max_tokens,
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "cache_salt": body.cache_salt,
         "logprobs": logprobs or tokens_out,
+        "top_logprobs": top,
         "prompt_logprobs": body.prompt_logprobs is not None
         or bool(body.return_prompt_logprobs or nvext.return_prompt_logprobs),
     }
@@ -182,31 +241,53 @@ def _plan(
         chat=chat,
         id=request_id,
         model=body.model,
-        requests=requests_of(body, own, score_each=not chat),
+        requests=requests_of(body, own, prompts.each, score_each=not chat),
         instance_id=nvext.instance_id,
         stream=stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         return_token_ids=tokens_out,
+        demands=demands_of(body, nvext),
+        fields=dict.fromkeys(PROMPTS, prompts.field),
+        batch=len(prompts.each) if prompts.batch else None,
     )
 
 
 def requests_of(
-    body: SamplingBody, own: dict[str, Any], *, score_each: bool, seed_field: str = "seed"
+    body: SamplingBody,
+    own: dict[str, Any],
+    prompts: list[dict[str, Any]],
+    *,
+    score_each: bool,
+    seed_field: str = "seed",
+    n_field: str = "n",
 ) -> tuple[GenerateRequest, ...]:
-    """One for each choice. `own`: what `body` does not say. `score_each`: prompt logprobs of each, not of the first
-    only, for a reply with one place for them."""
+    """One for each choice. `own`: what `body` does not say; `prompts`: and where they differ. `score_each`: prompt
+    logprobs of each, not of a prompt's first only, for a reply with one place for them."""
     n = body.n or 1
+    if n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n {n}",
+            field=n_field,
+            fix=f"ask for at most {MAX_CHOICES} choices at once",
+        )
     if body.seed is not None and body.seed + n > MAX_SEED:
         raise InvalidRequest("seed + n is over 63 bits", field=seed_field, fix="send a smaller seed")
     first = parse_body(
         GenerateRequest,
         {
             **own,
+            **prompts[0],
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_k": max(0, body.top_k or 0),
+            "min_p": body.min_p or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "repetition_penalty": body.repetition_penalty or 1.0,
             "seed": body.seed,
             "stop_token_ids": body.stop_token_ids or [],
+            "stop": body.stop or [],
+            "include_stop_str_in_output": bool(body.include_stop_str_in_output),
             "ignore_eos": bool(body.ignore_eos),
             "min_tokens": body.min_tokens or 0,
             "logit_bias": body.logit_bias or {},
@@ -216,10 +297,18 @@ def requests_of(
         },
     )
     assert isinstance(first, GenerateRequest)
-    return (first,) if n == 1 else tuple(_choice(first, index, score_each) for index in range(n))
+    if n == len(prompts) == 1:
+        return (first,)
 
+    def choice(index: int) -> GenerateRequest:
+        prompt, place = divmod(index, n)
+        return first.model_copy(
+            update={
+                **prompts[prompt],
+                "id": f"{first.id}-{index}",
+                "seed": None if first.seed is None else first.seed + place,
+                "prompt_logprobs": first.prompt_logprobs and (score_each or not place),
+            }
+        )
 
-def _choice(request: GenerateRequest, index: int, score_each: bool) -> GenerateRequest:
-    seed = None if request.seed is None else request.seed + index
-    scored = request.prompt_logprobs and (score_each or not index)
-    return request.model_copy(update={"id": f"{request.id}-{index}", "seed": seed, "prompt_logprobs": scored})
+    return tuple(choice(index) for index in range(n * len(prompts)))

@@ -14,9 +14,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from frontend.admin import make_admin_app
+from frontend.admin import Spoken, make_admin_app
 from frontend.calls import FleetCalls
 from frontend.committed import Committed
+from frontend.dialects import DialectPlane
+from frontend.dialects.routes import close_routes
 from frontend.engine_client import EngineClient
 from frontend.events import FleetEvents
 from frontend.finisher import Finisher
@@ -50,7 +52,7 @@ class Frontend:
     def __init__(self, client: RlClient, view: MembershipView, options: FrontendOptions, frontend_id: str) -> None:
         self.client = client
         self.view = view
-        self.delivers = options.http_port is not None
+        self.delivers = options.http_port is not None or options.speaks
         """Tokens. A frontend that does not is not waited for by updates."""
         self.status = FleetStatus(client, view)
         self.events = FleetEvents(view, self.status)
@@ -100,6 +102,9 @@ class Frontend:
             stack.push_async_callback(frontend.service.stop, GRACE_S)
             yield frontend
 
+    def spoken(self, dialects: tuple[str, ...]) -> Spoken:
+        return Spoken(dialects, DialectPlane(self.calls, self.view, self.generation), self.tokens)
+
     def metrics(self) -> str:
         snapshot = self.view.snapshot()
         record = self.committed.record
@@ -111,6 +116,8 @@ class Frontend:
             outcomes=self.generation.outcomes,
             in_flight=self.generation.in_flight,
             lease=self.lease.holds() if self.delivers else None,
+            picks=self.engines.router.picks,
+            moves=self.engines.moves,
         )
 
 
@@ -125,13 +132,19 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
             apps: list[tuple[FastAPI, socket.socket]] = []
             if rl is not None:
                 key = options.admin_key or None
-                apps.append((make_admin_app(frontend.calls, key, frontend.metrics, frontend.events), rl))
+                spoken = frontend.spoken(options.dialects) if options.speaks else None
+                app = make_admin_app(frontend.calls, key, frontend.metrics, frontend.events, spoken)
+                apps.append((app, rl))
             if http is not None:
                 api_key = options.api_key or None
                 apps.append((make_generation_app(frontend.generation, frontend.tokens, api_key), http))
             urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
             # Streams of events never end by themselves: they would hold the stop for its whole grace.
-            await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend.events.stop)
+            try:
+                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend.events.stop)
+            finally:
+                for app, _ in apps:
+                    await close_routes(app)
 
 
 def _listener(

@@ -1,0 +1,90 @@
+"""What every dialect needs to speak for a fleet as if it were one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.routes import SHOWN, by_worker
+from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
+
+TRIES = 3
+"""Of a question to all workers, each of which has a second to answer."""
+
+
+@contextmanager
+def begun() -> Iterator[None]:
+    """Around what may have begun a transfer. Trainers repeat a call by themselves after most of 5xx, which would enter
+    a collective that the others have left: here such a failure is a 409."""
+    try:
+        yield
+    except (Locked, NoWorkers, Unsupported):
+        raise  # nobody has begun
+    except PlaneError as error:
+        if error.http_status < 500:
+            raise
+        facts = {key: value for key, value in error.facts.items() if key != "retry_after_s"}
+        raise Conflict(error.message, **{"cause": error.code, **facts}) from error
+
+
+def joined(reply: dict[str, Any], text: str) -> str:
+    """One message of all workers."""
+    return by_worker([(row["instance_id"], text) for row in reply["workers"]])
+
+
+async def served_version(plane: DialectPlane) -> dict[str, Any]:
+    """The one version that is served, as `{run, sequence, label, digest}`; Conflict that names the holders of several,
+    Unavailable when there is none."""
+    reply = await plane.calls.run("weight_version", {})
+    version: dict[str, Any] | None = reply["version"]
+    if version is None:
+        raise Unavailable("no version is committed yet", retry_after_s=1.0)
+    return version
+
+
+async def members(plane: DialectPlane) -> list[dict[str, Any]]:
+    """Every worker's row of `workers`: what it is, and its state. A worker that did not answer is an error: what is
+    told of the fleet is told of all."""
+    return await rows_of_all(plane, "workers")
+
+
+async def rows_of_all(plane: DialectPlane, op: str) -> list[dict[str, Any]]:
+    """Of an op that reads. Most clients ask once: a worker that is busy for a moment is asked again."""
+    rows: list[dict[str, Any]] = []
+    for _ in range(TRIES):
+        rows = (await plane.calls.run(op, {}))["workers"]
+        silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
+        if not silent:
+            return rows
+    raise Unavailable(
+        f"{len(silent)} of {len(rows)} workers did not answer: {', '.join(silent[:SHOWN])}",
+        workers=rows,
+        retry_after_s=1.0,
+    )
+
+
+async def world_size(plane: DialectPlane) -> int:
+    """Ranks of all workers."""
+    return sum(int(row["world_size"]) for row in await members(plane))
+
+
+def same_of_all(rows: list[dict[str, Any]], name: str) -> Any:
+    """A value that every worker has; Conflict that names who has which, where they differ."""
+    held: dict[str, list[str]] = {}
+    for row in rows:
+        held.setdefault(repr(row.get(name)), []).append(row["instance_id"])
+    if len(held) > 1:
+        raise Conflict(f"the workers differ in {name}", values=held, field=name)
+    return rows[0].get(name) if rows else None
+
+
+def check_world(asked: int, base: int, ranks: int) -> None:
+    """Before anybody is touched: a rendezvous of another size never ends."""
+    if asked != base + ranks:
+        raise InvalidRequest(
+            f"world_size is {asked}; {base} of the trainer and the {ranks} ranks of the fleet are {base + ranks}",
+            field="world_size",
+            fix=f"ask for the world size again; it is {ranks} now",
+        )

@@ -1,0 +1,176 @@
+"""prime-rl's routes, at the root and beneath `/v1/rl/`: its client keeps all but a last `/v1` of an admin URL."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic import Field
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import begun
+from frontend.dialects.dynamo import mount as mount_discovery
+from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
+from frontend.dialects.steering import mount_adapters, mount_pause
+from frontend.dialects.transaction import Transactions
+from rl_plane.errors import Conflict, InvalidRequest, Unsupported
+from rl_plane.ops import LABEL_CHARS, PRINTABLE
+from rl_plane.vllm_bodies import ANOTHER_WAY
+
+GROUP = "prime-rl"
+PREFIX = "/v1/rl"
+T = TypeVar("T")
+
+OWN_OF_UPDATE = ("weight_dir", "weight_version", "reset_prefix_cache", "skip_prefix_cache_reset")
+
+
+class BroadcasterFields(Fields):
+    """`POST /init_broadcaster`"""
+
+    host: str = Field(min_length=1, max_length=255)
+    port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(0, ge=0)
+    """Among the inference ranks: the trainer's one rank comes before them."""
+    inference_world_size: int = Field(ge=1)
+    timeout: float | None = Field(None, gt=0)
+    quantize_in_weight_transfer: bool = False
+    """Not supported."""
+    group_name: str | None = None
+    """Of a torch process group; None: `prime-rl`."""
+    backend: str | None = None
+    """`gloo` or `nccl`: a torch process group. None: prime-rl's own NCCL."""
+
+
+class UpdateFields(Fields):
+    """`POST /update_weights`"""
+
+    weight_dir: str | None = None
+    """A directory of safetensors beneath the workers' weight roots. null or "": from the broadcaster."""
+    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    reset_prefix_cache: bool = True
+    """False changes nothing: no new request may reuse KV of older weights."""
+    skip_prefix_cache_reset: bool = False
+    """Likewise."""
+    update_info: dict[str, Any] | None = None
+    """`{names, dtype_names, shapes}` of what the broadcaster sends now."""
+
+
+def mount(app: FastAPI, plane: DialectPlane) -> None:
+    transactions = Transactions(plane, GROUP)
+    if not has_route(app, "POST", "/pause"):
+        mount_pause(app, plane)
+    if not has_route(app, "POST", "/v1/load_lora_adapter"):
+        mount_adapters(app, plane)
+    mount_adapters(app, plane, "/", replaces=True)
+    for prefix in ("", PREFIX):
+        _mount_updates(app, plane, transactions, prefix)
+    mount_adapters(app, plane, PREFIX + "/v1/", replaces=True)
+
+    async def models(ask: Ask) -> Any:
+        return plane.generation.list_models()
+
+    add_route(app, ["GET"], PREFIX + "/v1/models", models, summary="What is served.")
+    mount_discovery(app, plane)
+
+
+def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions, prefix: str) -> None:
+    async def init(ask: Ask) -> Any:
+        fields = take(BroadcasterFields, ask)
+        if fields.backend is None:
+            raise InvalidRequest(
+                "prime-rl's own NCCL broadcast tells its tensors' names in a pickle, which is never opened here",
+                field="backend",
+                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+            )
+        if fields.quantize_in_weight_transfer:
+            raise InvalidRequest(
+                "weights in an engine's kernel format are not supported here",
+                field="quantize_in_weight_transfer",
+                fix="send the checkpoint's format",
+            )
+        info = {
+            "backend": fields.backend,
+            "group_name": fields.group_name,
+            "master_address": fields.host,
+            "master_port": fields.port,
+            "rank_offset": fields.rank_offset + 1,
+            "world_size": fields.inference_world_size + 1,
+            "timeout_s": fields.timeout,
+        }
+        await _unretried(transactions.init(info, ask.path))
+        return {"status": "ok"}
+
+    async def update(ask: Ask) -> Any:
+        fields = take(UpdateFields, ask)
+        for name, keeps_cache in (
+            ("reset_prefix_cache", not fields.reset_prefix_cache),
+            ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),
+        ):
+            if keeps_cache:
+                report(ask.path, name, "no new request may reuse KV of older weights")
+        if transactions.transfer is not None or not fields.weight_dir:
+            reply = await _unretried(_from_broadcaster(transactions, fields, ask))
+        else:
+            reply = await _unretried(_from_directory(plane, fields, ask))
+        return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
+
+    add_route(
+        app,
+        ["POST"],
+        prefix + "/init_broadcaster",
+        init,
+        summary="Form a group of the trainer and every rank.",
+        fields=BroadcasterFields,
+        once=True,
+    )
+    add_route(
+        app,
+        ["POST"],
+        prefix + "/update_weights",
+        update,
+        summary="New weights from a directory, or from the broadcaster.",
+        fields=UpdateFields,
+        # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
+        claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
+        once=True,
+    )
+
+
+def _is_ours(ask: Ask) -> bool:
+    return not ask.has("update_info") or ask.has("weight_dir")
+
+
+async def _from_directory(plane: DialectPlane, fields: UpdateFields, ask: Ask) -> dict[str, Any]:
+    body = {
+        "transport": {"backend": "filesystem", "path": fields.weight_dir},
+        **({"version": fields.weight_version} if fields.weight_version is not None else {}),
+    }
+    with begun():
+        return await plane.calls.run("update_weights", body, ask.request_id)
+
+
+async def _from_broadcaster(transactions: Transactions, fields: UpdateFields, ask: Ask) -> dict[str, Any]:
+    if transactions.transfer is None:
+        raise Conflict(
+            "there is no broadcaster, and no weight_dir",
+            field="weight_dir",
+            fix="name a directory, or init_broadcaster first",
+        )
+    if fields.update_info is None:
+        raise InvalidRequest(
+            "what the broadcaster sends is not said",
+            field="update_info",
+            fix="send update_info {names, dtype_names, shapes} beside weight_dir",
+        )
+    await transactions.start(ask.request_id)
+    await transactions.update(fields.update_info, ask.path)
+    return await transactions.finish(fields.weight_version)
+
+
+async def _unretried(work: Awaitable[T]) -> T:
+    """prime-rl's client repeats a call ten times after any 5xx: what will never be possible is a 400."""
+    try:
+        return await work
+    except Unsupported as error:
+        raise InvalidRequest(error.message, **error.facts) from error

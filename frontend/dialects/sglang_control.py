@@ -1,0 +1,186 @@
+"""SGLang's pause and continue, cache, requests, memory and checker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field
+from starlette.responses import Response
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import joined, members
+from frontend.dialects.routes import Ask, Fields, add_route, report, take
+from frontend.dialects.sglang_updates import Updates
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError
+
+FLUSH_AGAIN_S = 0.2
+MAX_FLUSH_S = 300.0
+"""`timeout` of a flush: beyond it a client has gone."""
+
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
+CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
+
+
+class PauseFields(Fields):
+    """`/pause_generation`"""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+    """`abort` ends running requests; `retract` has them computed anew afterwards; `in_place` freezes them."""
+
+
+class ContinueFields(Fields):
+    """`/continue_generation`"""
+
+    torch_empty_cache: bool = True
+
+
+class AbortFields(Fields):
+    """`/abort_request`"""
+
+    rid: str | list[str] | None = None
+    abort_all: bool = False
+
+
+class FlushFields(Fields):
+    """`/flush_cache`"""
+
+    timeout: float = Field(0.0, ge=0, le=MAX_FLUSH_S)
+    """Seconds to wait until the engines can."""
+
+
+class MemoryFields(Fields):
+    """`/release_memory_occupation` and `/resume_memory_occupation`"""
+
+    tags: list[Literal["kv_cache", "weights"]] | None = None
+
+
+class CheckerFields(Fields):
+    """`/weights_checker`"""
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] | None = None
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
+    async def pause(ask: Ask) -> Any:
+        await plane.calls.run("pause", {"mode": take(PauseFields, ask).mode}, ask.request_id)
+        return PAUSED
+
+    async def go_on(ask: Ask) -> Any:
+        """What was sent while the fleet was paused is committed first: nobody generates by a part of it."""
+        if not take(ContinueFields, ask).torch_empty_cache:
+            report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
+        committed = await updates.commit_open()
+        await plane.calls.run("resume", {}, ask.request_id)
+        if committed is None:
+            return CONTINUED
+        return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
+
+    async def abort(ask: Ask) -> Any:
+        fields = take(AbortFields, ask)
+        ids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
+        if fields.abort_all:
+            await plane.calls.run("abort_requests", {}, ask.request_id)
+        elif any(ids):
+            await plane.calls.run("abort_requests", {"request_ids": [one for one in ids if one]}, ask.request_id)
+        return Response(status_code=200)
+
+    async def flush(ask: Ask) -> Any:
+        return await _flush(plane, take(FlushFields, ask).timeout)
+
+    async def release(ask: Ask) -> Any:
+        await plane.calls.run("release_memory", _tags(take(MemoryFields, ask)), ask.request_id)
+
+    async def resume(ask: Ask) -> Any:
+        await plane.calls.run("resume_memory", _tags(take(MemoryFields, ask)), ask.request_id)
+
+    async def check(ask: Ask) -> Any:
+        fields = take(CheckerFields, ask)
+        if fields.selector == "draft" or fields.skip_tensor_list:
+            field = "selector" if fields.selector == "draft" else "skip_tensor_list"
+            raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
+        if fields.allow_quant_error:
+            report(ask.path, "allow_quant_error", "weights are compared bit by bit")
+        return await _check(plane, fields.action)
+
+    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=PauseFields)
+    add_route(
+        app,
+        ["POST"],
+        "/continue_generation",
+        go_on,
+        summary="Commit what was sent meanwhile, and go on.",
+        fields=ContinueFields,
+        once=True,
+    )
+    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=AbortFields)
+    add_route(app, ["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
+    for path, handler, summary in (
+        ("/release_memory_occupation", release, "Give memory back."),
+        ("/resume_memory_occupation", resume, "Take it again."),
+    ):
+        add_route(app, ["GET", "POST"], path, handler, summary=summary, fields=MemoryFields)
+    add_route(
+        app,
+        ["GET", "POST"],
+        "/weights_checker",
+        check,
+        summary="Check the weights.",
+        fields=CheckerFields,
+        once=True,
+    )
+
+
+def _tags(fields: MemoryFields) -> dict[str, Any]:
+    return {} if not fields.tags else {"tags": fields.tags}
+
+
+async def _flush(plane: DialectPlane, timeout_s: float) -> Response:
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            await plane.calls.run("flush_cache", {})
+            return Response(FLUSHED, media_type="text/plain")
+        except Conflict as error:
+            if time.monotonic() >= give_up:
+                return Response(f"Flush cache failed. {error.message}\n", 400, media_type="text/plain")
+        await asyncio.sleep(FLUSH_AGAIN_S)
+
+
+async def _check(plane: DialectPlane, action: str) -> Any:
+    """A checksum reads all of a worker's weights, so that one gets no requests meanwhile."""
+    rows: list[dict[str, Any]] = []
+    if action != "checksum":
+        rows = (await plane.calls.run("check_weights", {"action": action}))["workers"]
+    for member in await members(plane) if action == "checksum" else ():
+        one = {"workers": [member["instance_id"]]}
+        was_open = not any(reason.partition(":")[0] == "disabled" for reason in member["admission"]["reasons"])
+        if was_open:
+            await plane.calls.run("disable", one)
+        try:
+            rows += (await plane.calls.run("check_weights", {"action": action, **one}))["workers"]
+        finally:
+            if was_open:
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await plane.calls.run("enable", one)
+    ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
+    differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
+    if differing:
+        raise Conflict(
+            f"the weights of {', '.join(dict.fromkeys(differing))} differ from the snapshot",
+            ranks=ranks,
+            fix="each rank's mismatches name them",
+        )
+    body = {"success": True, "message": joined({"workers": rows}, f"{action} done"), "ranks": ranks}
+    checksums = {str(rank["checksum"]) for rank in ranks if "checksum" in rank}
+    return {**body, "per_engine_checksum": checksums.pop()} if len(checksums) == 1 else body

@@ -1,0 +1,137 @@
+"""SGLang's update groups: a torch group of the trainer and every rank of the fleet."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import begun, joined, members
+from frontend.dialects.routes import Ask, Fields, add_route, take
+from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.ops import PRINTABLE
+
+if TYPE_CHECKING:
+    from frontend.dialects.sglang_updates import Updates
+
+DEFAULT_GROUP = "weight_update_group"
+MAX_GROUP_CHARS = 256
+MAX_KNOWN = 256
+"""Groups whose backend is remembered; more were formed by a client that makes names up."""
+
+
+class GroupFields(Fields):
+    """`/init_weights_update_group`"""
+
+    master_address: str = Field(min_length=1, max_length=255, pattern=PRINTABLE)
+    master_port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(ge=1)
+    """Where the fleet's ranks begin: each worker gets its own offset."""
+    world_size: int = Field(ge=2)
+    """`rank_offset` and every rank of the fleet."""
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class GroupName(Fields):
+    """`/destroy_weights_update_group`"""
+
+    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
+
+
+class Groups:
+    """Which backend a trainer's groups have."""
+
+    def __init__(self, plane: DialectPlane) -> None:
+        self._plane = plane
+        self._backends: dict[str, str] = {}
+
+    async def backend_of(self, name: str) -> str:
+        """Of one that was formed by way of another frontend: what every worker has."""
+        if name in self._backends:
+            return self._backends[name]
+        rows = await members(self._plane)
+        return "nccl" if rows and all("nccl" in row["transports"] for row in rows) else "gloo"
+
+    async def form(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
+        body = {
+            "backend": fields.backend,
+            "form": "torch",
+            "group": fields.group_name,
+            "master_address": fields.master_address,
+            "master_port": fields.master_port,
+            "world_size": fields.world_size,
+            "rank_offset": fields.rank_offset,
+        }
+        try:
+            with begun():
+                reply = await self._plane.calls.run("init_transport", body, request_id)
+        except PlaneError as error:
+            await self._keep_out(error)
+            raise
+        while len(self._backends) >= MAX_KNOWN:
+            del self._backends[next(iter(self._backends))]
+        self._backends[fields.group_name] = fields.backend
+        return reply
+
+    async def _keep_out(self, error: PlaneError) -> None:
+        """A worker that has failed to join stays out of routing until it is enabled: what is left in it of a rendezvous
+        that broke is not known. One that has refused was not touched."""
+        failed = [
+            row["instance_id"]
+            for row in error.facts.get("workers") or ()
+            if isinstance(row.get("error"), dict)
+            and row["error"].get("code") not in ("invalid_request", "unsupported")
+        ]
+        if failed:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._plane.calls.run("disable", {"workers": failed})
+                error.facts["disabled"] = failed
+                error.facts["fix"] = "POST /v1/rl/workers/{id}/enable puts a worker back, once it is looked after"
+
+    async def leave(self, name: str, request_id: str) -> dict[str, Any]:
+        backend = await self.backend_of(name)
+        if name not in self._backends:
+            raise InvalidRequest(
+                "The group to be destroyed does not exist.",
+                field="group_name",
+                fix="see init_weights_update_group",
+            )
+        reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
+        del self._backends[name]
+        return reply
+
+
+def mount_groups(app: FastAPI, groups: Groups, updates: Updates) -> None:
+    async def init(ask: Ask) -> Any:
+        fields = take(GroupFields, ask)
+        await updates.drop()
+        reply = await groups.form(fields, ask.request_id)
+        return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
+
+    async def destroy(ask: Ask) -> Any:
+        fields = take(GroupName, ask)
+        reply = await groups.leave(fields.group_name, ask.request_id)
+        return {"success": True, "message": joined(reply, "Succeeded to destroy custom process group.")}
+
+    add_route(
+        app,
+        ["POST"],
+        "/init_weights_update_group",
+        init,
+        summary="Form a torch group of the trainer and every rank.",
+        fields=GroupFields,
+        once=True,
+    )
+    add_route(
+        app,
+        ["POST"],
+        "/destroy_weights_update_group",
+        destroy,
+        summary="Leave it.",
+        fields=GroupName,
+        once=True,
+    )
