@@ -7,9 +7,9 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -22,12 +22,12 @@ from frontend.http import json_response, make_app, read_json, to_json
 from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
 from frontend.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
 from frontend.openai import ChatBody, CompletionBody
-from frontend.openapi import add_body, add_model, base_schema
+from frontend.openapi import add_body, add_model, base_schema, error_responses
 from frontend.plans import Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
 from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
-from rl_plane.errors import NotFound, NoWorkers, PlaneError, Unavailable, Unlabelled
+from rl_plane.errors import InvalidRequest, NotFound, NoWorkers, Overloaded, PlaneError, Unlabelled
 from rl_plane.generation import GenerateDelta
 from rl_plane.view import MembershipView
 
@@ -39,6 +39,9 @@ MAX_IN_FLIGHT = 4096
 EVENTS_QUEUE = 64
 """Deltas of all choices that a slow reader may be behind; then the workers are held back."""
 DONE = b"[DONE]"
+SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
+"""The first that is there counts."""
+MAX_SESSION_CHARS = 256
 
 
 class ChunkMaker(Protocol):
@@ -72,6 +75,8 @@ class Models:
     adapters: tuple[str, ...]
     """The committed ones; a base model's name counts first."""
     max_model_len: int | None
+    root: str | None
+    """Where the workers have the base model, if all have it in one place."""
 
     @property
     def base(self) -> str:
@@ -84,7 +89,9 @@ class Models:
         names = set.intersection(*sets) if sets else set()
         lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
         adapters = set(view.record.adapters) - names if view.record is not None else set()
-        return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None))
+        paths = {str(path) for member in members if (path := member.info.get("model_path"))}
+        root = paths.pop() if len(paths) == 1 else None
+        return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None), root)
 
 
 def _names(told: Any) -> set[str]:
@@ -117,6 +124,7 @@ class Generation:
                 "created": self._created,
                 "owned_by": "rl_plane",
                 "parent": parent,
+                "root": models.root if parent is None and models.root else name,
                 "max_model_len": models.max_model_len,
             }
             for name, parent in parents.items()
@@ -177,6 +185,7 @@ class Generation:
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         models = await self._models(plan.model)
         model, created = self._check_model(models, plan.model), int(time.time())
+        plan = replace(plan, session=session_of(request.headers))
         if model in models.adapters:
             plan = plan.with_adapter(model)
         choices = [Choice(index) for index in range(len(plan.requests))]
@@ -221,7 +230,7 @@ class Generation:
     async def _counted(self, plan: Plan) -> AsyncIterator[None]:
         count = len(plan.requests)
         if self.in_flight + count > MAX_IN_FLIGHT:
-            raise Unavailable(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
+            raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
         self.in_flight += count
         outcome = "disconnected"
         try:
@@ -239,12 +248,30 @@ class Generation:
 
     async def _run(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
         """The events of all choices as they come. Closing it, or the first error, aborts the rest."""
+        if len(plan.requests) == 1:
+            async with aclosing(self._choice(plan, 0)) as events:
+                try:
+                    async for event in events:
+                        yield 0, event
+                except PlaneError as error:
+                    _name_field(error, plan, 0)
+                    raise
+        else:
+            async with aclosing(self._choices(plan)) as together:
+                async for index, event in together:
+                    yield index, event
+
+    def _choice(self, plan: Plan, index: int) -> AsyncGenerator[Event, None]:
+        return self._engines.generate(plan.requests[index], plan.instance_id, plan.demands, plan.session)
+
+    async def _choices(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
+        """Each in a task of its own: one alone needs none, nor the queue between."""
         queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:
             last: Exception | None = None
             try:
-                async with aclosing(self._engines.generate(plan.requests[index], plan.instance_id)) as events:
+                async with aclosing(self._choice(plan, index)) as events:
                     async for event in events:
                         await queue.put((index, event))
             except Exception as error:
@@ -258,7 +285,7 @@ class Generation:
                 index, event = await queue.get()
                 if isinstance(event, Exception):
                     if isinstance(event, PlaneError):
-                        _name_field(event, plan)
+                        _name_field(event, plan, index)
                     raise event
                 if event is None:
                     left -= 1
@@ -270,10 +297,24 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _name_field(error: PlaneError, plan: Plan) -> None:
+def session_of(headers: Mapping[str, str]) -> str | None:
+    """Requests of one session go to one worker, as long as that is there and not much busier than others."""
+    for name in SESSION_HEADERS:
+        if value := headers.get(name):
+            if len(value) > MAX_SESSION_CHARS:
+                raise InvalidRequest(
+                    f"{name} has {len(value)} characters",
+                    field=name,
+                    fix=f"at most {MAX_SESSION_CHARS}",
+                )
+            return value
+    return None
+
+
+def _name_field(error: PlaneError, plan: Plan, index: int) -> None:
     """As the caller names it."""
     if (told := error.facts.get("field")) is not None:
-        error.facts["field"] = plan.fields.get(told, told)
+        error.facts["field"] = plan.field_of(told, index)
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
@@ -292,7 +333,12 @@ async def _health(request: Request) -> Response:
 
 def make_generation_app(generation: Generation, tokens: Tokens, key: str | None) -> FastAPI:
     app = make_app("rl_plane: generation", key, frozenset({HEALTH}), openai_error)
+    add_generation_routes(app, generation, tokens)
+    app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
+    return app
 
+
+def add_generation_routes(app: FastAPI, generation: Generation, tokens: Tokens) -> None:
     async def models(request: Request) -> Response:
         return json_response(generation.list_models())
 
@@ -316,8 +362,7 @@ def make_generation_app(generation: Generation, tokens: Tokens, key: str | None)
         ("/detokenize", tokens.detokenize, "Tokens to text."),
     ):
         app.add_api_route(path, handler, methods=["POST"], summary=summary, response_model=None)
-    app.openapi = lambda: _openapi(app, key is not None)  # type: ignore[method-assign]
-    return app
+    app.state.shapes.update(dict.fromkeys(("/v1/models", *BODIES), openai_error))
 
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -330,11 +375,19 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 
 
+def describe_generation(schema: dict[str, Any]) -> None:
+    schema["paths"][HEALTH]["get"]["security"] = []
+    errors = error_responses(schema)
+    for path, body in BODIES.items():
+        add_model(schema, body)
+        operation = schema["paths"][path]["post"]
+        add_body(operation, body, required=True)
+        operation["responses"] = {**errors, **operation["responses"]}
+
+
 def _openapi(app: FastAPI, with_key: bool) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = base_schema(app, with_key)
-        for path, body in BODIES.items():
-            add_model(schema, body)
-            add_body(schema["paths"][path]["post"], body, required=True)
+        describe_generation(schema)
         app.openapi_schema = schema
     return app.openapi_schema

@@ -8,22 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
+from frontend.demands import DemandFields, demands_of
+from frontend.messages import STRICT
 from frontend.openai import (
     MAX_N,
     MAX_SEED,
     NONE,
-    STRICT,
     SamplingBody,
     StreamOptions,
     TokenIds,
     unsupported,
     without,
 )
-from frontend.plans import Plan, default_tokens, fitting, requests_of
+from frontend.plans import Plan, default_tokens, fitting, read_prompts, requests_of, top_of
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import MAX_BIASES, MAX_SALT_CHARS, Bias, TokenId, TokenIdText
+from rl_plane.generation import (
+    MAX_BIASES,
+    MAX_REPETITION_PENALTY,
+    MAX_SALT_CHARS,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+    Bias,
+    StopString,
+    TokenId,
+    TokenIdText,
+)
 from rl_plane.ops import parse_body
 
 MAX_ID_CHARS = 100
@@ -35,13 +46,13 @@ SGLANG_TOKENS = 128
 
 class VllmSampling(SamplingBody):
     max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=-1)
-    """0 or 1: the chosen token's."""
+    logprobs: int | None = Field(None, ge=-1, le=MAX_TOP_LOGPROBS)
+    """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
     prompt_logprobs: int | None = Field(None, ge=-1)
     """0 or 1: the prompt's own tokens'."""
 
 
-class VllmBody(BaseModel):
+class VllmBody(DemandFields):
     """POST /inference/v1/generate"""
 
     model_config = STRICT
@@ -72,15 +83,9 @@ VLLM_REFUSED: dict[str, tuple[Any, ...]] = {
 _OF_TEXT = (True, False)
 """There is no text in the reply: either way it is the same."""
 VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "stop": ([],),
     "bad_words": ([],),
     "detokenize": _OF_TEXT,
     "spaces_between_special_tokens": _OF_TEXT,
-    "include_stop_str_in_output": _OF_TEXT,
     "output_kind": (0, 1, 2),  # the reply's is `stream`
     "flat_logprobs": (False,),
     "watermarking": (False,),
@@ -109,29 +114,37 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
     parsed = parse_body(VllmBody, body)
     assert isinstance(parsed, VllmBody)
     sampling = parsed.sampling_params
-    for field in ("logprobs", "prompt_logprobs"):
-        if getattr(sampling, field) not in (None, 0, 1):
-            raise unsupported(f"sampling_params.{field}", "send 0 or 1: only the tokens' own are there")
+    if sampling.logprobs == -1:
+        raise unsupported("sampling_params.logprobs", f"send at most {MAX_TOP_LOGPROBS}")
+    if sampling.prompt_logprobs not in (None, 0, 1):
+        raise unsupported("sampling_params.prompt_logprobs", "send 0 or 1: only the tokens' own are there")
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     own = {
         "id": request_id,  # a caller's may come twice
-        "prompt_token_ids": parsed.token_ids,
         "max_tokens": sampling.max_tokens
         or fitting(default_tokens(max_model_len), max_model_len, parsed.token_ids),
         "cache_salt": parsed.cache_salt,
         "logprobs": sampling.logprobs is not None,
+        "top_logprobs": top_of(sampling.logprobs),
         "prompt_logprobs": sampling.prompt_logprobs is not None,
     }
     return Plan(
         chat=False,
         id=parsed.request_id or request_id,
         model=parsed.model,
-        requests=requests_of(sampling, own, score_each=False, seed_field="sampling_params.seed"),
+        requests=requests_of(
+            sampling,
+            own,
+            [{"prompt_token_ids": parsed.token_ids}],
+            score_each=False,
+            seed_field="sampling_params.seed",
+        ),
         instance_id=None,
         stream=bool(parsed.stream),
         include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage,
         return_token_ids=bool(parsed.return_token_ids),
+        demands=demands_of(parsed),
         fields=VLLM_FIELDS,
     )
 
@@ -148,26 +161,41 @@ class SglangSampling(BaseModel):
     temperature: float | None = Field(None, ge=0.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
     n: int | None = Field(None, ge=1, le=MAX_N)
     sampling_seed: int | None = Field(None, ge=0, lt=MAX_SEED)
     """Choice i has this + i."""
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
+    """Or one string."""
+    no_stop_trim: bool | None = None
+    """Cut the text after the stop string. Stop tokens are cut by `skip_special_tokens` alone."""
     ignore_eos: bool | None = None
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, max_length=MAX_BIASES)
     skip_special_tokens: bool | None = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _from_one(cls, value: Any) -> Any:
+        return ([value] if value else None) if isinstance(value, str) else value
 
-class SglangBody(BaseModel):
+
+class SglangBody(DemandFields):
     """POST /generate"""
 
     model_config = STRICT
 
     rid: str | None = Field(None, min_length=1, max_length=MAX_ID_CHARS)
-    text: str | None = Field(None, min_length=1)
-    input_ids: TokenIds | None = None
-    """Or `text`."""
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    """Or `text`. Of a list of prompts, the reply is a list: choice j of prompt i is its element i * n + j."""
     sampling_params: SglangSampling | None = None
     return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `return_logprob`: of so many of the likeliest tokens, too, of those that are made."""
     logprob_start_len: int | None = Field(None, ge=-1)
     """-1: of the tokens that are made; 0: of the prompt's too."""
     return_prompt_token_ids: bool | None = None
@@ -217,7 +245,6 @@ _NOT_SERVED = [
 ]
 SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NOT_SERVED, NONE),
-    "top_logprobs_num": (0,),
     "return_sampling_mask": (False,),
     "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),
@@ -233,19 +260,13 @@ SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     "no_logs": (True, False),
 }
 SGLANG_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
-    "stop": ([], ""),
     "stop_regex": ([], ""),
-    "min_p": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "beam_width": (1,),
     "json_schema": ("",),
     "regex": ("",),
     "ebnf": ("",),
     "structural_tag": ("",),
     "spaces_between_special_tokens": (True, False),  # the tokenizers that are served know no such spaces
-    "no_stop_trim": (True, False),  # one rule for all: the text has what the tokens say
     "stream_interval": (1,),
     "custom_params": ({},),
     "watermark": NONE,
@@ -255,54 +276,80 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
+    "include_stop_str_in_output": "sampling_params.no_stop_trim",
     "prompt_token_ids": "input_ids",
     "prompt": "text",
     "adapter": "lora_path",
     "logprobs": "return_logprob",
+    "top_logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
 }
 """As VLLM_FIELDS."""
 
 
 def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
-    for field in ("input_ids", "text", "rid"):
-        value = body.get(field)
-        if isinstance(value, list) and (field != "input_ids" or any(isinstance(one, list) for one in value)):
-            raise unsupported(field, "send one request for each prompt", f"{field} as a batch")
+    for field in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "lora_path"):
+        if isinstance(body.get(field), list):
+            raise unsupported(field, "send one for all prompts, or a request for each", f"{field} as a list")
+    found = [read_prompts(body.get(field), field) for field in ("text", "input_ids")]
+    body = {key: value for key, value in body.items() if key not in ("text", "input_ids")}
     body = _clean(body, SglangBody, SGLANG_REFUSED, SglangSampling, SGLANG_SAMPLING_REFUSED)
     parsed = parse_body(SglangBody, body)
     assert isinstance(parsed, SglangBody)
-    if (parsed.text is None) == (parsed.input_ids is None):
+    prompts = found[0] or found[1]
+    if prompts is None or all(found):
         raise InvalidRequest(
             "one of text and input_ids is the prompt", field="input_ids", fix="send one of the two"
         )
     if parsed.logprob_start_len not in (None, -1, 0):
         raise unsupported("logprob_start_len", "send 0 for the whole prompt, or -1 for none of it")
+    if parsed.top_logprobs_num and not parsed.return_logprob:
+        raise InvalidRequest(
+            "top_logprobs_num without return_logprob",
+            field="top_logprobs_num",
+            fix="send return_logprob: true too",
+        )
     given = parsed.sampling_params or SglangSampling()
     sampling = SamplingBody(
         min_tokens=given.min_new_tokens,
         seed=given.sampling_seed,
-        **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed"}),
+        include_stop_str_in_output=given.no_stop_trim,
+        **given.model_dump(exclude={"max_new_tokens", "min_new_tokens", "sampling_seed", "no_stop_trim"}),
     )
     own = {
         "id": request_id,
-        "prompt_token_ids": parsed.input_ids,
-        "prompt": parsed.text,
-        "max_tokens": given.max_new_tokens or fitting(SGLANG_TOKENS, max_model_len, parsed.input_ids),
         "cache_salt": parsed.cache_salt,
         "logprobs": bool(parsed.return_logprob),
+        "top_logprobs": parsed.top_logprobs_num or 0,
         "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
     }
+    each = [
+        {
+            **prompt,
+            "max_tokens": given.max_new_tokens
+            or fitting(SGLANG_TOKENS, max_model_len, prompt.get("prompt_token_ids")),
+        }
+        for prompt in prompts.each
+    ]
     return Plan(
         chat=False,
         id=parsed.rid or request_id,
         model=parsed.lora_path,
-        requests=requests_of(sampling, own, score_each=True, seed_field="sampling_params.sampling_seed"),
+        requests=requests_of(
+            sampling,
+            own,
+            each,
+            score_each=True,
+            seed_field="sampling_params.sampling_seed",
+            n_field="sampling_params.n",
+        ),
         instance_id=None,
         stream=bool(parsed.stream),
         include_usage=False,
         return_token_ids=bool(parsed.return_prompt_token_ids),
+        demands=demands_of(parsed),
         fields=SGLANG_FIELDS,
+        batch=len(each) if prompts.batch else None,
     )
 
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from frontend.plans import Plan
-from frontend.replies import Choice, prompt_logprobs, spans_of, token_name, usage
+from frontend.replies import Choice, prompt_logprobs, spans_of, token_name, top_rows, usage
 from rl_plane.generation import GenerateDelta
 
 # ---- vLLM's ----
 
 
-def _vllm_logprobs(token_ids: list[int], logprobs: list[float] | None) -> dict[str, Any]:
-    """`token_id` as it writes it now, `token` as it did."""
-    rows = zip(token_ids, logprobs or [], strict=True)
+def _vllm_logprobs(made: Choice | GenerateDelta) -> dict[str, Any]:
+    rows = zip(made.token_ids, made.logprobs or [], top_rows(made), strict=True)
     return {
         "content": [
-            {"token_id": token, "token": token_name(token), "logprob": value, "rank": None, "top_logprobs": []}
-            for token, value in rows
+            {
+                **_vllm_row(token, value, None),
+                "top_logprobs": [_vllm_row(*one, rank) for rank, one in enumerate(top, 1)],
+            }
+            for token, value, top in rows
         ]
     }
+
+
+def _vllm_row(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    """`token_id` as it writes it now, `token` as it did."""
+    return {"token_id": token, "token": token_name(token), "logprob": logprob, "rank": rank}
 
 
 def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any]:
@@ -32,18 +39,18 @@ def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> d
             {
                 "index": choice.index,
                 "token_ids": choice.token_ids,
-                "logprobs": _vllm_logprobs(choice.token_ids, choice.logprobs) if plan.logprobs else None,
+                "logprobs": _vllm_logprobs(choice) if plan.logprobs else None,
                 "finish_reason": choice.finish_reason,
-                "stop_reason": None,
+                "stop_reason": choice.stop_reason(plan),
                 "routed_experts": None,
                 "weight_versions": spans_of(choice.labelled()),
-                "instance_id": choice.instance_id,
+                **choice.provenance(),
             }
             for choice in choices
         ],
         "prompt_logprobs": prompt_logprobs(choices[0]) if plan.prompt_logprobs else None,
         "prompt_token_ids": choices[0].prompt_token_ids if plan.return_token_ids else None,
-        "usage": usage(choices),
+        "usage": usage(plan, choices),
     }
 
 
@@ -58,12 +65,13 @@ class VllmChunks:
         told: dict[str, Any] = {
             "index": choice.index,
             "token_ids": delta.token_ids,
-            "logprobs": _vllm_logprobs(delta.token_ids, delta.logprobs) if self._plan.logprobs else None,
+            "logprobs": _vllm_logprobs(delta) if self._plan.logprobs else None,
             "finish_reason": delta.finish_reason,
-            "instance_id": choice.instance_id,
+            **choice.provenance(),
         }
         if delta.finish_reason is not None:
             told["weight_versions"] = spans_of(delta.spans)
+            told["stop_reason"] = choice.stop_reason(self._plan)
         chunk: dict[str, Any] = {**self._head, "choices": [told]}
         if self._plan.return_token_ids and not self._begun:
             chunk["prompt_token_ids"] = choice.prompt_token_ids
@@ -73,16 +81,16 @@ class VllmChunks:
         return chunk
 
     def usage(self) -> dict[str, Any]:
-        return {**self._head, "choices": [], "usage": usage(self._choices)}
+        return {**self._head, "choices": [], "usage": usage(self._plan, self._choices)}
 
 
 # ---- SGLang's ----
 
 
 def sglang_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> dict[str, Any] | list[Any]:
-    """A list, where there are several choices."""
+    """A list, where there are several choices, or where prompts came in one."""
     told = [_sglang_choice(plan, choice) for choice in choices]
-    return told[0] if len(told) == 1 else told
+    return told[0] if len(told) == 1 and plan.batch is None else told
 
 
 def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
@@ -95,11 +103,15 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
         "completion_tokens": len(choice.token_ids),
         "weight_version": spans[-1].version if spans else None,
         "weight_versions": spans_of(spans),
-        "instance_id": choice.instance_id,
+        **choice.provenance(),
     }
     if plan.logprobs:
         rows = zip(choice.token_ids, choice.logprobs or [], strict=True)
         meta["output_token_logprobs"] = [[value, token, None] for token, value in rows]
+        if choice.top_logprobs is not None:
+            meta["output_top_logprobs"] = [
+                [[value, token, None] for token, value in top] for top in choice.top_logprobs
+            ]
         scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
         meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
     told = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
@@ -111,7 +123,7 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
 def _sglang_reason(choice: Choice) -> dict[str, Any] | None:
     made = choice.token_ids
     if choice.finish_reason == "stop":
-        return {"type": "stop", "matched": made[-1] if made else None}
+        return {"type": "stop", "matched": choice.stop_string or (made[-1] if made else None)}
     if choice.finish_reason == "length":
         return {"type": "length", "length": len(made)}
     return {"type": "abort", "message": "Aborted"} if choice.finish_reason is not None else None

@@ -6,28 +6,34 @@ anyway; one that nobody knows is a 400. Nothing is ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
+from frontend.demands import DemandFields
+from frontend.messages import STRICT, TemplateBody
 from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.generation import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_PROMPT_TOKENS,
+    MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
     Bias,
+    StopString,
     TokenId,
     TokenIdText,
 )
 
 MAX_N = 128
+MAX_CHOICES = 1024
+"""Of one request, for all its prompts."""
 MAX_SEED = 1 << 63
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-
-STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class StreamOptions(BaseModel):
@@ -43,7 +49,7 @@ TOKENS_TOLD = ("completion_token_ids", "token_ids")
 """What it has with `return_token_ids`, and when these are asked for."""
 
 
-class NvExt(BaseModel):
+class NvExt(DemandFields):
     """Dynamo's extension object."""
 
     model_config = STRICT
@@ -68,10 +74,18 @@ class SamplingBody(BaseModel):
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
     """0 or -1: all tokens."""
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, gt=0.0, le=MAX_REPETITION_PENALTY)
     seed: int | None = Field(None, ge=0, lt=MAX_SEED)
     """Choice i has seed + i."""
     n: int | None = Field(None, ge=1, le=MAX_N)
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop: list[StopString] | None = Field(None, max_length=MAX_STOPS)
+    """Or one string. The text is cut before the first of them; the token that completes it is the last one."""
+    include_stop_str_in_output: bool | None = None
+    """Cut the text after it."""
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
@@ -86,13 +100,18 @@ class SamplingBody(BaseModel):
     skip_special_tokens: bool | None = None
     """Of the text; default true."""
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _from_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
     @field_validator("bad_words_token_ids", mode="before")
     @classmethod
     def _from_ids(cls, value: Any) -> Any:
         return [[one] if isinstance(one, int) else one for one in value] if isinstance(value, list) else value
 
 
-class GenerationBody(SamplingBody):
+class GenerationBody(SamplingBody, DemandFields):
     """What both of OpenAI's routes take."""
 
     model: str | None = None
@@ -126,44 +145,29 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
 
-    prompt: str | TokenIds | None = None
-    logprobs: int | None = Field(None, ge=0)
-    """0 or 1: the chosen token's."""
+    prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
+    """Of several prompts, choice j of prompt i has the index i * n + j."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
 
 
-class TextPart(BaseModel):
-    model_config = STRICT
+class ChatBody(GenerationBody, TemplateBody):
+    """POST /v1/chat/completions. With tokens in, what messages become a prompt by is checked, and has nothing to do."""
 
-    type: str
-    text: str
-
-
-class ChatMessage(BaseModel):
-    model_config = STRICT
-
-    role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
-
-
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions"""
-
-    messages: list[ChatMessage] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    """none: the template is shown no tools. Calls come back as the model wrote them, in the text."""
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `logprobs`: of so many of the likeliest tokens, too."""
 
 
 NONE: tuple[Any, ...] = ()
 REFUSED: dict[str, tuple[Any, ...]] = {
     # Each with the values, besides null, that change nothing.
-    "stop": ([],),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "min_p": (0,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
@@ -185,7 +189,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "add_special_tokens": NONE,
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "return_tokens_as_token_ids": (True,),  # that is how ours are written
     "detokenize": (True,),
     "add_generation_prompt": (True,),
@@ -227,15 +230,6 @@ REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
     "metadata_upload": NONE,
 }
 _REFUSED_EXTRA_FIELDS = ("worker_id", "timing", "routed_experts", "prompt_logprobs")
-_REFUSED_IN_MESSAGES = (
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "audio",
-    "reasoning_content",
-)
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -276,19 +270,3 @@ def tells_tokens(nvext: NvExt) -> bool:
             known = ", ".join(TOLD + TOKENS_TOLD)
             raise InvalidRequest(f"a reply's nvext has no {name[:64]!r}", field=field, fix=f"name some of {known}")
     return any(name in TOKENS_TOLD for name in nvext.extra_fields or ())
-
-
-def refuse_in_messages(body: dict[str, Any]) -> None:
-    """Known parts of chat messages that we don't serve."""
-    messages = body.get("messages")
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        if not isinstance(message, dict):
-            continue
-        for field in _REFUSED_IN_MESSAGES:
-            if field in message:
-                raise unsupported(f"messages.{number}.{field}")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") not in (None, "text"):
-                where, kind = f"messages.{number}.content", str(part["type"])[:64]
-                raise unsupported(where, "send text", f"{where} of type {kind!r}")

@@ -11,7 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.http import json_response, read_json
-from frontend.openai import NONE, STRICT, ChatMessage, refuse_in_messages, without
+from frontend.messages import (
+    STRICT,
+    ChatMessage,
+    TemplateBody,
+    refuse_in_messages,
+    without_nulls_in_messages,
+)
+from frontend.openai import NONE, without
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -31,20 +38,14 @@ MAX_ASKED = 3
 """Workers, one after the other, while each dies or leaves before it answers."""
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(TemplateBody):
     """POST /tokenize: `prompt` or `messages`"""
-
-    model_config = STRICT
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
     """Of a prompt: those that the tokenizer puts around a text. Default false, as in `/v1/completions`."""
-    add_generation_prompt: bool | None = None
-    """Of messages: the head of the next reply. Default true, unless `continue_final_message`."""
-    continue_final_message: bool | None = None
-    """Of messages: leave the last one open."""
 
 
 class DetokenizeBody(BaseModel):
@@ -58,9 +59,7 @@ class DetokenizeBody(BaseModel):
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_strs": (False,),
-    "tools": ([],),
     "chat_template": NONE,
-    "chat_template_kwargs": ({},),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
@@ -68,11 +67,21 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 def parse_tokenize(body: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """The model and the body of the workers' op."""
-    body = without(REFUSED, body, TokenizeBody, "")
+    body = without_nulls_in_messages(without(REFUSED, body, TokenizeBody, ""))
     refuse_in_messages(body)
     parsed = parse_body(TokenizeBody, body)
     assert isinstance(parsed, TokenizeBody)
-    op = parsed.model_dump(exclude={"model"}, exclude_none=True)
+    op = {
+        "prompt": parsed.prompt,
+        "messages": parsed.plain_messages() if parsed.messages is not None else None,
+        "tools": parsed.tools or None,
+        "documents": parsed.documents or None,
+        "chat_template_kwargs": parsed.template_kwargs,
+        "add_special_tokens": parsed.add_special_tokens,
+        "add_generation_prompt": parsed.add_generation_prompt,
+        "continue_final_message": parsed.continue_final_message,
+    }
+    op = {name: value for name, value in op.items() if value is not None}
     parse_body(Tokenize, op)
     return parsed.model, op
 

@@ -23,12 +23,113 @@ MAX_BAD_WORDS_TOKENS = 1024
 MAX_STOPS_WITH_MIN_TOKENS = 96
 """What vLLM's second model runner has room for, with some for the model's own; beyond it that engine ends itself."""
 
+MAX_TOP_LOGPROBS = 20
+"""What vLLM gives at most, unless told otherwise."""
+MAX_REPETITION_PENALTY = 10.0
+"""Beyond it there is nothing left of a logit."""
+MAX_STOPS = 32
+"""Each is looked for in every new piece of text."""
+MAX_STOP_CHARS = 512
+
 MAX_SALT_CHARS = 1024
+
+MAX_STREAMS = 4096
+"""Requests in one worker, running and waiting: beyond it an engine only queues."""
+CHARS_PER_TOKEN = 4
+"""Of a text whose tokens are not counted yet: right for English within a third, which is enough to weigh by."""
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Arguments of a tokenizer's own, which a request has no say in, and those that have fields of their own."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIdText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 """A token id as the key of a JSON map."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class Rendering(BaseModel):
+    """What a chat template is given besides the messages."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    """The head of the next reply after the messages."""
+    continue_final_message: bool = False
+    """Leave the last message open."""
+    more: dict[str, Any] = Field(default_factory=dict)
+    """By the names that the template has for it."""
+
+    @classmethod
+    def of(
+        cls,
+        tools: list[dict[str, Any]] | None,
+        documents: list[dict[str, Any]] | None,
+        more: dict[str, Any] | None,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+    ) -> Rendering:
+        """As a body says it; InvalidRequest by its names."""
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "continue_final_message leaves the last message open, add_generation_prompt begins another",
+                field="continue_final_message",
+                fix="send one of the two",
+            )
+        _check_tools(tools or [])
+        for name in more or {}:
+            if name in RESERVED:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name} is no argument of a template",
+                    field=f"chat_template_kwargs.{name}",
+                    fix="leave it out: what can be said of it is a field of the request",
+                )
+        return cls(
+            tools=tools or None,
+            documents=documents or None,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=bool(continue_final_message),
+            more=more or {},
+        )
+
+
+def _check_tools(tools: list[dict[str, Any]]) -> None:
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        for field, right in (
+            ("type", tool.get("type") == "function"),
+            ("function", isinstance(function, dict)),
+            ("function.name", isinstance(function, dict) and isinstance(function.get("name"), str)),
+        ):
+            if not right:
+                raise InvalidRequest(
+                    f"tools.{number}.{field} is not that of a function",
+                    field=f"tools.{number}.{field}",
+                    fix="send {type: function, function: {name, description, parameters}}",
+                )
 
 
 class GenerateRequest(BaseModel):
@@ -42,20 +143,36 @@ class GenerateRequest(BaseModel):
     adapter: str | None = None
     """The LoRA adapter by whose weights to generate; None: the base model alone."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages, rendered by the model's chat template with a generation prompt."""
+    """Chat messages, rendered by the model's chat template."""
+    rendering: Rendering = Field(default_factory=Rendering)
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0.0)
     """0 means greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)
     """0 means all tokens."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Tokens less likely than this times the likeliest one are not made, at the temperature."""
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken from a token's raw logit as often as it has been made."""
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Taken from it once, if it has been made."""
+    repetition_penalty: float = Field(1.0, gt=0.0, le=MAX_REPETITION_PENALTY)
+    """Divides the raw logit of a token that was made or is in the prompt, where that is above 0, and multiplies it
+    below."""
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     """Same seed, weights and prompt: same tokens, whatever else the engine is running."""
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     """Generation ends after one of these; it is part of the tokens that come back."""
+    stop: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
+    """Generation ends after the token that completes one of these in the text, and the text is cut before it. The
+    token is part of those that come back."""
+    include_stop_str_in_output: bool = False
+    """Cut the text after it."""
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not."""
+    """So many first tokens are none of `stop_token_ids`, and none that ends a text, `ignore_eos` or not. What they
+    complete of `stop` does not count."""
     logit_bias: dict[TokenIdText, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     """Added to the raw logits of these tokens before one is chosen."""
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
@@ -74,8 +191,23 @@ class GenerateRequest(BaseModel):
     logprobs: bool = False
     """The log-softmax of the raw logits at temperature 1, of exactly the tokens that come back, whatever kept others
     from being chosen."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    """With `logprobs`: of so many of the likeliest tokens, too, beside each that comes back."""
     prompt_logprobs: bool = False
     """The same of the prompt's tokens, each given those before it."""
+    continued: int = Field(0, ge=0)
+    """So many tokens at the end of `prompt_token_ids` were made for this request before, by a worker that is lost: the
+    text goes on from theirs."""
+
+    def prompt_size(self) -> int:
+        """Tokens, guessed where the prompt is text."""
+        if self.prompt_token_ids is not None:
+            size = len(self.prompt_token_ids)
+        elif self.prompt is not None:
+            size = len(self.prompt) // CHARS_PER_TOKEN
+        else:
+            size = sum(_text_size(message.get("content")) for message in self.messages or ()) // CHARS_PER_TOKEN
+        return size if self.truncate_prompt_tokens is None else min(size, self.truncate_prompt_tokens)
 
     def check_prompt_logprobs(self, prompt: list[int]) -> None:
         if self.prompt_logprobs and len(prompt) > MAX_PROMPT_LOGPROBS:
@@ -84,6 +216,13 @@ class GenerateRequest(BaseModel):
                 field="prompt_logprobs",
                 fix="leave it out, or send a shorter prompt",
             )
+
+
+def _text_size(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else ()
+    return sum(len(str(part.get("text", ""))) for part in parts if isinstance(part, dict))
 
 
 class AdapterSpan(BaseModel):
@@ -123,8 +262,12 @@ class GenerateDelta(BaseModel):
     token_ids: list[int]
     logprobs: list[float] | None = None
     """As long as `token_ids`, when asked for."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """Likewise: of each token, the likeliest in its place with their logprobs, the first first."""
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    """With the finish_reason `stop`: the one of `stop` that the last token completed."""
     spans: list[VersionSpan] = Field(default_factory=list)
     """Of all tokens so far: on the first delta with tokens, on one whose tokens begin another span, and on the last.
     On the others it is empty: their tokens lengthen the last span."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -13,20 +15,20 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unavailable
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
+from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.ops import parse_body
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter
-from worker.state import WorkerState
+from worker.state import TokenShare, WorkerState
 
 log = logging.getLogger("worker.generation")
 
 GONE = msgpack.packb({"gone": True})
-MAX_STREAMS = 4096
-"""Requests in one worker, running and waiting: beyond it an engine only queues."""
+MAX_TOP_ROWS = 1 << 15
+"""Top logprobs of one message, 15 bytes for each: half of what it carries."""
 
 
 class GenerationService:
@@ -51,6 +53,11 @@ class GenerationService:
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
         return not self._tasks
+
+    def named(self, request_ids: Iterable[str]) -> list[str]:
+        """The requests here that these name: by a reply's id all of its choices, wherever they were tried before."""
+        asked = dict.fromkeys(request_ids)
+        return [one for one in self._tasks if any(name in asked for name in _names(one))]
 
     async def _message(self, message: Msg) -> None:
         try:
@@ -104,7 +111,7 @@ class GenerationService:
         self._state.check_lease(time.monotonic(), self._bus.identity)
         self._state.check_admitted(body.get("sequence"), body.get("incarnation"))
         if len(self._tasks) > MAX_STREAMS:
-            raise Unavailable(f"this worker runs {MAX_STREAMS} requests already", retry_after_s=1.0)
+            raise Overloaded(f"this worker has {MAX_STREAMS} requests already", retry_after_s=1.0)
         request = body.get("request")
         if not isinstance(request, dict):
             raise InvalidRequest("request must be a map", field="request", fix="see rl_plane.generation")
@@ -121,14 +128,21 @@ class GenerationService:
         }
 
     async def _generate(self, request: GenerateRequest, sender: StreamSender) -> None:
-        async for batch in self._engine.stream(self._adapter.generate(request)):
-            for delta in _to_send(batch):
-                message = {"delta": delta.model_dump()}
-                if delta.finish_reason is not None:
-                    await sender.finish(message)
-                else:
-                    await sender.send(message)
-                    sender.check_receiver()
+        share = TokenShare(self._state.tokens, request.prompt_size())
+        made = 0
+        try:
+            async for batch in self._engine.stream(self._adapter.generate(request)):
+                for joined in _to_send(batch):
+                    if joined.token_ids:
+                        prompt = joined.prompt_token_ids
+                        share.made(len(joined.token_ids), len(prompt) if prompt is not None else None)
+                    if joined.finish_reason is not None:
+                        share.gone()  # the engine is done with it, whoever still reads
+                    for delta in _in_parts(joined, made):
+                        await _send(delta, sender)
+                    made += len(joined.token_ids)
+        finally:
+            share.gone()
 
     async def _reap(self) -> None:
         """Ends the requests of receivers that are gone, also while nothing is generated."""
@@ -141,16 +155,44 @@ class GenerationService:
                     self._tasks[stream_id].cancel()
 
 
+def _names(stream_id: str) -> tuple[str, str, str]:
+    """A frontend calls a request `<reply>-<choice>.<attempt>`, without the latter two where there is but one."""
+    attempt = stream_id.rpartition(".")
+    choice = attempt[0] if attempt[0] and attempt[2].isdecimal() else stream_id
+    reply = choice.rpartition("-")
+    return stream_id, choice, reply[0] if reply[2].isdecimal() else choice
+
+
+async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
+    message = {"delta": delta.model_dump()}
+    if delta.finish_reason is not None:
+        await sender.finish(message)
+    else:
+        await sender.send(message)
+        sender.check_receiver()
+
+
 def _to_send(batch: list[GenerateDelta]) -> list[GenerateDelta]:
-    """As few as possible. One with prompt logprobs goes alone: they alone may fill a message."""
-    alone = 0 if batch[0].prompt_logprobs is None else 1
-    return [_joined(part) for part in (batch[:alone], batch[alone:]) if part]
+    """As few as possible. One with prompt logprobs goes alone: they alone may fill a message. What other weights made
+    begins another: who wants tokens of one version gets all of those."""
+    parts = [[batch[0]]]
+    for before, delta in itertools.pairwise(batch):
+        if before.prompt_logprobs is not None or _begins_span(delta):
+            parts.append([])
+        parts[-1].append(delta)
+    return [_joined(part) for part in parts]
+
+
+def _begins_span(delta: GenerateDelta) -> bool:
+    return bool(delta.token_ids and delta.spans) and delta.spans[-1].end - delta.spans[-1].start <= len(
+        delta.token_ids
+    )
 
 
 def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
     if len(batch) == 1:
         return batch[0]
-    with_logprobs = batch[0].logprobs is not None
+    with_logprobs, with_tops = batch[0].logprobs is not None, batch[0].top_logprobs is not None
     spans: list[VersionSpan] = []
     for delta in batch:
         if delta.spans:
@@ -161,9 +203,39 @@ def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
     return GenerateDelta(
         token_ids=[token for delta in batch for token in delta.token_ids],
         logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
+        top_logprobs=[top for delta in batch for top in delta.top_logprobs or []] if with_tops else None,
         text="".join(delta.text for delta in batch),
         finish_reason=batch[-1].finish_reason,
+        stop_string=batch[-1].stop_string,
         spans=spans,
         prompt_token_ids=batch[0].prompt_token_ids,
         prompt_logprobs=batch[0].prompt_logprobs,
     )
+
+
+def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
+    """As many as its top logprobs need: a reader that was slow may find those of many tokens. `made`: tokens before
+    it."""
+    tops = delta.top_logprobs or []
+    size = MAX_TOP_ROWS // max(1, len(tops[0])) if tops else 0
+    if len(tops) <= size:
+        yield delta
+        return
+    logprobs = delta.logprobs or []
+    for start in range(0, len(tops), size):
+        end = min(start + size, len(tops))
+        fields: dict[str, Any] = {
+            "token_ids": delta.token_ids[start:end],
+            "logprobs": logprobs[start:end],
+            "top_logprobs": tops[start:end],
+            "spans": [
+                span.model_copy(update={"end": min(span.end, made + end)})
+                for span in delta.spans
+                if span.start < made + end
+            ],
+        }
+        if start:
+            fields |= {"prompt_token_ids": None, "prompt_logprobs": None}
+        if end < len(tops):
+            fields |= {"text": "", "finish_reason": None, "stop_string": None}
+        yield delta.model_copy(update=fields)

@@ -174,6 +174,11 @@ class EngineAdapter(Protocol):
         With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
         weights are of no version. They are labelled by a `set_version` that follows."""
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        """In every rank: of what is being received under this name, these tensors come now (`ops.FeedUpdate`). Returns
+        when all are staged, how many are missing yet; when it raises, that receive ends. Blocks, on a thread of the
+        worker's."""
+
     def kept(self) -> str | None:
         """The digest of the version that every rank keeps in host memory (`Reception.keep`); None: there is none, or
         not the same in all. Blocks, on a thread of the worker's."""
@@ -198,8 +203,8 @@ class EngineAdapter(Protocol):
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Sets a transport up in every rank: one row for each, `{rank, …}`. Blocks, on a thread of the worker's."""
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        """Likewise."""
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        """Likewise. `group`: of several of this backend, only this one."""
 
     # adapters (LoRA); where the engine has none, `capabilities` has `prepare_update:lora` and these raise Unsupported
 

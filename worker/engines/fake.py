@@ -13,6 +13,7 @@ nothing. With `cast`, bytes are kept as they came.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -24,7 +25,7 @@ from blake3 import blake3
 
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
-from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest
+from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
 from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
@@ -47,6 +48,7 @@ from worker.engines.fake_model import (
     token_of,
 )
 from worker.engines.spans import Label, SpanLog
+from worker.engines.stop_strings import StopStrings
 from worker.engines.token_checks import check_tokens, check_vocabulary, kept_of_prompt
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
@@ -283,6 +285,7 @@ class FakeEngine:
         self._requests[request.id] = running
         first: list[int] | None = prompt
         stops = frozenset(request.stop_token_ids)
+        strings = StopStrings(request.stop, request.include_stop_str_in_output)
         tokens: list[int] = []
         try:
             while True:
@@ -301,17 +304,23 @@ class FakeEngine:
                 tokens.append(token)
                 running.made += 1
                 running.spans.add(Label(self._version, running.adapter, adapter.version if adapter else None))
-                if token in stops:
+                text = strings.add(_text_of(token), counts=running.made > request.min_tokens)
+                if token in stops or strings.found is not None:
                     running.ended = "stop"
                 elif running.made >= request.max_tokens:
                     running.ended = "length"
                 if running.ended is not None:
                     self._forget(request.id, running)
+                    text += strings.rest()
                 yield GenerateDelta(
                     token_ids=[token],
                     logprobs=[logprob_of(made)] if request.logprobs else None,
-                    text=f" t{token}",
+                    top_logprobs=[self._likeliest(token, logprob_of(made), request.top_logprobs)]
+                    if request.logprobs and request.top_logprobs
+                    else None,
+                    text=text,
                     finish_reason=running.ended,
+                    stop_string=strings.found,
                     spans=running.spans.tell(running.ended is not None),
                     prompt_token_ids=first,
                     prompt_logprobs=scored,
@@ -322,12 +331,18 @@ class FakeEngine:
             yield GenerateDelta(
                 token_ids=[],
                 logprobs=[] if request.logprobs else None,
+                top_logprobs=[] if request.logprobs and request.top_logprobs else None,
+                text=strings.rest(),
                 finish_reason=running.ended,
                 spans=running.spans.tell(True),
                 prompt_token_ids=first,
             )
         finally:
             self._forget(request.id, running)
+
+    def _likeliest(self, token: int, logprob: float, count: int) -> list[tuple[int, float]]:
+        """The token, then those that follow it in the vocabulary."""
+        return [((token + place) % self.config.vocab_size, logprob - place) for place in range(count)]
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
         given = [name for name in ("prompt_token_ids", "prompt", "messages") if getattr(request, name) is not None]
@@ -340,28 +355,28 @@ class FakeEngine:
         if request.prompt_token_ids is not None:
             prompt = list(request.prompt_token_ids)
         else:
-            prompt = self._tokens(request.prompt, request.messages)
+            prompt = self._tokens(request.prompt, request.messages, request.rendering)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
         return prompt
 
-    def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None) -> list[int]:
+    def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None, rendering: Rendering) -> list[int]:
         letters = self.config.vocab_size - FIRST_TOKEN
-        text = text if text is not None else _rendered(messages or [])
+        text = text if text is not None else _rendered(messages or [], rendering)
         return [FIRST_TOKEN + byte % letters for byte in text.encode("utf-8", "surrogatepass")]
 
     async def tokenize(self, body: Tokenize) -> list[int]:
-        """There are no special tokens, and no template."""
+        """There are no special tokens."""
         self._held()
-        return self._tokens(body.prompt, body.messages)
+        return self._tokens(body.prompt, body.messages, body.rendering)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """As the text of tokens that are made."""
         self._held()
         check_vocabulary("tokens", token_ids, self.config.vocab_size)
-        return "".join(f" t{token}" for token in token_ids)
+        return "".join(map(_text_of, token_ids))
 
     async def _turn(self, running: _Running) -> None:
         """Waits until `running` may make a token, or is ended."""
@@ -463,6 +478,9 @@ class FakeEngine:
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self.receiver.receive(staging, cancelled)
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self.receiver.feed(staging, part, cancelled)
+
     def kept(self) -> str | None:
         return self.receiver.kept_digest
 
@@ -517,8 +535,8 @@ class FakeEngine:
         self.receiver.init_transport(config)
         return [{"rank": 0}]
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        self.receiver.destroy_transport(backend)
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        self.receiver.destroy_transport(backend, group)
         return [{"rank": 0}]
 
     # adapters
@@ -595,8 +613,12 @@ def _checked_tags(tags: list[str]) -> list[str]:
     return tags or list(MEMORY_TAGS)
 
 
-def _rendered(messages: list[dict[str, Any]]) -> str:
-    """The messages' text, one after the other."""
+def _text_of(token: int) -> str:
+    return f" t{token}"
+
+
+def _rendered(messages: list[dict[str, Any]], rendering: Rendering) -> str:
+    """What a template is given besides, as JSON, then the messages' text, one after the other."""
 
     def refuse(number: int) -> InvalidRequest:
         return InvalidRequest(
@@ -605,9 +627,12 @@ def _rendered(messages: list[dict[str, Any]]) -> str:
             fix="give content as a string, or as a list of {type: text, text: …}",
         )
 
-    texts: list[str] = []
+    besides = rendering.model_dump(exclude_defaults=True)
+    texts = [json.dumps(besides)] if besides else []
     for number, message in enumerate(messages):
         content = message.get("content")
+        if more := {key: value for key, value in message.items() if key not in ("role", "content")}:
+            texts.append(json.dumps(more))
         if isinstance(content, str):
             texts.append(content)
             continue

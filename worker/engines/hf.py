@@ -29,9 +29,9 @@ from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
+from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import check_tokens
 from worker.engines.tokenizing import (
-    IncrementalText,
     Tokenizing,
     eos_tokens,
     load_tokenizer,
@@ -184,15 +184,19 @@ class HfEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         self._validate(request, prompt)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
-        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         self._streams[request.id] = stream
         submitted = loop.call(lambda: loop.submit(stream))
-        finished = False
+        ended = finished = False
         told: list[int] | None = prompt
         try:
             await asyncio.wrap_future(submitted)
             while not finished:
                 piece, failure = await _next_piece(stream)
+                ended = piece.finish_reason is not None or failure is not None
+                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                if read.stop_string is not None:
+                    piece, failure = piece.until(read.count), None
                 finished = piece.finish_reason is not None
                 for label in piece.labels:
                     spans.add(label)
@@ -200,19 +204,20 @@ class HfEngine(Tokenizing):
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs if request.logprobs else None,
-                        text=text.add(piece.token_ids, last=finished),
+                        top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
+                        text=read.text,
                         finish_reason=piece.finish_reason,
+                        stop_string=read.stop_string,
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                         prompt_logprobs=piece.prompt_logprobs,
                     )
                     told = None
                 if failure is not None:
-                    finished = True
                     raise failure
         finally:
             del self._streams[request.id]
-            if not finished:
+            if not ended:
                 # Not awaited: this may be a cancelled task, or a generator that is being closed.
                 loop.call(lambda: loop.abort([stream]))
 
@@ -272,6 +277,9 @@ class HfEngine(Tokenizing):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         return self._receiving().receive(staging, cancelled)
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._receiving().feed(staging, part, cancelled)
+
     def kept(self) -> str | None:
         return self._receiving().kept_digest
 
@@ -302,8 +310,8 @@ class HfEngine(Tokenizing):
         self._receiving().init_transport(config)
         return [{"rank": 0}]
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        self._receiving().destroy_transport(backend)
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        self._receiving().destroy_transport(backend, group)
         return [{"rank": 0}]
 
     # adapters
@@ -387,6 +395,7 @@ async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
         merged.token_ids += item.token_ids
         merged.logprobs += item.logprobs
         merged.labels += item.labels
+        merged.tops += item.tops
         merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
         merged.finish_reason = item.finish_reason
         if stream.pieces.empty():

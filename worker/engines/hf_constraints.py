@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 
@@ -10,8 +11,12 @@ from rl_plane.generation import GenerateRequest
 
 
 class Constraint:
-    def __init__(self, request: GenerateRequest, ends: frozenset[int]) -> None:
+    def __init__(self, request: GenerateRequest, prompt: list[int], ends: frozenset[int]) -> None:
         """`ends`: what may not be made before `min_tokens`."""
+        self._prompt = prompt
+        self._frequency = request.frequency_penalty
+        self._presence = request.presence_penalty
+        self._repetition = request.repetition_penalty
         self._allowed = request.allowed_token_ids
         self._bad_words = request.bad_words_token_ids
         self._biased = [int(token) for token in request.logit_bias]
@@ -20,13 +25,13 @@ class Constraint:
         self._ends = sorted(ends)
 
     @classmethod
-    def of(cls, request: GenerateRequest, eos: frozenset[int]) -> Constraint | None:
+    def of(cls, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> Constraint | None:
         """None: it may have any."""
-        if not (
-            request.min_tokens or request.logit_bias or request.allowed_token_ids or request.bad_words_token_ids
-        ):
+        barred = request.min_tokens or request.allowed_token_ids or request.bad_words_token_ids
+        weighed = request.logit_bias or request.frequency_penalty or request.presence_penalty
+        if not (barred or weighed or request.repetition_penalty != 1.0):
             return None
-        return cls(request, frozenset(request.stop_token_ids) | eos)
+        return cls(request, prompt, frozenset(request.stop_token_ids) | eos)
 
     def apply(self, logits: torch.Tensor, made: list[int]) -> None:
         """In place. `logits`: [vocabulary]; `made`: the tokens so far, without the prompt's."""
@@ -41,3 +46,14 @@ class Constraint:
             logits[self._ends] = -math.inf
         if self._biased:
             logits[self._biased] += torch.tensor(self._biases, dtype=logits.dtype, device=logits.device)
+        self._penalize(logits, made)
+
+    def _penalize(self, logits: torch.Tensor, made: list[int]) -> None:
+        if self._repetition != 1.0:
+            seen = [*{*self._prompt, *made}]
+            rows = logits[seen]
+            logits[seen] = torch.where(rows > 0, rows / self._repetition, rows * self._repetition)
+        if made and (self._frequency or self._presence):
+            counts = Counter(made)
+            times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
+            logits[list(counts)] -= self._frequency * times + self._presence

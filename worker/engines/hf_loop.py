@@ -34,11 +34,18 @@ from worker.engines.spans import Label
 IDLE_WAIT_S = 0.1
 """How long an idle or paused loop sleeps when nobody wakes it. Each command does, so this only bounds a miss."""
 
+MIN_P = 1e-300
+"""Less than any probability: no least one."""
+
 SCORED_ROWS = 64
 """Of a prompt's logits that are widened to float32 at once: of a large vocabulary, all would take much memory."""
 
 MIN_TEMPERATURE = 1e-5
 """Lower ones overflow float32; at this one anything but an exact tie is greedy already."""
+
+
+Top = list[tuple[int, float]]
+"""The likeliest tokens of one place, with their logprobs."""
 
 
 @dataclass(slots=True)
@@ -48,9 +55,16 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)  # one per token
+    tops: list[Top] = field(default_factory=list)
+    """Likewise, when asked for."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float | None] | None = None
     """With the first token, when asked for."""
+
+    def until(self, count: int) -> Piece:
+        """So many of its tokens, the last of the request."""
+        made = (self.token_ids[:count], self.logprobs[:count], self.labels[:count])
+        return Piece(*made, self.tops[:count], "stop", self.prompt_logprobs)
 
 
 class Stream:
@@ -63,7 +77,7 @@ class Stream:
         self.request = request
         self.prompt = prompt
         self.stop = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
-        self.constraint = Constraint.of(request, eos)
+        self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
         self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
         self.done = False
@@ -74,7 +88,7 @@ class Stream:
 
     @property
     def truncated(self) -> bool:
-        return self.request.top_p < 1.0 or self.request.top_k > 0
+        return self.request.top_p < 1.0 or self.request.top_k > 0 or self.request.min_p > 0
 
     def draw(self) -> float:
         """Uniform in (0, 1]."""
@@ -98,12 +112,14 @@ class Stream:
         prompt = self._prompt_logprobs[1:] if self.scores_prompt else []
         return all(value is not None and math.isfinite(value) for value in (logprob, *prompt))
 
-    def push(self, token: int, logprob: float, label: Label) -> None:
+    def push(self, token: int, logprob: float, top: Top, label: Label) -> None:
         if self.scores_prompt:
             self._fresh.prompt_logprobs = self._prompt_logprobs
         self._fresh.token_ids.append(token)
         self._fresh.logprobs.append(logprob)
         self._fresh.labels.append(label)
+        if self.request.top_logprobs:
+            self._fresh.tops.append(top)
         self.made.append(token)
         if token in self.stop:
             self.end("stop")
@@ -135,6 +151,16 @@ def choose(logits: torch.Tensor, streams: list[Stream]) -> tuple[list[int], list
     return chosen.tolist(), _logprobs(raw, chosen).tolist()
 
 
+def likeliest(logits: torch.Tensor, streams: list[Stream]) -> list[Top]:
+    """Of the rows that ask for it, before any processing: the likeliest tokens and their log-softmax."""
+    found: list[Top] = [[] for _ in streams]
+    for row, stream in enumerate(streams):
+        if count := min(stream.request.top_logprobs, logits.shape[1]):
+            values, tokens = (logits[row] - logits[row].logsumexp(dim=-1)).topk(count)
+            found[row] = list(zip(tokens.tolist(), values.tolist(), strict=True))
+    return found
+
+
 def _constrained(logits: torch.Tensor, streams: list[Stream]) -> torch.Tensor:
     if all(stream.constraint is None for stream in streams):
         return logits
@@ -163,6 +189,9 @@ def _sample(logits: torch.Tensor, streams: list[Stream], truncated: bool) -> tor
         rank = torch.arange(vocab_size, device=logits.device)
         top_k = column([stream.request.top_k or vocab_size for stream in streams])
         logits = logits.masked_fill(rank >= top_k, -math.inf)
+        # The likeliest one's is 0.
+        least = column([math.log(max(stream.request.min_p, MIN_P)) for stream in streams])
+        logits = logits.masked_fill(logits < least, -math.inf)
     probs = logits.softmax(dim=-1)
     if truncated:
         mass_before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
@@ -462,11 +491,12 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             return
         name = self._adapter
         label = Label(self.version, name, self.adapter_versions[name] if name is not None else None)
-        tokens, logprobs = choose(scores[0, : len(streams)], streams)
+        logits = scores[0, : len(streams)]
+        (tokens, logprobs), tops = choose(logits, streams), likeliest(logits, streams)
         output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=output_ids.dtype, device=output_ids.device)
-        for stream, token, logprob in zip(streams, tokens, logprobs, strict=True):
+        for stream, token, logprob, top in zip(streams, tokens, logprobs, tops, strict=True):
             if stream.is_finite(logprob):
-                stream.push(token, logprob, label)
+                stream.push(token, logprob, top, label)
                 self._outbox.append((stream, stream.take()))
             else:
                 stream.done = True

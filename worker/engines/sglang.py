@@ -25,9 +25,9 @@ from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_streams import FIRST_KEY, Feeder
 from worker.engines.spans import Label, SpanLog
+from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import check_tokens, refuse_lacking
 from worker.engines.tokenizing import (
-    IncrementalText,
     Tokenizing,
     eos_tokens,
     load_tokenizer,
@@ -47,9 +47,15 @@ CHECK_TIMEOUT_S = 600.0
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
+PENALIZED = "SGLang's logprobs would be those of the penalized logits"
+
 NO_CHOICE = {
     "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
     "generate:logit_bias": "SGLang's logprobs would be those of the biased logits",
+    "generate:min_p": "SGLang has this for requests without a seed only, and ends itself",
+    "generate:frequency_penalty": PENALIZED,
+    "generate:presence_penalty": PENALIZED,
+    "generate:repetition_penalty": PENALIZED,
     "generate:allowed_token_ids": "SGLang has this by custom logit processors only: pickled code",
     "generate:bad_words_token_ids": "SGLang has this by custom logit processors only: pickled code",
 }
@@ -168,23 +174,30 @@ class SglangEngine(Tokenizing):
         refuse_lacking(request, info.capabilities)
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
-        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         told: list[int] | None = prompt
         async with contextlib.aclosing(feeder.run(request, prompt)) as pieces:
             async for piece in pieces:
+                read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                if read.stop_string is not None:
+                    piece = piece.until(read.count)
                 for label in piece.labels:
                     spans.add(label)
                 finished = piece.finish_reason is not None
                 yield GenerateDelta(
                     token_ids=piece.token_ids,
                     logprobs=piece.logprobs if request.logprobs else None,
-                    text=text.add(piece.token_ids, last=finished),
+                    top_logprobs=piece.tops if request.logprobs and request.top_logprobs else None,
+                    text=read.text,
                     finish_reason=piece.finish_reason,
+                    stop_string=read.stop_string,
                     spans=spans.tell(finished) if piece.sure else [],
                     prompt_token_ids=told,
                     prompt_logprobs=piece.prompt_logprobs,
                 )
                 told = None
+                if finished:
+                    return  # a stop string ends it here; closing ends it in the engine
 
     def _label(self, adapter: str | None) -> Label:
         if adapter is None:
@@ -316,6 +329,9 @@ class SglangEngine(Tokenizing):
     def _next_key(self) -> str:
         return f"rl-plane-{next(self._numbers)}"
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._process.ranks.feed(staging, part, cancelled)
+
     def kept(self) -> str | None:
         return self._process.ranks.kept()
 
@@ -350,8 +366,8 @@ class SglangEngine(Tokenizing):
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._process.ranks.init_transport(config)
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        return self._process.ranks.destroy_transport(backend)
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        return self._process.ranks.destroy_transport(backend, group)
 
     # adapters
 

@@ -30,6 +30,8 @@ class Piece:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Of each token, when asked for."""
     labels: list[Label] = field(default_factory=list)
     """Of each token: by whose weights it was made."""
     finish_reason: FinishReason | None = None
@@ -37,6 +39,11 @@ class Piece:
     """With the first token, when asked for."""
     sure: bool = True
     """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
+
+    def until(self, count: int) -> Piece:
+        """So many of its tokens, the last of the request."""
+        made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
+        return Piece(*made, "stop", self.prompt_logprobs, self.sure)
 
 
 class Stream:
@@ -63,6 +70,9 @@ class Stream:
         piece = Piece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
+        if self.request.logprobs and self.request.top_logprobs:
+            tops = meta["output_top_logprobs"][:fresh]
+            piece.tops = [[(token, value) for value, token, _ in top] for top in tops]
         if self.request.prompt_logprobs and fresh and not self._count:
             piece.prompt_logprobs = [value for value, *_ in meta["input_token_logprobs"]]
         piece.labels = [label] * fresh
@@ -82,9 +92,7 @@ class Stream:
         stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)
         if stopped is not None:
             # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
-            end = stopped + 1
-            made = (piece.token_ids[:end], piece.logprobs[:end], piece.labels[:end])
-            piece = Piece(*made, "stop", piece.prompt_logprobs, piece.sure)
+            piece = piece.until(stopped + 1)
         if piece.finish_reason is not None:
             self.end(piece)
             return True
@@ -108,6 +116,7 @@ class Stream:
             merged.token_ids += item.token_ids
             merged.logprobs += item.logprobs
             merged.labels += item.labels
+            merged.tops += item.tops
             merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
             merged.finish_reason = item.finish_reason
             merged.sure = item.sure
@@ -219,6 +228,7 @@ class Feeder:
             cache_salt=request.cache_salt,
             stream=True,
             return_logprob=request.logprobs or request.prompt_logprobs,
+            top_logprobs_num=request.top_logprobs if request.logprobs else 0,
             logprob_start_len=0 if request.prompt_logprobs else -1,
             sampling_params={
                 "max_new_tokens": request.max_tokens,

@@ -13,11 +13,15 @@ def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
     return prompt if request.truncate_prompt_tokens is None else prompt[-request.truncate_prompt_tokens :]
 
 
+def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a request that an engine of these can't do (`generate:<field>`), each with the reason."""
+    named = ((name.partition(":"), reason) for name, reason in capabilities.items())
+    return {field: reason for (op, _, field), reason in named if op == "generate" and field}
+
+
 def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
-    """Fields that are given, and that the engine has no `generate:<field>` for."""
-    for name, reason in capabilities.items():
-        op, _, field = name.partition(":")
-        if op == "generate" and field and getattr(request, field) != _default(field):
+    for field, reason in lacking_fields(capabilities).items():
+        if getattr(request, field) != _default(field):
             raise Unsupported(
                 reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
             )

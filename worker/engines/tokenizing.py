@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import GenerateRequest
+from rl_plane.generation import GenerateRequest, Rendering
 from rl_plane.ops import Tokenize
 from worker.engines.base import EngineInfo
 from worker.engines.token_checks import check_vocabulary, kept_of_prompt
@@ -58,7 +58,7 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
         return await _encoded(tokenizer, request.prompt, False, None)
-    return await _rendered(tokenizer, request.messages or [], True, False, None)
+    return await _rendered(tokenizer, request.messages or [], request.rendering, None)
 
 
 async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor: Executor | None) -> list[int]:
@@ -69,19 +69,18 @@ async def _encoded(tokenizer: Any, text: str, add_special_tokens: bool, executor
 
 
 async def _rendered(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    executor: Executor | None,
+    tokenizer: Any, messages: list[dict[str, Any]], rendering: Rendering, executor: Executor | None
 ) -> list[int]:
     render = partial(
         tokenizer.apply_chat_template,
         messages,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
+        tools=rendering.tools,
+        documents=rendering.documents,
+        add_generation_prompt=rendering.add_generation_prompt,
+        continue_final_message=rendering.continue_final_message,
         tokenize=True,
         return_dict=False,
+        **rendering.more,
     )
     try:
         ids: list[int] = await asyncio.get_running_loop().run_in_executor(executor, render)
@@ -108,10 +107,7 @@ class Tokenizing(ABC):
         self._running()
         if body.prompt is not None:
             return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens, _aside)
-        begun = (
-            not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-        )
-        return await _rendered(self._tokenizer, body.messages or [], begun, body.continue_final_message, _aside)
+        return await _rendered(self._tokenizer, body.messages or [], body.rendering, _aside)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         self._running()

@@ -28,9 +28,9 @@ from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo,
 from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
+from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import check_tokens, refuse_lacking
 from worker.engines.tokenizing import (
-    IncrementalText,
     Tokenizing,
     eos_tokens,
     load_tokenizer,
@@ -305,24 +305,31 @@ class VllmEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
-        text, spans = IncrementalText(self._tokenizer, request.skip_special_tokens), SpanLog()
+        text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         told: list[int] | None = prompt
         try:
             async with contextlib.aclosing(streams.run(request, prompt, self._lora_of(request))) as pieces:
                 async for piece in pieces:
+                    read = text.add(piece.token_ids, last=piece.finish_reason is not None)
+                    if read.stop_string is not None:
+                        piece = piece.until(read.count)
                     for name in piece.names:
                         spans.add(self._label(name, request.adapter))
                     finished = piece.finish_reason is not None
                     yield GenerateDelta(
                         token_ids=piece.token_ids,
                         logprobs=piece.logprobs,
-                        text=text.add(piece.token_ids, last=finished),
+                        top_logprobs=piece.tops,
+                        text=read.text,
                         finish_reason=piece.finish_reason,
+                        stop_string=read.stop_string,
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                         prompt_logprobs=piece.prompt_logprobs,
                     )
                     told = None
+                    if finished:
+                        return  # a stop string ends it here; closing ends it in the engine
         except Exception as error:
             raise self._translated(error) from error
 
@@ -419,6 +426,9 @@ class VllmEngine(Tokenizing):
         self._check_paused()
         await self._forget_base()
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return self._receivers().feed(staging, part, cancelled)
+
     def kept(self) -> str | None:
         return self._receivers().kept()
 
@@ -432,8 +442,8 @@ class VllmEngine(Tokenizing):
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._receivers().init_transport(config)
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        return self._receivers().destroy_transport(backend)
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        return self._receivers().destroy_transport(backend, group)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""

@@ -20,11 +20,18 @@ class Piece:
 
     token_ids: list[int]
     logprobs: list[float] | None
+    tops: list[list[tuple[int, float]]] | None
     names: list[str | None]
     """vLLM's name for the weights of each; None: unknown."""
     finish_reason: FinishReason | None
     prompt_logprobs: list[float | None] | None
     """With the first token, when asked for."""
+
+    def until(self, count: int) -> Piece:
+        """So many of its tokens, the last of the request."""
+        logprobs = None if self.logprobs is None else self.logprobs[:count]
+        tops = None if self.tops is None else self.tops[:count]
+        return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +95,8 @@ class Streams:
                 if fresh or finished:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
                     reason = _FINISH[choice.finish_reason] if finished else None
-                    yield Piece(fresh, logprobs, names, reason, scored)
+                    tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
+                    yield Piece(fresh, logprobs, tops, names, reason, scored)
         finally:
             stream.submitted.set()
             del self._streams[request.id]
@@ -119,13 +127,17 @@ class Streams:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            min_p=request.min_p,
+            frequency_penalty=request.frequency_penalty,
+            presence_penalty=request.presence_penalty,
+            repetition_penalty=request.repetition_penalty,
             seed=request.seed,
             min_tokens=request.min_tokens,
             logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
             allowed_token_ids=request.allowed_token_ids,
             stop_token_ids=sorted(stop),
             ignore_eos=True,  # what ends a text is said above, as for every engine
-            logprobs=0 if request.logprobs else None,
+            logprobs=request.top_logprobs if request.logprobs else None,
             prompt_logprobs=0 if request.prompt_logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -157,3 +169,14 @@ def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
 
 def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:
     return [step[token].logprob for token, step in zip(token_ids, choice.logprobs, strict=True)]
+
+
+def _tops(choice: Any, token_ids: list[int], count: int) -> list[list[tuple[int, float]]] | None:
+    """vLLM gives the chosen token too: where it is none of the likeliest, there is one more."""
+    if not count:
+        return None
+    tops = []
+    for token, step in zip(token_ids, choice.logprobs, strict=True):
+        rows = [(one, row) for one, row in step.items() if one != token or len(step) <= count]
+        tops.append([(one, row.logprob) for one, row in sorted(rows, key=lambda pair: int(pair[1].rank))])
+    return tops

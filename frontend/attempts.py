@@ -1,0 +1,173 @@
+"""One try of a request at one worker: the stream is opened, and what comes is checked, delta by delta, against what
+was committed, before it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from frontend.committed import Committed, Labels
+from frontend.routing import NO_WISH, Router, Wish
+from rl_plane.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NotAdmitted,
+    PayloadTooLarge,
+    Unlabelled,
+    WorkerLost,
+)
+from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.membership import Member
+from rl_plane.streams import IncomingStream, StreamReceiver
+from rl_plane.versions import WeightVersion
+from rl_plane.view import MembershipView
+from rl_plane.wire import MAX_MESSAGE_BYTES
+
+ACCEPT_TIMEOUT_S = 10.0
+"""A worker's NATS loop answers at once, also while its engine is paused; a hung one is found within 8 s."""
+IDLE_TIMEOUT_S = 3600.0
+"""Between two tokens. Deaths are found otherwise; this ends what a pause without end would keep for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A worker has taken the request; under `version` of the base as it says."""
+
+    instance_id: str
+    incarnation: str
+    version: WeightVersion
+    at: int = 0
+    """So many tokens were there, of workers that are lost."""
+
+
+class Attempts:
+    """`run` may run any number of times at once."""
+
+    def __init__(
+        self, receiver: StreamReceiver, view: MembershipView, committed: Committed, router: Router
+    ) -> None:
+        self._receiver = receiver
+        self._view = view
+        self._committed = committed
+        self._router = router
+        self._streams: dict[str, set[IncomingStream]] = {}
+
+    def lost(self, instance_id: str) -> None:
+        """This worker died or left: whatever it was asked ends."""
+        for stream in self._streams.get(instance_id, ()):
+            stream.fail(WorkerLost("the worker died or left", instance_id=instance_id))
+
+    async def run(
+        self, request: GenerateRequest, stream_id: str, member: Member, wish: Wish = NO_WISH
+    ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
+        """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Nothing is awaited before
+        the request is sent: what was looked at when the worker was chosen holds for it. Closing it aborts."""
+        labels = self._committed.labels(request.adapter)
+        message = {
+            "request": request.model_dump(exclude_defaults=True),
+            "sequence": self._committed.sequence,
+            "incarnation": member.incarnation,
+        }
+        _check_size(message)
+        subject = self._view.subjects.generate(member.instance_id)
+        turn = self._router.started(member.instance_id, request.prompt_size(), wish)
+        streams = self._streams.setdefault(member.instance_id, set())
+        stream = None
+        try:
+            stream = await self._receiver.open(subject, stream_id, message)
+            streams.add(stream)
+            now = self._view.member(member.instance_id)
+            if now is None or now.incarnation != member.incarnation:
+                stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
+            async with aclosing(self._events(stream, request, labels)) as events:
+                async for event in events:
+                    if isinstance(event, GenerateDelta) and event.token_ids:
+                        self._router.grew(turn, len(event.token_ids))
+                    yield event
+        finally:
+            self._router.ended(turn)
+            if stream is not None:
+                streams.discard(stream)
+                await stream.close()
+            if not streams and self._streams.get(member.instance_id) is streams:
+                del self._streams[member.instance_id]
+
+    async def _events(
+        self, stream: IncomingStream, request: GenerateRequest, labels: Labels
+    ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
+        loop = asyncio.get_running_loop()
+        async with aclosing(stream.messages()) as messages:  # type: ignore[type-var]
+            first = await _next(messages, ACCEPT_TIMEOUT_S)
+            if first is None:
+                raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s")
+            accepted = _accepted(first)
+            if not await self._committed.is_known(accepted.version):
+                raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
+            yield accepted
+            begun = False
+            while True:
+                message = await _next(messages, IDLE_TIMEOUT_S)
+                if message is None:
+                    raise DeadlineExceeded(f"no token for {IDLE_TIMEOUT_S:g} s: is the fleet paused for ever?")
+                delta = _delta(message, request)
+                if delta.token_ids and not begun:
+                    begun = True
+                    if request.prompt_logprobs:
+                        _check_prompt_logprobs(delta)
+                await self._committed.learn(delta.spans)
+                labels.take(delta, loop.time())
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+
+async def _next(messages: Any, timeout_s: float) -> dict[str, Any] | None:
+    """None: nothing came in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            message: dict[str, Any] = await anext(messages)
+            return message
+    except TimeoutError:
+        return None
+    except StopAsyncIteration:
+        raise EngineFailed("the worker's stream ended without a finish_reason") from None
+
+
+def _accepted(message: dict[str, Any]) -> Accepted:
+    told = message.get("accepted")
+    if not isinstance(told, dict) or not isinstance(told.get("version"), dict):
+        raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
+    return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
+
+
+def _delta(message: dict[str, Any], request: GenerateRequest) -> GenerateDelta:
+    delta = GenerateDelta.model_validate(message.get("delta"))
+    if request.logprobs and len(delta.logprobs or ()) != len(delta.token_ids):
+        raise EngineFailed(
+            f"the worker sent {len(delta.logprobs or ())} logprobs with {len(delta.token_ids)} tokens"
+        )
+    return delta
+
+
+def _check_prompt_logprobs(first: GenerateDelta) -> None:
+    prompt, logprobs = first.prompt_token_ids or [], first.prompt_logprobs or []
+    if not prompt or len(logprobs) != len(prompt) or logprobs[0] is not None:
+        raise EngineFailed(f"the worker sent {len(logprobs)} prompt logprobs of {len(prompt)} tokens")
+    if not all(value is not None and math.isfinite(value) for value in logprobs[1:]):
+        raise EngineFailed("the worker sent prompt logprobs that are not finite numbers")
+
+
+def _check_size(message: dict[str, Any]) -> None:
+    size = len(msgpack.packb(message))
+    if size > MAX_MESSAGE_BYTES - 1000:  # room for the stream's own fields
+        raise PayloadTooLarge(
+            f"the request has {size} bytes; a NATS message carries {MAX_MESSAGE_BYTES}",
+            field="prompt",
+            fix="send a shorter prompt",
+        )

@@ -1,0 +1,234 @@
+"""Waits until a worker may take a request, and names it: who is admitted, can do what is asked, and serves what is
+demanded; of those the router has the choice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from frontend.committed import Committed
+from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
+from frontend.fleet_status import FleetStatus, WorkerStatus
+from frontend.lease import FrontendLease
+from frontend.routing import NO_WISH, Router, Wish, refused_by
+from rl_plane.errors import NotAdmitted, NotFound, NoWorkers, Overloaded, Unavailable, Unsupported, WorkerLost
+from rl_plane.generation import GenerateRequest
+from rl_plane.membership import Member
+from rl_plane.subjects import check_instance_id
+from rl_plane.view import MembershipView
+
+STALE_WAIT_S = 60.0
+"""For a version that is demanded and still to be committed: a trainer's step and its update; what takes longer is to
+be told."""
+MAX_EXAMPLES = 3
+"""Closed workers that an error names."""
+
+DEFAULTS = {
+    name: described.get_default(call_default_factory=True)
+    for name, described in GenerateRequest.model_fields.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a choice needs of its worker."""
+
+    request: GenerateRequest
+    pinned: str | None = None
+    demands: Demands = NO_DEMANDS
+    wish: Wish = NO_WISH
+
+    def given(self) -> set[str]:
+        """The fields that ask for something."""
+        return {name for name, default in DEFAULTS.items() if getattr(self.request, name) != default}
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    member: Member
+    floor: Point | None
+    """What the aim's `min_version` names."""
+
+
+@dataclass(slots=True)
+class Lacking:
+    """The members that can't do some field of a request, as of one epoch."""
+
+    epoch: int = -1
+    fields: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """instance id → field → why not."""
+
+
+class Picker:
+    """Its waits end by `admission_wait_s` after the time that `pick` is given, or by STALE_WAIT_S where only a demand
+    stands against those that are there."""
+
+    def __init__(
+        self,
+        router: Router,
+        view: MembershipView,
+        status: FleetStatus,
+        committed: Committed,
+        lease: FrontendLease,
+        admission_wait_s: float,
+    ) -> None:
+        self.router = router
+        self._view = view
+        self._status = status
+        self._committed = committed
+        self._lease = lease
+        self._wait_s = admission_wait_s
+        self._lacking = Lacking()
+
+    async def pick(
+        self, aim: Aim, lost: Sequence[Member], since: float, refusal: Unavailable | None = None
+    ) -> Picked:
+        """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
+        which is raised where no other one is found."""
+        loop = asyncio.get_running_loop()
+        if aim.pinned is not None:
+            await self._lease.wait(since + self._wait_s)
+            await self._check_pin(aim.pinned)
+        unmet: Unmet | None = None
+        while True:
+            floor, unknown = await self._floor(aim.demands)
+            await self._lease.wait(since + self._bound_s(unmet))
+            able = self._able(aim, lost)
+            fit, unmet = self._fit(aim, able, floor)
+            if unknown is not None:
+                fit, unmet = set(), unknown
+            if (chosen := self.router.pick(fit, aim.wish)) is not None:
+                member = self._view.member(chosen)
+                if member is not None:
+                    return Picked(member, floor)
+            elif fit:
+                raise Overloaded(
+                    f"each of {len(fit)} workers has as many requests as it takes",
+                    workers=len(fit),
+                    retry_after_s=1.0,
+                )
+            if unmet is not None and aim.demands.on_stale == "refuse":
+                raise unmet.error()
+            left = since + self._bound_s(unmet) - loop.time()
+            if left <= 0:
+                raise unmet.error() if unmet is not None else refusal or self._nobody(aim, lost)
+            await self._status.wait_changed(left)
+
+    def may_ask_again(self, since: float) -> bool:
+        """Another worker, where one has refused?"""
+        return asyncio.get_running_loop().time() < since + self._wait_s
+
+    def may_wait(self, since: float) -> bool:
+        """For weights that are as demanded, once more?"""
+        return asyncio.get_running_loop().time() < since + STALE_WAIT_S
+
+    def _bound_s(self, unmet: Unmet | None) -> float:
+        return self._wait_s if unmet is None else max(self._wait_s, STALE_WAIT_S)
+
+    # ---- who may have it ----
+
+    def _able(self, aim: Aim, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
+        """Those that are admitted, can do what is asked, and were not lost under this request."""
+        admitted = self._status.admitted(self._needed(aim.request.adapter))
+        if aim.pinned is not None:
+            return {key: status for key, status in admitted.items() if key == aim.pinned}
+        out = {member.instance_id for member in lost if self.is_current(member)} | self._unable(aim).keys()
+        return {key: status for key, status in admitted.items() if key not in out} if out else admitted
+
+    def _fit(
+        self, aim: Aim, able: Mapping[str, WorkerStatus], floor: Point | None
+    ) -> tuple[set[str], Unmet | None]:
+        """Those whose weights are as demanded; if there are none, why not."""
+        record = self._committed.record
+        if record is None or not aim.demands.of_versions:
+            return set(able), None
+        committed, unmet, fit = point_of(record.held, aim.request.adapter), None, set()
+        for key, status in able.items():
+            serves = committed if record.rolling_from is None else status.serves(aim.request.adapter)
+            found = at_admission(aim.demands, floor, serves, committed) if serves is not None else None
+            if found is None:
+                fit.add(key)
+            unmet = found or unmet
+        return fit, None if fit else unmet
+
+    async def _floor(self, demands: Demands) -> tuple[Point | None, Unmet | None]:
+        """What `min_version` names, and whether that is not known."""
+        asked, record = demands.min_version, self._committed.record
+        if asked is None or record is None:
+            return None, None
+        if isinstance(asked, int):
+            return Point(record.version.run, asked), None
+        found = await self._committed.sequence_of(asked)
+        return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked))
+
+    def _unable(self, aim: Aim) -> Mapping[str, tuple[str, str]]:
+        """instance id → the field that it can't do, and why. Unsupported if nobody can."""
+        members = self._view.snapshot()
+        if self._lacking.epoch != members.epoch:
+            told = {one.instance_id: one.info.get("lacks") for one in members}
+            self._lacking = Lacking(members.epoch, {key: lacks for key, lacks in told.items() if lacks})
+        if not self._lacking.fields:
+            return {}
+        given = aim.given()
+        unable = {
+            key: found
+            for key, lacks in self._lacking.fields.items()
+            if (found := refused_by(lacks, given)) is not None
+        }
+        if unable and len(unable) == len(members):
+            name, reason = next(iter(unable.values()))
+            raise Unsupported(reason, field=name, fix="leave it out, or start a worker of an engine that can")
+        return unable
+
+    def _needed(self, adapter: str | None) -> str | None:
+        """The adapter that a worker must have told us of: while two states are served, not each worker has it."""
+        record = self._committed.record
+        if adapter is None or record is None:
+            return None
+        if adapter not in record.adapters:
+            raise NotFound(
+                f"the adapter {adapter[:200]!r} is not loaded any more",
+                field="model",
+                fix="list them: GET /v1/models",
+            )
+        return adapter if record.rolling_from is not None else None
+
+    def is_current(self, member: Member) -> bool:
+        """Is it still this process? A new one under the same instance id may well take the request."""
+        now = self._view.member(member.instance_id)
+        return now is not None and now.incarnation == member.incarnation
+
+    async def _check_pin(self, pinned: str) -> None:
+        check_instance_id("nvext.instance_id", pinned)
+        if self._view.member(pinned) is None:
+            await self._view.barrier()
+        if self._view.member(pinned) is None:
+            raise NotFound(
+                f"no worker {pinned} is in the fleet",
+                field="nvext.instance_id",
+                fix="leave it out, or take one from GET /v1/rl/workers",
+            )
+
+    def _nobody(self, aim: Aim, lost: Sequence[Member]) -> Unavailable:
+        waited, pinned = f"after {self._wait_s:g} s", aim.pinned
+        if not len(self._view.snapshot()):
+            return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+        if lost:
+            return WorkerLost(
+                f"{len(lost)} workers were lost, and no other was there {waited}",
+                lost=[member.instance_id for member in lost],
+                retry_after_s=1.0,
+            )
+        closed = dict(self._status.why_closed(self._needed(aim.request.adapter)))
+        if pinned:
+            closed = {key: why for key, why in closed.items() if key == pinned}
+        else:
+            closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim).items()}
+        examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
+        return NotAdmitted(
+            f"{f'worker {pinned} takes' if pinned else 'no worker takes'} "
+            f"{'no ' if pinned else ''}requests {waited} ({examples})",
+            fix="GET /v1/rl/workers tells why each one is closed",
+            retry_after_s=1.0,
+        )

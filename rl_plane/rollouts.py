@@ -1,0 +1,225 @@
+"""Partial rollouts: enough completions now, the rest later from where they were stopped.
+
+A trainer that waits for its longest completion waits for all engines but one. `gather_enough` waits for so many, has
+the rest stopped, and gives their tokens back with what made them; the next call goes on from there, under whatever
+weights are served then. Tokens, logprobs and spans of all parts stand side by side, counted from the first token.
+
+Whoever sends the requests is the caller's: any HTTP library will do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl_plane.errors import InvalidRequest, PlaneError, Unavailable, Unlabelled, error_from_wire
+from rl_plane.turns import next_prompt
+
+STOPPED_S = 10.0
+"""After the rest were told to stop, until their tokens are here; who waits for a worker has none, and is cut off."""
+AT_ONCE = 1024
+"""Requests under way: a frontend takes 4096, and a trainer need not be alone."""
+TRIES = 5
+"""Requests for one completion in one call: an update that aborts, or a worker's death, each take one."""
+RETRY_S = 1.0
+"""Where the error does not say when to come back."""
+SEED_STEP = 1 << 32
+"""Times the tokens so far, what a seed is moved by: the next part is not to draw the numbers of the one before."""
+MAX_SEED = (1 << 63) - 1
+
+OWN = frozenset(
+    {"prompt_token_ids", "max_tokens", "return_token_ids", "stream", "stream_options", "n", "prompt", "messages"}
+)
+"""Fields of a request that this module sets, or that it can't go on from."""
+OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_prompt_logprobs"})
+"""Fields that would mean another thing where the prompt has a part of the completion."""
+
+Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
+"""Posts a body to `/v1/completions`; the status and the reply."""
+Stop = Callable[[], Awaitable[object]]
+"""Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
+`abort_requests`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion, as far as it has come. To begin one, give the prompt and how many tokens it may have."""
+
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    """Of all its parts together."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the request says: temperature, model, stop_token_ids, …"""
+    key: Any = None
+    """The caller's own: what this completion belongs to."""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    weight_versions: Sequence[Mapping[str, Any]] = ()
+    """Spans of `token_ids`, over all parts."""
+    finish_reason: str | None = None
+    """None: it can go on."""
+
+    def __post_init__(self) -> None:
+        for name in sorted((OWN | OF_ONE_PROMPT) & self.options.keys()):
+            fix = (
+                "leave it out: a rollout sets it"
+                if name in OWN
+                else "leave it out: a part's prompt is another one"
+            )
+            raise InvalidRequest(f"a rollout's options can't have {name}", field=name, fix=fix)
+        if self.max_tokens < 1 or not self.prompt_token_ids:
+            empty = "max_tokens" if self.prompt_token_ids else "prompt_token_ids"
+            raise InvalidRequest(
+                f"a rollout has no {empty}", field=empty, fix="give a prompt, and at least 1 token"
+            )
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still have."""
+        return self.max_tokens - len(self.token_ids)
+
+    def body(self) -> dict[str, Any]:
+        """The request for its next part."""
+        made = len(self.token_ids)
+        body = {
+            **self.options,
+            "prompt_token_ids": next_prompt(self.prompt_token_ids, self.token_ids, ()),
+            "max_tokens": self.left,
+            "return_token_ids": True,
+        }
+        if made and (seed := self.options.get("seed")) is not None:
+            body["seed"] = (seed + made * SEED_STEP) % MAX_SEED
+        if made and (least := self.options.get("min_tokens")) is not None:
+            body["min_tokens"] = max(0, least - made)
+        return body
+
+    def with_reply(self, status: int, reply: Mapping[str, Any]) -> tuple[Rollout, PlaneError | None]:
+        """With the tokens that came, and the error if that is what they came with."""
+        if status != 200:
+            error = error_from_wire(dict(reply["error"]))
+            partial = error.facts.get("partial")
+            return (self if partial is None else self._with(partial, partial["logprobs"])), error
+        (choice,) = reply["choices"]
+        if list(reply["prompt_token_ids"]) != self.body()["prompt_token_ids"]:
+            raise InvalidRequest(
+                "the reply's prompt is not the one that was sent",
+                field="prompt_token_ids",
+                fix="send them unchanged",
+            )
+        return self._with(choice, choice["logprobs"]["token_logprobs"]), None
+
+    def _with(self, told: Mapping[str, Any], logprobs: Sequence[float] | None) -> Rollout:
+        tokens, before = told["token_ids"], len(self.token_ids)
+        spans = list(self.weight_versions)
+        for span in told["weight_versions"]:
+            moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
+            if spans and _same(spans[-1], moved):
+                spans[-1] = {**spans[-1], "end": moved["end"]}
+            else:
+                spans.append(moved)
+        if len(logprobs or ()) != len(tokens) or (spans[-1]["end"] if spans else 0) != before + len(tokens):
+            raise Unlabelled(f"{len(tokens)} tokens came with {len(logprobs or ())} logprobs, and spans {spans}")
+        joined = replace(
+            self,
+            token_ids=[*self.token_ids, *tokens],
+            logprobs=[*self.logprobs, *(logprobs or ())],
+            weight_versions=spans,
+        )
+        reason = told["finish_reason"]
+        if reason in (None, "abort", "error"):  # stopped, not ended
+            reason = "length" if joined.left == 0 else None
+        return replace(joined, finish_reason=reason)
+
+
+def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
+    """Two spans that meet and were made by the same."""
+
+    def made_by(one: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in one.items() if key not in ("start", "end")}
+
+    return bool(span["end"] == following["start"] and made_by(span) == made_by(following))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Every rollout that was given is in one of these."""
+
+    finished: list[Rollout]
+    """In the order in which they ended; fewer than enough if the time ran out, or no more could come."""
+    parked: list[Rollout]
+    """To be given to the next call as they are."""
+    failed: list[tuple[Rollout, Exception]]
+    """As far as they had come, and why they did not go on."""
+
+
+async def gather_enough(
+    rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
+) -> Gathered:
+    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines.
+
+    What it raises itself is `stop`'s error, or InvalidRequest; the requests under way are then cut off."""
+    if not 1 <= enough <= len(rollouts):
+        raise InvalidRequest(
+            f"{enough} of {len(rollouts)} rollouts", field="enough", fix="1 to as many as there are"
+        )
+    gathering = _Gathering(rollouts, call)
+    tasks = [asyncio.create_task(gathering.run(index)) for index in range(len(rollouts))]
+    try:
+        give_up = asyncio.get_running_loop().time() + timeout_s
+        left: set[asyncio.Task[None]] = set(tasks)
+        while left and len(gathering.finished) < enough:
+            left_s = give_up - asyncio.get_running_loop().time()
+            done, left = await asyncio.wait(left, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+        if left:
+            gathering.stopping = True
+            await stop()
+            await asyncio.wait(left, timeout=STOPPED_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return gathering.result()
+
+
+class _Gathering:
+    def __init__(self, rollouts: Sequence[Rollout], call: Call) -> None:
+        self.finished: list[int] = []
+        self.stopping = False
+        self._now = list(rollouts)
+        self._failed: dict[int, Exception] = {}
+        self._call = call
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def run(self, index: int) -> None:
+        try:
+            async with self._room:
+                for _ in range(TRIES):
+                    if self.stopping or self._now[index].finish_reason is not None:
+                        break
+                    status, reply = await self._call(self._now[index].body())
+                    self._now[index], error = self._now[index].with_reply(status, reply)
+                    if error is None:
+                        continue  # somebody else may have aborted it, such as an update
+                    if not isinstance(error, Unavailable):
+                        raise error
+                    if not self.stopping:
+                        await asyncio.sleep(error.facts.get("retry_after_s", RETRY_S))
+        except Exception as error:  # one that fails takes nobody's tokens with it
+            self._failed[index] = error
+            return
+        if self._now[index].finish_reason is not None:
+            self.finished.append(index)
+        elif not self.stopping:
+            self._failed[index] = Unavailable(f"it did not come to its end in {TRIES} tries")
+
+    def result(self) -> Gathered:
+        settled = {*self.finished, *self._failed}
+        return Gathered(
+            finished=[self._now[index] for index in self.finished],
+            parked=[one for index, one in enumerate(self._now) if index not in settled],
+            failed=[(self._now[index], error) for index, error in self._failed.items()],
+        )
