@@ -8,6 +8,7 @@ from rl_plane.errors import (
     BusUnreachable,
     Conflict,
     DeadlineExceeded,
+    DemandUnmet,
     EngineDied,
     EngineFailed,
     FenceRequired,
@@ -21,6 +22,7 @@ from rl_plane.errors import (
     NotPrepared,
     NoWorkers,
     OutcomeUnknown,
+    Overloaded,
     PayloadTooLarge,
     PlaneError,
     StaleFence,
@@ -35,6 +37,7 @@ from rl_plane.errors import (
 )
 from rl_plane.fleet import Fleet
 from rl_plane.membership import Changed, Member, Snapshot
+from rl_plane.rollouts import Gathered, Rollout, gather_enough
 from rl_plane.rows import WorkerRow
 from rl_plane.sync import SyncRlClient
 from rl_plane.turns import check_next_prompt, next_prompt
@@ -45,11 +48,13 @@ __all__ = [
     "Changed",
     "Conflict",
     "DeadlineExceeded",
+    "DemandUnmet",
     "EngineDied",
     "EngineFailed",
     "FanOut",
     "FenceRequired",
     "Fleet",
+    "Gathered",
     "InvalidRequest",
     "InvalidWeights",
     "Locked",
@@ -61,9 +66,11 @@ __all__ = [
     "NotFound",
     "NotPrepared",
     "OutcomeUnknown",
+    "Overloaded",
     "PayloadTooLarge",
     "PlaneError",
     "RlClient",
+    "Rollout",
     "Snapshot",
     "StaleFence",
     "StaleWeights",
@@ -79,5 +86,6 @@ __all__ = [
     "WorkerRow",
     "WrongIncarnation",
     "check_next_prompt",
+    "gather_enough",
     "next_prompt",
 ]

@@ -54,7 +54,11 @@ class Ahead(Generic[T]):
         self._thread = threading.Thread(target=self._make, name="rl-plane-ahead", daemon=True)
 
     def __iter__(self) -> Iterator[T]:
+        """Begins at once."""
         self._thread.start()
+        return self._taken()
+
+    def _taken(self) -> Iterator[T]:
         try:
             while (made := self._next()) is not None:
                 if isinstance(made, BaseException):
@@ -72,12 +76,12 @@ class Ahead(Generic[T]):
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
 
-    def close(self) -> None:
+    def close(self, within_s: float = END_S) -> None:
         self._closed = True
         self._interrupt()
         self._room.release()
         if self._thread.is_alive():
-            self._thread.join(END_S)
+            self._thread.join(within_s)
 
     def _make(self) -> None:
         try:

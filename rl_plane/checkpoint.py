@@ -15,14 +15,15 @@ import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from blake3 import blake3
 
-from rl_plane.buffers import Ahead, fresh
+from rl_plane.buffers import END_S, Ahead, fresh
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -37,6 +38,7 @@ from rl_plane.versions import (
 )
 
 Kind = Literal["base", "lora"]
+T = TypeVar("T")
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,7 +49,12 @@ MAX_FILES = 512
 """Each is an open descriptor; the largest public checkpoints have under 200 shards."""
 
 RUN_BYTES = 64 << 20
-"""Read at once: so large that a read's own cost doesn't count, so small that hashing soon has something to do."""
+"""Memory that is asked for at once: so large that its own cost doesn't count, so small that staging soon has something
+to do."""
+READERS = min(4, os.cpu_count() or 1)
+"""Threads that read, and hash what they have read: four make more than most disks, and leave cores to the engine."""
+PIECE_BYTES = 1 << 20
+"""Hashed while it is in the cache still."""
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -78,17 +85,18 @@ class Checkpoint:
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
         self.specs: dict[str, TensorSpec] = {name: stored.spec for name, (_, stored) in self.places.items()}
-        self._ahead: Ahead[list[tuple[str, HostTensor]]] | None = None
+        self._lanes: list[Ahead[list[tuple[str, HostTensor]]]] = []
 
-    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
-        """Each is its taker's own. The next ones are read on another thread meanwhile."""
+    def tensors(self, hashed: bool = False) -> Iterator[tuple[str, HostTensor]]:
+        """Each is its taker's own, with its digest if `hashed`. The next ones are read on other threads meanwhile."""
         runs = list(self._runs())
         if len(runs) == 1:
-            yield from self._read(*runs[0])
+            yield from self._read(*runs[0], hashed)
         else:
-            self._ahead = Ahead(self._read(*run) for run in runs)
-            for run in self._ahead:
-                yield from run
+            for lane in range(min(READERS, len(runs))):
+                self._lanes.append(Ahead(self._read(*run, hashed) for run in runs[lane::READERS]))
+            for made in self._in_turn([iter(lane) for lane in self._lanes], len(runs)):
+                yield from made
         self.check_unchanged()
 
     def _runs(self) -> Iterator[tuple[SafetensorsFile, list[str]]]:
@@ -105,17 +113,25 @@ class Checkpoint:
             if names:
                 yield file, names
 
-    def _read(self, file: SafetensorsFile, names: list[str]) -> list[tuple[str, HostTensor]]:
+    @staticmethod
+    def _in_turn(lanes: list[Iterator[T]], count: int) -> Iterator[T]:
+        for number in range(count):
+            yield next(lanes[number % len(lanes)])
+
+    def _read(self, file: SafetensorsFile, names: list[str], hashed: bool) -> list[tuple[str, HostTensor]]:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
         # Not mmap of the file: a mapped file that is cut short kills the process with SIGBUS.
         data = fresh(places[-1].offset + places[-1].spec.nbytes - start)
-        file.read_into(start, data)
+        if not hashed:
+            file.read_into(start, data)
+        made = []
+        for name, one in zip(names, places, strict=True):
+            part = data[one.offset - start :][: one.spec.nbytes]
+            digest = _read_hashed(file, one.offset, part) if hashed else None
+            made.append((name, HostTensor(one.spec, part, owned=True, digest=digest)))
         file.check_unchanged()
-        return [
-            (name, HostTensor(one.spec, data[one.offset - start :][: one.spec.nbytes], owned=True))
-            for name, one in zip(names, places, strict=True)
-        ]
+        return made
 
     def tensor_digests(self) -> dict[str, str]:
         """Per tensor, blake3 hex, in memory bounded whatever the tensors' size."""
@@ -144,8 +160,18 @@ class Checkpoint:
     def close(self) -> None:
         for file in self.files:
             file.close()
-        if self._ahead is not None:
-            self._ahead.close()
+        give_up = time.monotonic() + END_S
+        for lane in self._lanes:
+            lane.close(max(0.0, give_up - time.monotonic()))
+
+
+def _read_hashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
+    hasher = blake3()
+    for start in range(0, len(place), PIECE_BYTES):
+        piece = place[start : start + PIECE_BYTES]
+        file.read_into(offset + start, piece)
+        hasher.update(piece)
+    return str(hasher.hexdigest())
 
 
 def open_checkpoint(

@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -290,11 +290,13 @@ class RlClient:
         body: dict[str, Any],
         timeout_s: float | None = None,
         held: HeldLock | None = None,
+        told: Callable[[WorkerRow], None] | None = None,
     ) -> list[WorkerRow]:
-        """`call_all` for a coordinator, which knows its members and, if the op changes anything, has the lock."""
+        """`call_all` for a coordinator, which knows its members and, if the op changes anything, has the lock.
+        `told` gets each row as it comes; it must not raise."""
         spec = op_named(op)
         request = self._request(spec, body, timeout_s, held if spec.changes else None, "")
-        return await self._send(view, members, request, timeout_s or spec.timeout_s)
+        return await self._send(view, members, request, timeout_s or spec.timeout_s, told=told)
 
     async def gather(self, targets: Sequence[tuple[str, bytes]], timeout_s: float) -> list[Answer]:
         """Sends `(subject, payload)` to each at once; their answers, in the same order."""
@@ -329,6 +331,7 @@ class RlClient:
         request: Request,
         timeout_s: float,
         retries: int = 0,
+        told: Callable[[WorkerRow], None] | None = None,
     ) -> list[WorkerRow]:
         direct = view.subjects.rl_direct("")
         if request.fence is None:
@@ -346,6 +349,8 @@ class RlClient:
             rows[index] = _row(member, answer, timeout_s)
             if answer is Missing.LOST:
                 view.found_dead(member.instance_id, member.revision)
+            if told is not None:
+                told(rows[index])
 
         scatter = await self._gather.scatter(targets, heard)
         stop = view.listen(_follow(self._gather, scatter, members))

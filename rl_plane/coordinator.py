@@ -63,7 +63,7 @@ WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
 
 
-TIMED = frozenset({"prepare", "gate", "commit", "roll", "leases", "open"})
+TIMED = frozenset({"prepare", "feed", "gate", "commit", "roll", "leases", "open"})
 """The phases whose seconds the history tells: what takes time, and how long nobody generates."""
 
 
@@ -116,7 +116,9 @@ class Coordinator:
         match instruction:
             case Survey():
                 return await self._survey()
-            case Ask(_, op, body, workers, timeout_s):
+            case Ask(_, op, body, workers, timeout_s, together):
+                if together is not None:
+                    return Answered(await self._ask_together(op, body, workers, timeout_s, together))
                 return Answered(await self._ask(op, body, workers, timeout_s))
             case Tell():
                 return await self._tell(instruction)
@@ -169,6 +171,36 @@ class Coordinator:
         wanted = set(workers)
         members = [member for member in self._view.snapshot() if member.instance_id in wanted]
         return await self._ask_members(op, body, members, timeout_s)
+
+    async def _ask_together(
+        self, op: str, body: Mapping[str, Any], workers: Sequence[str], timeout_s: float | None, update_id: str
+    ) -> list[WorkerRow]:
+        """The first that fails ends the update on all: the others wait for what does not come any more."""
+        wanted = set(workers)
+        members = [member for member in self._view.snapshot() if member.instance_id in wanted]
+        failed = asyncio.Event()
+        first: list[str] = []
+        if len(members) < len(wanted):
+            failed.set()  # the others would wait for it
+
+        def heard(row: WorkerRow) -> None:
+            if not row.ok:
+                first.append(row.instance_id)
+                failed.set()
+
+        async def end_for_all() -> None:
+            await failed.wait()
+            await self._ask_members("abort_update", {"update_id": update_id}, members, None)
+
+        end = asyncio.create_task(end_for_all())
+        try:
+            rows = await self._client.ask(self._view, members, op, dict(body), timeout_s, self._held, heard)
+            if failed.is_set():
+                await end
+            return sorted(rows, key=lambda row: row.instance_id not in first[:1])  # it tells why
+        finally:
+            end.cancel()
+            await asyncio.gather(end, return_exceptions=True)
 
     async def _ask_members(
         self, op: str, body: Mapping[str, Any], members: Sequence[Member], timeout_s: float | None

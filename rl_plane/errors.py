@@ -23,6 +23,8 @@
     │   ├── NotAdmitted              the worker takes no generation now
     │   ├── WorkerLost               the worker died or left before it answered
     │   ├── OutcomeUnknown           the decision's answer was lost, and the record can't be read
+    │   ├── Overloaded          429  too much is queued here: send less at a time
+    │   ├── DemandUnmet              no weights are there that the request demands
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   ├── StaleWeights             tokens of weights that were replaced a while ago
     │   └── BusUnreachable           NATS does not answer
@@ -176,6 +178,19 @@ class OutcomeUnknown(Unavailable):
     """The update may stand or not. Repeating it under the same id is safe."""
 
     code = "outcome_unknown"
+
+
+class Overloaded(Unavailable):
+    """As many requests are under way here as there may be: send fewer at a time."""
+
+    code = "overloaded"
+    http_status = 429
+
+
+class DemandUnmet(Unavailable):
+    """Fact `field`: the demand. The tokens so far, where there are some, are as demanded."""
+
+    code = "demand_unmet"
 
 
 class Unlabelled(Unavailable):

@@ -69,7 +69,7 @@ from rl_plane.record import (
 )
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 from rl_plane.update_steps import Call as Coordination
-from rl_plane.update_steps import Outcome, Prepared
+from rl_plane.update_steps import Fed, Members, Outcome, Prepared
 
 READY_POLL_S = 0.2
 LOST_RETRIES = 3
@@ -98,6 +98,7 @@ class Fleet:
             "resume": self._resume,
             "update_weights": self._update,
             "prepare_weights_update": self._prepare,
+            "feed_weights_update": self._feed,
             "complete_weights_update": self._complete,
             "abort_weights_update": self._abort,
             "load_lora_adapter": self._load_lora,
@@ -453,8 +454,13 @@ class Fleet:
         snapshot = await self._whole_fleet(call)
         body = ops.UpdateWeights.model_validate(call.body)
         _check_name(body.target, snapshot)
+        asked = request_hash(body.model_dump())
+        if body.fed and body.transport is not None:  # a group with ranks that are not there any more is no use
+            ranks = sum(int(member.info["world_size"]) for member in snapshot)
+            transport = body.transport.model_copy(update={"fleet_ranks": ranks})
+            body = body.model_copy(update={"transport": transport})
         async with self.client.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
+            journal = self._journal(call, held, body.model_dump(), asked)
             if call.may_repeat and (entry := await journal.first_answer()) is not None:
                 raise ended(entry)
             start = time.monotonic()
@@ -466,10 +472,7 @@ class Fleet:
                 await journal.failed(error)
                 raise
             assert isinstance(prepared, Prepared)
-            rows = [
-                {"instance_id": key, "incarnation": incarnation, "status": "ok"}
-                for key, incarnation in sorted(prepared.ready.items())
-            ]
+            rows = _rows_of(prepared.ready)
             await journal.prepared(rows, prepared.digest or None, time.monotonic() - start)
         return {
             **head(call, call.view.snapshot()),
@@ -478,6 +481,28 @@ class Fleet:
             "digest": prepared.digest or None,
             "workers": rows,
             "excluded": prepared.excluded,
+        }
+
+    async def _feed(self, call: Call) -> dict[str, Any]:
+        part = ops.Part.model_validate({key: call.body[key] for key in ops.Part.model_fields if key in call.body})
+        snapshot, update_id = await self._whole_fleet(call), call.body.get("update_id")
+        async with self.client.lock(call.view) as held:
+            journal = await self._prepared_journal(call, held, await self._session(call, update_id))
+            asked_for = Coordination("feed", update_id or "", part=part)
+            try:
+                fed = await Coordinator(self.client, call.view, held, journal).run(asked_for)
+            except PlaneError as error:
+                if journal is not None and not isinstance(error, Locked):
+                    await journal.failed(error)
+                raise
+        assert isinstance(fed, Fed)
+        return {
+            **head(call, snapshot),
+            "update_id": fed.session.update_id,
+            "missing": fed.missing,
+            "tensors": len(part.names),
+            "bytes": sum(spec.nbytes for spec in part.specs),
+            "workers": _rows_of(fed.session.prepared),
         }
 
     async def _complete(self, call: Call) -> dict[str, Any]:
@@ -500,7 +525,9 @@ class Fleet:
                     fix="send what the manifest lists, or abort_weights_update",
                 )
             journal = await self._prepared_journal(call, held, session)
-            asked_for = Coordination("complete", update_id or "", digest=call.body.get("digest"))
+            asked_for = Coordination(
+                "complete", update_id or "", digest=call.body.get("digest"), version=call.body.get("version")
+            )
             try:
                 reply = await self._committed(call, held, journal, asked_for)
             except PlaneError as error:
@@ -581,6 +608,10 @@ class Fleet:
         view = await self.client.view()
         async with self.client.lock(view, 0.0) as held:
             await Coordinator(self.client, view, held).run(Coordination("finish", ""))
+
+
+def _rows_of(ready: Members) -> list[dict[str, Any]]:
+    return [{"instance_id": key, "incarnation": one, "status": "ok"} for key, one in sorted(ready.items())]
 
 
 def _with_buckets(reply: dict[str, Any], pushed: int | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ fleet subject, the command line and docs/reference.md derive from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, create_model, field_validator
@@ -76,7 +77,13 @@ class UpdateId(ops.Body):
     """As `prepare_weights_update` gave it; None: the one that is prepared."""
 
 
+class FeedWeights(ops.Part, UpdateId):
+    """Of an update that was prepared with `transport: {backend, group, fed: true}`."""
+
+
 class CompleteUpdate(UpdateId):
+    version: str | None = Field(None, min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
+    """Its label, for a trainer that names it only now."""
     digest: str | None = Field(None, pattern=ops.DIGEST)
     """What was sent, for a trainer that knows it only now."""
     num_buckets: int | None = Field(None, ge=0)
@@ -89,18 +96,27 @@ class FleetOp:
     method: Literal["GET", "POST"]
     path: str
     """Beneath /v1/rl/."""
-    request: type[Select]
     doc: str
     own: type[BaseModel]
     """The op's own fields, without the selection."""
+
+    @property
+    def request(self) -> type[Select]:
+        return _request(self.name, self.own)
+
+
+@cache
+def _request(name: str, own: type[BaseModel]) -> type[Select]:
+    """Made when it is needed: all of them take longer than the rest of the import."""
+    make: Any = create_model  # its own types allow only bases of one type
+    made: type[Select] = make(f"{name.title().replace('_', '')}Call", __base__=(Select, own))
+    return made
 
 
 def _fleet_op(
     name: str, own: type[BaseModel], doc: str, method: Literal["GET", "POST"] = "POST", path: str = ""
 ) -> FleetOp:
-    title = f"{name.title().replace('_', '')}Call"
-    make: Any = create_model  # its own types allow only bases of one type
-    return FleetOp(name, method, path or name, make(title, __base__=(Select, own)), doc, own)
+    return FleetOp(name, method, path or name, doc, own)
 
 
 FLEET_OPS: dict[str, FleetOp] = {
@@ -125,6 +141,11 @@ FLEET_OPS: dict[str, FleetOp] = {
             ops.UpdateWeights,
             "Stage and verify, or listen for what is pushed; generation goes on.",
         ),
+        _fleet_op(
+            "feed_weights_update",
+            FeedWeights,
+            "Receive what the trainer broadcasts now, everywhere.",
+        ),
         _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
         _fleet_op(
@@ -144,6 +165,7 @@ ONE_COMPONENT = frozenset(
     {
         "update_weights",
         "prepare_weights_update",
+        "feed_weights_update",
         "complete_weights_update",
         "abort_weights_update",
         "load_lora_adapter",

@@ -18,6 +18,9 @@ from rl_plane.rows import WorkerRow
 from rl_plane.update_steps import Outcome
 from rl_plane.view import MembershipView
 
+MAX_OFFSET = 1 << 16
+"""Ranks of a trainer's own in a group."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -122,13 +125,25 @@ def change_error(call: Call, op: str, out: FanOut) -> PlaneError:
 
 def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
     """The places in a group of the trainer, rank 0, and every rank of these workers: refused before anybody joins
-    if the caller counts otherwise."""
-    offsets, size = {}, 1
+    if the caller counts otherwise. A trainer that forms the group by itself (`form: torch`) says how many ranks of its
+    own come first."""
+    own, base = body.get("form") == "torch", 1
+    if own:
+        base = body.get("rank_offset", 1)
+        if type(base) is not int or not 1 <= base <= MAX_OFFSET:
+            raise InvalidRequest(
+                f"rank_offset is {base!r}", field="rank_offset", fix="the trainer's ranks, 1 or more"
+            )
+        if "world_size" not in body:
+            raise InvalidRequest(
+                "a trainer's own group has a size", field="world_size", fix="say the world_size that it waits for"
+            )
+    offsets, size = {}, base
     for member in sorted(snapshot, key=lambda each: each.instance_id):
         offsets[member.instance_id] = size
         size += int(member.info["world_size"])
-    for name in ("rank_offset", "rank_offsets"):
-        if name in body:
+    for name in ("rank_offset", "rank_offsets", "fleet_ranks"):
+        if name in body and not (own and name == "rank_offset"):
             raise InvalidRequest(
                 f"{name}: each worker's place follows from the fleet", field=name, fix="leave it out"
             )
@@ -136,11 +151,12 @@ def group_places(snapshot: Snapshot, body: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(
             f"world_size is {body['world_size']!r}; the trainer and the ranks of {len(offsets)} workers are {size}",
             field="world_size",
-            fix=f"say {size}, or leave it out",
+            fix=f"say {size}" + ("" if own else ", or leave it out"),
             epoch=snapshot.epoch,
             fingerprint=snapshot.fingerprint,
         )
-    return {"world_size": size, "rank_offsets": offsets}
+    ranks = {"rank_offset": base, "fleet_ranks": size - base} if own else {}
+    return {"world_size": size, "rank_offsets": offsets, **ranks}
 
 
 def join(names: Sequence[str], replies: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any, Literal, Self, TypedDict, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.generation import MAX_PROMPT_TOKENS, TokenId
+from rl_plane.generation import MAX_PROMPT_TOKENS, Rendering, TokenId
 from rl_plane.record import DecisionRecord, Encoding, PauseMode, Source
-from rl_plane.versions import VersionReply
+from rl_plane.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, checked_name
 
 DEFAULT_PAUSE_LEASE_S = 600.0
 """Longer than an update of a large model takes, short enough that a dead trainer costs one coffee break."""
@@ -29,13 +29,36 @@ PUSHED = frozenset({"gloo", "nccl"})
 """Transports whose sender waits for its receivers: `prepare_weights_update` only makes them listen, and
 `complete_weights_update` waits for what they have received."""
 
+FEED_TIMEOUT_S = 300.0
+"""Of one part of a fed update: so long nobody waits for a trainer that has announced it."""
+MAX_FED_TENSORS = 1 << 18
+"""Twice the tensors of the largest public checkpoints."""
+DEFAULT_PACKED_BYTES = 1 << 30
+"""As vLLM packs."""
+MAX_FED_BYTES = 1 << 40
+
+FED_DTYPES = {
+    **{name: name for name in DTYPE_BYTES},
+    "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16", "half": "F16",
+    "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "long": "I64", "int32": "I32", "int": "I32", "int16": "I16", "short": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""As trainers say them → as safetensors does."""
+
 PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 
 
 class Body(BaseModel):
     """Unknown fields, NaN and infinities are refused."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+        defer_build=True,  # most processes need few of them, and a worker is slow enough to start
+    )
 
 
 class Empty(Body):
@@ -91,6 +114,11 @@ class StateReply(TypedDict):
     loras: list[str]
     running: int
     waiting: int
+    """Without a token yet."""
+    running_tokens: int
+    """Prompts of the running requests, and what was made after them."""
+    waiting_tokens: int
+    """Prompts that are still to be computed."""
     fence: int
     """The highest seen."""
     draining: bool
@@ -188,7 +216,7 @@ class FlushReply(TypedDict):
 
 class AbortRequests(Body):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """None: all."""
+    """The replies' ids, each with all its choices, or a choice's own (`<id>-<index>`). None: all."""
 
 
 class AbortedReply(TypedDict):
@@ -225,6 +253,8 @@ class InitTransport(Transport):
 
 class DestroyTransport(Body):
     backend: str = Field(min_length=1, max_length=64)
+    group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
+    """Of several that a trainer has formed by itself, only this one."""
 
 
 class Prepare(Body):
@@ -265,6 +295,76 @@ class PreparedReply(TypedDict):
     tensors: int
     bytes: int
     refetchable: bool
+
+
+class Part(Body):
+    """Tensors of a fed update that the trainer broadcasts now, from rank 0 of its group, in this order."""
+
+    names: list[str] = Field(max_length=MAX_FED_TENSORS)
+    dtypes: list[str]
+    """As torch calls them (`bfloat16`) or safetensors (`BF16`)."""
+    shapes: list[list[int]]
+    layout: Literal["each", "flat", "packed"] = "each"
+    """`each`: a broadcast for each tensor. `flat`: one, of all their bytes one after another. `packed`: likewise, and a
+    new one after each that is larger than `bucket_bytes`."""
+    bucket_bytes: int = Field(DEFAULT_PACKED_BYTES, gt=0, le=MAX_FED_BYTES)
+    """Of layout `packed`."""
+    group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
+    """In which they are broadcast; None: the one that the update was prepared with."""
+    timeout_s: float = Field(FEED_TIMEOUT_S, gt=0, le=FEED_TIMEOUT_S)
+    """Until every rank has them."""
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(FED_DTYPES[dtype.removeprefix("torch.")], tuple(shape))
+            for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        ]
+
+    @model_validator(mode="after")
+    def _described(self) -> Self:
+        for field in ("dtypes", "shapes"):
+            if len(getattr(self, field)) != len(self.names):
+                raise InvalidRequest(
+                    f"there are {len(self.names)} names and {len(getattr(self, field))} {field}",
+                    field=field,
+                    fix="give one for each name",
+                )
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            if not checked_name(name):
+                raise InvalidRequest(f"no tensor may be called {name[:100]!r}", field="names", fix="see the model")
+            if dtype.removeprefix("torch.") not in FED_DTYPES:
+                raise InvalidRequest(
+                    f"{name} is said to be {dtype[:50]!r}",
+                    field="dtypes",
+                    fix=f"one of {', '.join(sorted(FED_DTYPES))}",
+                )
+            if len(shape) > MAX_RANK or not all(0 <= side < 1 << 40 for side in shape):
+                raise InvalidRequest(
+                    f"{name} can't have the shape {shape}", field="shapes", fix="its sides, none negative"
+                )
+        if len(set(self.names)) != len(self.names):
+            raise InvalidRequest("a name is given twice", field="names", fix="name each tensor once")
+        if sum(spec.nbytes for spec in self.specs) > MAX_FED_BYTES:
+            raise InvalidRequest(
+                f"they are more than {MAX_FED_BYTES} bytes", field="shapes", fix="are the shapes right?"
+            )
+        return self
+
+
+class FeedUpdate(Part):
+    update_id: str = Field(min_length=1, max_length=128)
+    last: bool = False
+    """No more will come: what is missing is an error."""
+
+
+class FedReply(TypedDict):
+    """Every rank has staged them."""
+
+    tensors: int
+    bytes: int
+    missing: int
+    """Tensors that the model needs and that have not come yet."""
 
 
 class FollowRecord(Body):
@@ -411,6 +511,22 @@ def _check_delta(update: _Update) -> None:
         )
 
 
+def _check_fed(update: _Update) -> None:
+    """A trainer's own calls bring the tensors of a full checkpoint, into staging."""
+    wrong = {
+        "target": update.target.kind != "base",
+        "encoding": update.encoding != "full",
+        "policy.staging": update.policy.staging != "host",
+    }
+    for field, is_wrong in wrong.items():
+        if is_wrong:
+            raise InvalidRequest(
+                "an update whose tensors are announced part by part is a full one, of the base, and staged",
+                field=field,
+                fix="leave it out, or send a manifest",
+            )
+
+
 def _check_digests(update: _Update | Prepare) -> None:
     """A delta has both, anything else no `base`."""
     if update.encoding == "full":
@@ -443,11 +559,19 @@ class UpdateWeights(_Update):
     @model_validator(mode="after")
     def _source(self) -> Self:
         check_source(self.target, self.transport)
+        if self.fed:
+            _check_fed(self)
         return self
 
     @property
     def pushed(self) -> bool:
         return self.transport is not None and self.transport.backend in PUSHED
+
+    @property
+    def fed(self) -> bool:
+        """Its tensors are announced part by part."""
+        extra = self.transport.model_extra if self.transport is not None else None
+        return self.pushed and bool((extra or {}).get("fed"))
 
 
 class Rollback(Body):
@@ -523,6 +647,20 @@ class Tokenize(Body):
     """The head of the next reply after the messages. None: yes, unless `continue_final_message`."""
     continue_final_message: bool = False
     """Leave the last message open."""
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """What else the chat template reads."""
+
+    @property
+    def rendering(self) -> Rendering:
+        return Rendering.of(
+            self.tools,
+            self.documents,
+            self.chat_template_kwargs,
+            self.add_generation_prompt,
+            self.continue_final_message,
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -530,14 +668,13 @@ class Tokenize(Body):
             raise InvalidRequest(
                 "one of prompt and messages is tokenized", field="prompt", fix="send one of the two"
             )
-        if self.add_generation_prompt and self.continue_final_message:
-            raise InvalidRequest(
-                "continue_final_message leaves the last message open, add_generation_prompt begins another",
-                field="continue_final_message",
-                fix="send one of the two",
-            )
-        of_messages = {"add_generation_prompt": self.add_generation_prompt is not None} | {
-            "continue_final_message": self.continue_final_message
+        assert self.rendering, "this checks it"
+        of_messages = {
+            "add_generation_prompt": self.add_generation_prompt is not None,
+            "continue_final_message": self.continue_final_message,
+            "tools": self.tools is not None,
+            "documents": self.documents is not None,
+            "chat_template_kwargs": self.chat_template_kwargs is not None,
         }
         misplaced = {"add_special_tokens": self.add_special_tokens} if self.prompt is None else of_messages
         for field, given in misplaced.items():
@@ -614,6 +751,14 @@ OPS: dict[str, Op] = {
         Op("abort_requests", AbortRequests, AbortedReply, True, ENGINE_S, doc="End requests now."),
         Op("init_transport", InitTransport, DoneReply, True, 300.0, doc="Set up a weight transport."),
         Op("destroy_transport", DestroyTransport, DoneReply, True, ENGINE_S, doc="Take it down."),
+        Op(
+            "feed_update",
+            FeedUpdate,
+            FedReply,
+            True,
+            FEED_TIMEOUT_S + ENGINE_S,
+            doc="Receive tensors that come now.",
+        ),
         Op("arm_update", Prepare, ArmedReply, True, 60.0, doc="Listen for weights that are pushed."),
         Op("prepare_update", Prepare, PreparedReply, True, 300.0, doc="Stage and verify weights."),
         Op("follow_record", FollowRecord, FollowedReply, True, QUICK_S, doc="Learn a decision."),

@@ -140,7 +140,7 @@ def _shown_shape(shape: list[int]) -> str:
 
 
 class SafetensorsFile:
-    """A checked file, open for reading from any one thread. Owns the descriptor it is given, on failure too."""
+    """A checked file, open for reading from any threads. Owns the descriptor it is given, on failure too."""
 
     def __init__(self, descriptor: int, name: str, *, field: str = "transport.path") -> None:
         """`name`: for messages. `field`: the part of the request that chose this file."""
@@ -148,7 +148,8 @@ class SafetensorsFile:
         self.field = field
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._reading = False
+        self._reads = 0
+        """Under way."""
         self._closed = False
         try:
             status = os.fstat(descriptor)
@@ -197,15 +198,15 @@ class SafetensorsFile:
         with self._lock:
             if self._closed:
                 raise EngineFailed(f"{self.name!r} was closed while it was read")
-            self._reading = True
+            self._reads += 1
         try:
             return os.preadv(self._descriptor, [view], offset)
         except OSError as error:
             raise unreadable(self.name, error) from error
         finally:
             with self._lock:
-                self._reading = False
-                if self._closed:
+                self._reads -= 1
+                if self._closed and not self._reads:
                     os.close(self._descriptor)
 
     def chunks(self, tensor: StoredTensor, buffer: memoryview) -> Iterator[memoryview]:
@@ -225,12 +226,12 @@ class SafetensorsFile:
             raise self._refusal("changed while read", "don't write to a published file: publish another one")
 
     def close(self) -> None:
-        """From any thread, twice included. A read under way ends first, so that its descriptor isn't reused."""
+        """From any thread, twice included. Reads under way end first, so that their descriptor isn't reused."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if not self._reading:
+            if not self._reads:
                 os.close(self._descriptor)
 
     def _refusal(self, what: str, fix: str) -> InvalidWeights:

@@ -277,6 +277,10 @@ class CallBounds:
         return call_bound_s(op, {**body, "policy": policy})
 
 
+WORKER_OPS = {"enable": "set_admission", "disable": "set_admission", "feed_weights_update": "feed_update"}
+"""Those that are not called as the fleet's."""
+
+
 def call_bound_s(op: str, body: dict[str, Any]) -> float:
     """Seconds after which something is wrong: the sum of what the call may wait for, one by one."""
     wait_s = _number(body.get("wait_s"), DEFAULT_WAIT_S) + DEFAULT_LOCK_WAIT_S + MARGIN_S
@@ -291,7 +295,7 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
         )
     if op not in FLEET_OPS:
         return wait_s
-    worker_op = {"enable": "set_admission", "disable": "set_admission"}.get(op, op)
+    worker_op = WORKER_OPS.get(op, op)
     spec_s = op_named(worker_op).timeout_s if worker_op in OPS else 60.0
     return wait_s + spec_s * (1 + LOST_RETRIES)
 

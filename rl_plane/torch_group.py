@@ -3,7 +3,8 @@
 It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
 and is formed anew over whoever is there. gloo can't take back what was posted, and does not always tell of a death: so
 each rank holds a connection to the trainer, by which whoever gives up says why, and which the kernel cuts when a
-process ends.
+process ends. A trainer that forms its group by itself, as torch does (`form: torch`), has no such connections: there a
+rank holds one to the trainer's store, on which nothing is said.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 60.0
 """To form a group: its ranks come within a second or two, unless one has died or stands still."""
+JOIN_TORCH_S = 120.0
+"""To a trainer's own group: it is told of the workers first, and comes when it has gathered its own ranks."""
 RECEIVE_TIMEOUT_S = 300.0
 """Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
 CONNECT_TIMEOUT_S = 5.0
 """To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
 from the group's: each asks a name server, which may be slow."""
+CONNECT_AGAIN_S = 0.1
+"""Between two tries to reach a trainer that does not listen yet."""
 LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
 WATCH_S = 1.0
@@ -70,7 +75,7 @@ class Place:
 
     backend: str
     group: str
-    """Never used before: each forming has a name of its own."""
+    """Of form `plane`, never used before: each forming has a name of its own."""
     master_address: str
     master_port: int
     world_size: int
@@ -80,6 +85,10 @@ class Place:
     """Where the trainer's Lifelines listen; None: there are none."""
     device: str | None = None
     """Where nccl's buckets are; None: in host memory."""
+    form: Literal["plane", "torch"] = "plane"
+    """`torch`: as `init_process_group("tcp://…", group_name=…)` makes one on the trainer's side."""
+    fleet_ranks: int | None = None
+    """Of form `torch`: so many of its ranks are the fleet's."""
 
     @classmethod
     def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
@@ -111,6 +120,15 @@ class Place:
                 fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
             )
         lifeline = None if config.get("lifeline_port") is None else _number(config, "lifeline_port", 1, 65_535)
+        form = config.get("form", "plane")
+        if form not in ("plane", "torch"):
+            raise InvalidRequest(
+                f"form is {form!r}", field="form", fix="plane, or torch for a trainer's own group"
+            )
+        if form == "torch" and lifeline is not None:
+            raise InvalidRequest(
+                "a group of form torch has no lifelines", field="lifeline_port", fix="leave it out, or the form"
+            )
         return cls(
             backend,
             config["group"],
@@ -121,6 +139,8 @@ class Place:
             float(timeout_s),
             lifeline,
             device,
+            form,
+            None if form == "plane" else _number(config, "fleet_ranks", 1, world_size - 1),
         )
 
 
@@ -138,6 +158,7 @@ class Lifelines:
     def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
         self._listener = listener
         self._lines = list(lines)
+        self._says = True
         self._strangers: dict[socket.socket, float] = {}
         """Line that has not said who it is → when it is closed."""
         self._selector = selectors.DefaultSelector()
@@ -161,7 +182,12 @@ class Lifelines:
         return cls(listener)
 
     @classmethod
-    def of_rank(cls, place: Place) -> Lifelines | None:
+    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> Lifelines | None:
+        """`timeout_s`: for a trainer of form torch, which may not listen yet."""
+        if place.form == "torch":
+            lines = cls(None, _connected_within((place.master_address, place.master_port), timeout_s))
+            lines._says = False  # its store would take it for a request
+            return lines
         if place.lifeline_port is None:
             return None
         address = (place.master_address, place.lifeline_port)
@@ -178,11 +204,11 @@ class Lifelines:
         assert self._listener is not None, "the trainer's"
         return int(self._listener.getsockname()[1])
 
-    def watch(self, group: str, ended: Callable[[], object]) -> str:
+    def watch(self, group: str, ended: Callable[[], object], look_s: float = WATCH_S) -> str:
         """Blocks until somebody has given up or died, and says why; or until it has `ended`, here."""
         listener = self._listener
         while not ended():
-            for key, _ in self._selector.select(WATCH_S):
+            for key, _ in self._selector.select(look_s):
                 line: Any = key.fileobj
                 if listener is not None and line is listener:
                     self._accept(listener)
@@ -234,7 +260,8 @@ class Lifelines:
         """Tells the other side, and ends `watch`."""
         for line in list(self._lines):
             with contextlib.suppress(OSError):
-                line.send(why.encode()[:MAX_REASON_BYTES])
+                if self._says:
+                    line.send(why.encode()[:MAX_REASON_BYTES])
                 line.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -258,9 +285,12 @@ class Group:
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
         self._lanes: list[torch.Tensor] = []
-        self._lifelines = Lifelines.of_rank(place) if lifelines is None else lifelines
+        self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
-            self._form(place, join_timeout_s)
+            if place.form == "torch" and self._lifelines is not None:
+                self._form_while_there(place, join_timeout_s, self._lifelines)
+            else:
+                self._form(place, join_timeout_s)
         except BaseException:
             if self._lifelines is not None:
                 self._lifelines.close()
@@ -268,11 +298,33 @@ class Group:
         if self._lifelines is not None:
             self._start(self._watch)
 
+    def _form_while_there(self, place: Place, join_timeout_s: float, lifelines: Lifelines) -> None:
+        """torch tries for the whole time to reach a trainer that has died meanwhile; nobody waits for that here."""
+        errors: list[Exception] = []
+
+        def form() -> None:
+            try:
+                self._form(place, join_timeout_s)
+            except Exception as error:
+                errors.append(error)
+                return
+            if self.why_dropped:
+                self._bury()  # nobody waits for it any more
+
+        thread = threading.Thread(target=form, name="weight group", daemon=True)
+        thread.start()
+        why = lifelines.watch(place.group, lambda: not thread.is_alive(), LOOK_S)
+        if thread.is_alive():
+            self.why_dropped = why
+            raise self._broke()
+        if errors:
+            raise errors[0]
+
     def _form(self, place: Place, join_timeout_s: float) -> None:
         self._device = None if place.device is None else import_torch().device(place.device)
         try:
             self._store = connect_store(place, join_timeout_s)
-            if place.rank:
+            if place.rank and place.form == "plane":
                 self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
             self._torch_group: Any = _make(place, self._store, join_timeout_s)
         except RuntimeError as error:
@@ -518,6 +570,12 @@ def connect_store(place: Place, timeout_s: float) -> Any:
     """The group's own part of the trainer's store."""
     dist = import_torch().distributed
     address = (place.master_address, place.master_port)
+    if place.form == "torch":
+        # As torch's own rendezvous and `_new_process_group_helper` make it, which wait for all and prefix twice.
+        store = dist.TCPStore(*address, place.world_size, False, timedelta(seconds=timeout_s))
+        for prefix in (place.group, f"{place.group}/", "cpu/" if place.backend == "gloo" else "cuda/"):
+            store = dist.PrefixStore(prefix, store)
+        return store
     _connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
@@ -533,6 +591,18 @@ def _connected(address: tuple[str, int], field: str, what: str) -> socket.socket
             fix="let the trainer's sender listen first, at an address that the workers reach",
         ) from error
     return connection
+
+
+def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    """To a trainer that is told of the workers before it listens."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connected(address, "master_port", "the trainer's store does not answer")
+        except InvalidRequest:
+            if time.monotonic() > until:
+                raise
+        time.sleep(CONNECT_AGAIN_S)
 
 
 def _first_line(error: Exception) -> str:

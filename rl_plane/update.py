@@ -45,7 +45,7 @@ from rl_plane.judge import (
     still_there,
     too_few,
 )
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdatePolicy, UpdateWeights
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, Part, UpdatePolicy, UpdateWeights
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
@@ -63,6 +63,7 @@ from rl_plane.update_steps import (
     End,
     Event,
     Failed,
+    Fed,
     Instruction,
     Members,
     Note,
@@ -95,9 +96,18 @@ SHOWN = 3
 END_ROLL_TRIES = 3
 """Each waits until NATS is back; it may go away again at once."""
 
+FEED_MARGIN_S = 5.0
+"""Beyond a part's own time: a worker that gives up says so."""
+NOTHING_MORE = Part(names=[], dtypes=[], shapes=[])
+
 NOBODY = Prepared("", {}, [], refetchable=True)
 
 Steps = Generator[Instruction, Any, Result]
+
+
+def _idle_s(body: UpdateWeights) -> float:
+    """How long an update waits for its trainer's next call."""
+    return SESSION_IDLE_S + (body.policy.prepare_timeout_s if body.pushed else 0.0)
 
 
 @contextmanager
@@ -126,6 +136,7 @@ class UpdateMachine:
         kinds: dict[str, Callable[[], Steps]] = {
             "update": self._update,
             "prepare": self._prepare_only,
+            "feed": self._feed,
             "complete": self._complete,
             "abort": self._abort_only,
             "finish": self._finish,
@@ -151,6 +162,12 @@ class UpdateMachine:
     def _update(self) -> Steps:
         """A whole update in one call."""
         body = self._body()
+        if body.fed:
+            raise InvalidRequest(
+                "what comes part by part takes several calls",
+                field="transport.fed",
+                fix="prepare_weights_update, feed_weights_update for each part, complete_weights_update",
+            )
         _, base, outcome = yield from self._survey()
         if base.update_id == self.call.update_id:  # asked again, after its coordinator died
             return outcome or Outcome(base.made)
@@ -187,7 +204,6 @@ class UpdateMachine:
         except PlaneError:
             yield from self._abort(self.call.update_id)
             raise
-        idle_s = SESSION_IDLE_S + (body.policy.prepare_timeout_s if body.pushed else 0.0)
         session = UpdateSession(
             self.call.update_id,
             label_of(base, body),
@@ -195,7 +211,7 @@ class UpdateMachine:
             prepared.digest,
             prepared.refetchable,
             prepared.ready,
-            self._now + idle_s,
+            self._now + _idle_s(body),
         )
         try:
             yield Note("session", session=session)
@@ -204,6 +220,58 @@ class UpdateMachine:
             raise
         return replace(prepared, session=session)
 
+    def _feed(self) -> Steps:
+        """Tensors of a prepared update, which its trainer broadcasts now. Whatever goes wrong ends the update: what is
+        on its way can't be taken back, and nobody sends it twice."""
+        assert self.call.part is not None
+        session, base, _ = yield from self._survey()
+        if self._is_decided(session, base):
+            raise self._committed(base, "prepare the next one")
+        session = self._expected(session)
+        body = UpdateWeights.model_validate(session.body)
+        if not body.fed:
+            raise InvalidRequest(
+                f"the update {session.update_id!r} was not prepared to be fed",
+                field="update_id",
+                fix="prepare it with transport {backend, group, fed: true}",
+            )
+        try:
+            self._check_armed(session, body)
+            missing = yield from self._ask_to_take(session, self.call.part, last=False)
+            session = replace(session, expires_at=self._now + _idle_s(body))
+            yield Note("session", session=session)
+        except PlaneError:
+            yield from self._give_up(session.update_id)
+            raise
+        return Fed(session, missing)
+
+    def _check_armed(self, session: UpdateSession, body: UpdateWeights) -> None:
+        """Are all there still that wait for the same broadcasts?"""
+        if not session.live(self._now):
+            raise UpdateAborted("the update was silent for too long", fix="prepare it again")
+        if len(still_there(session.prepared, self._members)) < len(session.prepared):
+            raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+        if body.policy.on_prepare_failure == "abort":
+            self._refuse_joiners(session)
+
+    def _ask_to_take(self, session: UpdateSession, part: Part, *, last: bool) -> Generator[Instruction, Any, int]:
+        """How many tensors are missing yet."""
+        request = {**part.model_dump(include=set(Part.model_fields)), "update_id": session.update_id, "last": last}
+        answered: Answered = yield Ask(
+            "feed",
+            "feed_update",
+            request,
+            list(session.prepared),
+            part.timeout_s + FEED_MARGIN_S,
+            together=session.update_id,
+        )
+        asked = {row.instance_id for row in answered.rows}
+        left = [left_row(key, one) for key, one in session.prepared.items() if key not in asked]
+        rows = [*answered.rows, *left]
+        with _telling_of(rows):
+            judge_armed(rows)
+        return max(int(row.body["missing"]) for row in rows)
+
     def _complete(self) -> Steps:
         """The second half: decides and commits what was prepared. What is pushed is waited for first."""
         session, base, outcome = yield from self._survey()
@@ -211,6 +279,8 @@ class UpdateMachine:
             return outcome or Outcome(base.made)
         session = self._expected(session)
         body = UpdateWeights.model_validate(session.body)
+        if self.call.version is not None:
+            body = body.model_copy(update={"version": self.call.version})
         before = self._before(base, body)
         ready = still_there(session.prepared, self._members)
         try:
@@ -227,6 +297,8 @@ class UpdateMachine:
                 all_or_none = body.policy.on_prepare_failure == "abort"
                 if all_or_none:
                     self._refuse_joiners(session)
+                if body.fed:
+                    yield from self._ask_to_take(session, NOTHING_MORE, last=True)
                 rows = yield from self._ask_to_prepare(
                     "prepare_update", session.update_id, session.label, body, ready, before
                 )
@@ -374,7 +446,7 @@ class UpdateMachine:
     def _goes_on_with(self, session: UpdateSession) -> bool:
         if self.call.kind == "prepare":
             return session.update_id == self.call.update_id
-        return self.call.kind in ("complete", "abort")
+        return self.call.kind in ("feed", "complete", "abort")
 
     def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
         """Stages on every member; on failure the error tells of each worker."""

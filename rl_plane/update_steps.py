@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
-from rl_plane.ops import UpdateWeights
+from rl_plane.ops import Part, UpdateWeights
 from rl_plane.record import DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
@@ -21,6 +21,7 @@ Phase = Literal[
     "restore",  # write back a decision that the store has lost
     "begin",  # tell the history
     "prepare",  # stage and verify, everywhere
+    "feed",  # receive tensors that the trainer sends now
     "recheck",  # is the fleet still the one that the caller pinned?
     "abort",  # drop it again
     "session",  # note that it waits for another call, or that this wait is over
@@ -55,6 +56,8 @@ class Ask:
     body: Mapping[str, Any]
     workers: Sequence[str]
     timeout_s: float | None = None
+    together: str | None = None
+    """An update: the first that fails ends it on all the others, which wait for what will not come any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +213,23 @@ class Outcome:
     excluded: Sequence[str] = ()
 
 
-Result = Outcome | Prepared | UpdateSession
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A part that every rank has staged."""
+
+    session: UpdateSession
+    missing: int
+    """Tensors that are still to come."""
+
+
+Result = Outcome | Prepared | Fed | UpdateSession
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is asked of a coordinator."""
 
-    kind: Literal["update", "prepare", "complete", "abort", "finish", "new_run"]
+    kind: Literal["update", "prepare", "feed", "complete", "abort", "finish", "new_run"]
     """`finish`: only what a dead coordinator has left."""
     update_id: str
     body: UpdateWeights | None = None
@@ -225,5 +237,9 @@ class Call:
     """The fleet that the caller pinned: abort if it is another one after preparing."""
     digest: str | None = None
     """To complete an update: what the caller says was sent."""
+    version: str | None = None
+    """To complete an update: the label, where it is given only now."""
+    part: Part | None = None
+    """To feed an update."""
     before: Source | None = None
     """To go back to a version that was sent as a delta: the source of the one that it changed."""

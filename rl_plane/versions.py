@@ -80,6 +80,8 @@ class HostTensor:
     data: memoryview  # spec.nbytes raw little-endian bytes, row-major
     owned: bool = False
     """Nobody else uses this memory: whoever takes the tensor may keep it. Else it is only lent."""
+    digest: str | None = None
+    """Of `data`, where it was made of the same memory just now, as `tensor_digest` makes it; None: not yet."""
 
 
 def tensor_digest(data: memoryview) -> str:

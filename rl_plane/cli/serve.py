@@ -14,6 +14,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import note, say_ready
+from rl_plane.cli.settings import NO_DIALECT, BadSetting
 from rl_plane.errors import BusUnreachable
 from rl_plane.nats_server import NatsServer
 
@@ -32,7 +33,7 @@ ENGINE = (
     "drain_s",
 )
 WORKER = (*BUS, "engine", *ENGINE, "instance_id", "copies", "log_level", "json")
-LISTENERS = ("host", "rl_port", "http_port", "admin_key", "api_key", "insecure", "liveness_timeout_s")
+LISTENERS = ("host", "rl_port", "http_port", "admin_key", "api_key", "insecure", "dialects", "liveness_timeout_s")
 FRONTEND = (*BUS, *LISTENERS, "log_level", "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -120,6 +121,10 @@ def run_frontend(command: Command) -> int:
     from frontend.options import FrontendOptions
     from frontend.process import serve
 
+    if NO_DIALECT in values["dialects"]:
+        if len(values["dialects"]) > 1:
+            raise BadSetting("none beside a dialect", field="--dialects", fix="name dialects, or none alone")
+        values["dialects"] = ()
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
         **_picked(values, f"namespace component {' '.join(LISTENERS)}"),

@@ -24,6 +24,8 @@ DEFAULT_URL = "http://127.0.0.1:8002"
 DEFAULT_NATS_PORT = 4222
 START_TIMEOUT_S = 600.0
 """A large model takes minutes to load; longer is a fault."""
+DIALECTS = ("vllm", "sglang", "prime-rl")
+NO_DIALECT = "none"
 MAX_COUNT = 10_000
 """The largest fleet that was measured."""
 
@@ -140,6 +142,15 @@ SETTINGS: dict[str, Setting] = {
         Setting("admin_key", "the key of /v1/rl/*: better set in the environment", parse.key, secret=True),
         Setting("api_key", "the generation API's key: better set in the environment", parse.key, secret=True),
         Setting("insecure", "listen beyond loopback without a key", None, False),
+        Setting(
+            "dialects",
+            "trainers' own HTTP dialects, spoken on the port of /v1/rl/*: some of vllm, sglang and prime-rl, comma "
+            "separated, or none [all]",
+            parse.one_of(*DIALECTS, NO_DIALECT),
+            DIALECTS,
+            separator=",",
+            metavar="NAMES",
+        ),
         Setting(
             "liveness_timeout_s",
             "how long an engine's round trip may take",

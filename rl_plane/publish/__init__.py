@@ -3,7 +3,8 @@
 torch is needed only for sources that are made of torch tensors; it is imported when one is used.
 """
 
-from rl_plane.publish.publisher import Progress, Publication, WeightPublisher
+from rl_plane.publish.publication import Progress, Publication
+from rl_plane.publish.publisher import WeightPublisher
 from rl_plane.publish.sources import (
     AdapterSource,
     DirectorySource,

@@ -1,0 +1,349 @@
+"""One version, on rank 0: the tensors out of the source, by the way's sender, into a committed update."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rl_plane.errors import Conflict, InvalidRequest, Locked, NotAtBase, PlaneError, StaleFence, Unavailable
+from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
+from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
+from rl_plane.publish.packing import Place, Tensor, fill
+from rl_plane.publish.publication import Publication
+from rl_plane.publish.sender import DeviceSender, KeepingSender, PushingSender, Sender
+from rl_plane.publish.sources import Source, Taken
+from rl_plane.publish.way import Way
+
+log = logging.getLogger("rl_plane.publish")
+
+ATTEMPTS = 3
+"""An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
+under its id."""
+AGAIN_S = 1.0
+
+T = TypeVar("T")
+
+
+class _SendFailed(Exception):
+    """The transport's failure: what the fleet answers says more."""
+
+
+class Attempt:
+    """One publication on rank 0: `read` brings the tensors out of the source, `end` waits for the fleet."""
+
+    def __init__(
+        self,
+        way: Way,
+        source: Source,
+        publication: Publication,
+        previous: Publication | None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`more`: fields of the update's body."""
+        self._more = more or {}
+        self._way = way
+        self._fleet = way.fleet
+        self._source = source
+        self._publication = publication
+        self._previous = previous
+        self._sender: Sender | None = None
+        self._update: Future[dict[str, Any]] | None = None
+        self._prepared = ""
+        """The update that a PushingSender's receivers listen for."""
+        self._body: dict[str, Any] = {}
+        self._manifest: Manifest | None = None
+        self._digests: dict[str, str] = {}
+        self._error: BaseException | None = None
+        self.committed = False
+        """Though it has failed."""
+
+    def read(self) -> None:
+        """Never raises: `end` tells. Whatever fails, a gather goes on to its end: the other ranks are in it."""
+        taken: Taken | None = None
+        late: PlaneError | None = None
+        try:
+            if self._previous is not None:
+                try:
+                    self._publication.wait_for(self._previous, self._way.told.bound_s())
+                except Locked as error:
+                    late = error
+            taken = self._source.take()
+            if late is not None:
+                raise late
+            self._send(taken)
+        except BaseException as error:
+            self._error = error
+            if self._source.collective and taken is not None:
+                drain(taken.tensors)
+        finally:
+            if taken is not None:
+                taken.close()
+            self._publication.tensors_were_read()
+
+    def _send(self, taken: Taken) -> None:
+        way, publication = self._way, self._publication
+        if not taken.specs:
+            raise _no_tensors()
+        self._body = {**way.told.body(publication.version), **self._more}
+        sender = self._sender = way.ready_sender()
+        if self._more.get("encoding") == "delta" and way.changes_sender:
+            raise NotAtBase(
+                "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
+            )
+        bucket_bytes = way.told.bucket_bytes
+        if bucket_bytes is None:
+            bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
+        manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
+        if isinstance(sender, DeviceSender):
+            sender.device = taken.device
+        self._body["transport"] = sender.open(manifest)
+        if isinstance(sender, PushingSender):
+            self._swap_if_loaded()
+            self._prepared = uuid.uuid4().hex
+            body = {**self._body, "fingerprint": sender.fingerprint}
+            self._run("prepare_weights_update", body, self._prepared)
+        elif sender.receivers_from == "open":
+            self._update = self._ask()
+        sizes = [bucket.nbytes for bucket in manifest.buckets]
+        publication.tell("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
+
+        def buffer(number: int) -> Place:
+            return _sent(lambda: sender.buffer(number))
+
+        for number in fill(manifest, taken.tensors, buffer, self._digests):
+            _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
+            publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+
+    @property
+    def interrupted(self) -> bool:
+        """By Ctrl-C, while it gathered."""
+        return self._error is not None and not isinstance(self._error, Exception)
+
+    def read_and_end(self) -> None:
+        self.read()
+        self.end()
+
+    def end(self) -> None:
+        try:
+            reply = self._committed()
+        except BaseException as error:
+            self._publication.end(error=_named(error))
+        else:
+            self._publication.end(reply)
+
+    def _committed(self) -> dict[str, Any]:
+        """The update's reply. The fleet's own error is told rather than the transport's, which it explains."""
+        try:
+            if self._error is None:
+                self._finish()
+        except BaseException as error:
+            self._error = error
+        try:
+            reply = self._answered()
+            self._keep()
+            return reply
+        except BaseException:
+            if self.committed:
+                self._keep()  # hardly anybody serves it yet, say: the others will fetch it
+            elif self._prepared:
+                self._withdraw()
+            raise
+        finally:
+            if self._sender is not None:
+                self._sender.close()  # ends the update, if it still runs
+            if self._update is not None:
+                self._update.exception()
+
+    def _withdraw(self) -> None:
+        """Nobody is to wait for what does not come any more, or to complete what was called a failure. Where it was
+        committed all the same, the fleet says so."""
+        try:
+            self._fleet.run("abort_weights_update", {"update_id": self._prepared})
+        except PlaneError as error:
+            log.info("%s: %s", self._publication.version, error)
+
+    def _was_committed(self) -> bool:
+        """Though the update has failed: does the fleet say so?"""
+        digest = self._body.get("digest")
+        if digest is None:
+            return False
+        try:
+            state = self._fleet.run("state", {})
+        except PlaneError:
+            return False
+        versions = [state["version"], *state["adapters"].values()]
+        return any(version is not None and version["digest"] == digest for version in versions)
+
+    def _keep(self) -> None:
+        """It is committed: what fails now is no failure of the publication."""
+        try:
+            if isinstance(self._sender, KeepingSender) and self._error is None:
+                if self._more.get("encoding") == "delta":
+                    self._sender.keep(onto_previous=True)
+                else:
+                    self._sender.keep(self._way.told.adapter)
+            self._way.committed()
+        except Exception:
+            log.exception("workers that come late can't fetch %s from here", self._publication.version)
+
+    def _answered(self) -> dict[str, Any]:
+        if self._error is not None and (self._update is None or not isinstance(self._error, _SendFailed)):
+            raise self._error.__cause__ or self._error if isinstance(self._error, _SendFailed) else self._error
+        assert self._update is not None
+        return self._update.result()
+
+    def _finish(self) -> None:
+        sender, manifest = self._sender, self._manifest
+        assert sender is not None
+        assert manifest is not None
+        _sent(lambda: sender.finish(self._digests))
+        self._publication.tell("committing")
+        if self._update is None:
+            self._body.setdefault("digest", manifest.digested(self._digests).digest)
+            self._update = self._ask()
+
+    def _ask(self) -> Future[dict[str, Any]]:
+        """The update, on a thread; a failure ends the sending."""
+        update: Future[dict[str, Any]] = Future()
+        sender = self._sender
+        assert sender is not None
+
+        def work() -> None:
+            try:
+                update.set_result(self._asked())
+            except BaseException as error:
+                self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
+                if not self.committed:
+                    sender.close()
+                update.set_exception(error)
+
+        on_thread(work)
+        return update
+
+    def _asked(self) -> dict[str, Any]:
+        if self._prepared:
+            assert self._manifest is not None
+            op, request_id = "complete_weights_update", ""
+            body = {"update_id": self._prepared, "num_buckets": len(self._manifest.buckets)}
+            body["digest"] = self._body["digest"]
+        else:
+            self._swap_if_loaded()
+            op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
+        return self._run(op, body, request_id)
+
+    def _run(self, op: str, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._fleet.run(op, body, request_id)
+            except (Unavailable, StaleFence):
+                if self._error is not None:
+                    raise
+                time.sleep(AGAIN_S)
+        return self._fleet.run(op, body, request_id)
+
+    def _swap_if_loaded(self) -> None:
+        target = self._body.get("target")
+        if target is not None and target["name"] in self._fleet.run("state", {})["adapters"]:
+            target["op"] = "swap"
+
+
+class AttemptByCopy(Attempt):
+    """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there."""
+
+    def __init__(
+        self, way: Way, source: Source, publication: Publication, previous: Publication | None, copy: HostCopy
+    ) -> None:
+        super().__init__(way, source, publication, previous)
+        self._copy = copy
+        self._change: Change | None = None
+
+    def _send(self, taken: Taken) -> None:
+        if not taken.specs:
+            raise _no_tensors()
+        self._change = self._copy.read(taken)
+
+    def _committed(self) -> dict[str, Any]:
+        if self._error is not None:
+            raise self._error
+        change = self._change
+        assert change is not None
+        try:
+            if change.deltas is not None and self._is_kept(change.base):
+                try:
+                    delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
+                    return self._sent(as_tensors(change.deltas), delta)
+                except PlaneError as error:
+                    if not _not_at_base(error):
+                        raise
+                    log.info("%s is sent whole: %s", self._publication.version, error)
+            return self._sent(self._copy.whole(), {"digest": change.digest})
+        except BaseException:
+            if not self.committed:
+                self._copy.take_back(change)
+            raise
+
+    def _is_kept(self, base: str | None) -> bool:
+        """By any worker; one that lacks it fetches it, where that is possible."""
+        self._way.ready_sender()
+        if self._way.changes_sender:
+            return False  # what it is a delta of would go with the sender before
+        return any(row.get("kept") == base for row in self._way.workers())
+
+    def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
+        attempt = Attempt(self._way, self._source, self._publication, None, more)
+        try:
+            attempt._send(taken)
+        except BaseException as error:
+            attempt._error = error
+        try:
+            return attempt._committed()
+        finally:
+            self.committed = attempt.committed
+
+
+def _not_at_base(error: PlaneError) -> bool:
+    """Does it say that a delta can't be applied, there or on some worker?"""
+    rows = error.facts.get("workers")
+    codes = [(row.get("error") or {}).get("code") for row in rows] if isinstance(rows, list) else []
+    return isinstance(error, NotAtBase) or NotAtBase.code in codes
+
+
+def _no_tensors() -> InvalidRequest:
+    return InvalidRequest("there are no tensors", field="source", fix="give weights")
+
+
+def _sent(act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except Exception as error:
+        raise _SendFailed(str(error)) from error
+
+
+def _named(error: BaseException) -> BaseException:
+    """The same error, whose message says which worker and why."""
+    if not isinstance(error, PlaneError):
+        return error
+    rows = error.facts.get("workers")
+    failed = [row for row in rows if row.get("status") == "error"] if isinstance(rows, list) else []
+    if not failed or any(row["instance_id"] in error.message for row in failed):
+        return error
+    reason = (failed[0].get("error") or {}).get("message", "")
+    who = failed[0]["instance_id"]
+    words = f"on {who}" if reason in error.message else f"{who}: {reason}"
+    named = type(error)(f"{error.message} ({words})", **error.facts)
+    named.__cause__ = error
+    return named
+
+
+def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        pass
+
+
+def on_thread(work: Callable[[], object]) -> None:
+    threading.Thread(target=work, name="rl-plane-publish", daemon=True).start()

@@ -1,0 +1,96 @@
+"""vLLM's `VLLMWeightSyncClient` for a whole fleet, by NATS: what a trainer engine of vLLM's drives.
+
+with SyncRlClient.connect() as fleet:
+    client = FleetWeightSyncClient(fleet)
+    engine = WeightTransferTrainerFactory.trainer_init(init_info, client=client, source=ModuleSource(model))
+    engine.send_weights()
+
+vLLM itself is not needed here: its protocol is structural. The engine's `init_info` must be of a torch group (`backend`
+gloo or nccl); see docs/dialects.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from typing import Any
+
+from rl_plane.errors import Conflict, PlaneError
+from rl_plane.sync import SyncRlClient
+from rl_plane.vllm_bodies import (
+    GROUP,
+    InitInfo,
+    Transfer,
+    check_init,
+    feed_body,
+    init_body,
+    one_of_all,
+    parse_part,
+    parse_update,
+)
+
+
+class FleetWeightSyncClient:
+    """Blocking, as the protocol is; its calls may come from several threads, one after the other."""
+
+    def __init__(self, fleet: SyncRlClient, *, policy: dict[str, Any] | None = None) -> None:
+        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md."""
+        self._fleet = fleet
+        self._policy = policy
+        self._transfer: Transfer | None = None
+        self._update_id: str | None = None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
+        info = parse_part(InitInfo, init_info, "init_info")
+        rows = self._fleet.run("describe", {})["workers"]
+        check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
+        self._drop()
+        self._transfer = None
+        self._fleet.run("init_transport", init_body(info, GROUP))
+        self._transfer = Transfer.of(info, GROUP)
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._drop()
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            self._fleet.run("destroy_transport", {"backend": transfer.backend, "group": transfer.group})
+
+    def start_weight_update(self) -> None:
+        """The fleet listens; generation goes on."""
+        update_id = uuid.uuid4().hex
+        body = {
+            "transport": self._formed().transport,
+            **({} if self._policy is None else {"policy": self._policy}),
+        }
+        self._fleet.run("prepare_weights_update", body, request_id=update_id)
+        self._update_id = update_id
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Blocks until every rank has these tensors, which the trainer broadcasts meanwhile. A failure ends the update:
+        nothing of it is left anywhere."""
+        part = parse_update(one_of_all(update_info))
+        self._fleet.run("feed_weights_update", {**self._meant(), **feed_body(part, self._formed())})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commits on the whole fleet, or nowhere. `weight_version`: its label."""
+        label = {} if weight_version is None else {"version": weight_version}
+        self._fleet.run("complete_weights_update", {**self._meant(), **label})
+        self._update_id = None
+
+    def _formed(self) -> Transfer:
+        if self._transfer is None:
+            raise Conflict("no group is formed with the fleet", fix="init_weight_transfer_engine first")
+        return self._transfer
+
+    def _meant(self) -> dict[str, str]:
+        if self._update_id is None:
+            raise Conflict("no update is started", fix="start_weight_update first")
+        return {"update_id": self._update_id}
+
+    def _drop(self) -> None:
+        """What was started and not finished."""
+        update_id, self._update_id = self._update_id, None
+        if update_id is not None:
+            with contextlib.suppress(PlaneError):
+                self._fleet.run("abort_weights_update", {"update_id": update_id})

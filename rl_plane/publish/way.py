@@ -1,0 +1,108 @@
+"""From one trainer to one fleet: the update that each version is, and the sender by which it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_plane.ops import UpdateWeights, parse_body
+from rl_plane.publish.fleets import BlockingFleet
+from rl_plane.publish.sender import Sender, Surroundings, members
+from rl_plane.publish.senders import choose, installed, make_sender
+from rl_plane.sync import call_bound_s
+
+DRAIN_S = 600.0
+"""How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on
+a slow way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a trainer has said of every version; see WeightPublisher."""
+
+    transport: str
+    root: Path | None
+    options: Mapping[str, Any]
+    adapter: str | None
+    policy: dict[str, Any]
+    cast: bool
+    bucket_bytes: int | None
+    workers: int
+    wait_s: float
+
+    def body(self, version: str | None) -> dict[str, Any]:
+        """The update, but for its transport. InvalidRequest for what is wrong in it."""
+        body: dict[str, Any] = {"cast": self.cast, "policy": self.policy}
+        if version is not None:
+            body["version"] = version
+        if self.adapter is not None:
+            body["target"] = {"kind": "lora", "op": "load", "name": self.adapter}
+        parse_body(UpdateWeights, {**body, "transport": {"backend": "any"}})
+        return body
+
+    def bound_s(self) -> float:
+        """Of one version."""
+        return DRAIN_S + call_bound_s("update_weights", {"policy": self.policy})
+
+
+class Way:
+    """On rank 0."""
+
+    def __init__(self, fleet: BlockingFleet, told: Told) -> None:
+        self.fleet = fleet
+        self.told = told
+        self.backend: str | None = None
+        """What the last version went by."""
+        self._sender: Sender | None = None
+        self._colocated = True
+        """Were all workers on this machine when it was made?"""
+        self._replaced: Sender | None = None
+        """The one before, from which workers heal until a version by the new one is committed."""
+
+    @property
+    def changes_sender(self) -> bool:
+        """What the one before has sent goes with it, once a version by the new one is committed."""
+        return self._replaced is not None
+
+    def workers(self) -> list[Mapping[str, Any]]:
+        return members(self.fleet.run("workers", {"min_workers": self.told.workers, "wait_s": self.told.wait_s}))
+
+    def ready_sender(self) -> Sender:
+        """Of the way that the fleet of this moment can take."""
+        workers, told = self.workers(), self.told
+        backend = choose(told.transport, workers, installed(), with_root=told.root is not None)
+        around = Surroundings(
+            self.fleet.run,
+            told.root,
+            told.options,
+            self.fleet.nats_url,
+            self.fleet.namespace,
+            self.fleet.component,
+            told.adapter,
+        )
+        colocated = around.colocated(workers)
+        # One that was made for this machine alone can't be reached from another, unless its address was told.
+        far = self._colocated and not colocated and "host" not in told.options
+        if self._sender is None or backend != self.backend or far:
+            sender = make_sender(backend, around)  # what it refuses leaves the one before
+            if self._replaced is None:
+                self._replaced = self._sender
+            elif self._sender is not None:
+                self._sender.destroy()  # nothing that it brought was committed
+            self._sender, self.backend, self._colocated = sender, backend, colocated
+        return self._sender
+
+    def committed(self) -> None:
+        """From here on nobody heals from the sender before."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            replaced.destroy()
+
+    def close(self) -> None:
+        for sender in (self._sender, self._replaced):
+            if sender is not None:
+                sender.destroy()
+        self._sender = self._replaced = None
+        self.fleet.close()
