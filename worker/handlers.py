@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from rl_plane import ops
@@ -36,6 +36,7 @@ class OpHandlers:
         member_info: dict[str, Any],
         drain: Callable[[float], Awaitable[bool]],
         tell: Callable[[], None],
+        named: Callable[[Iterable[str]], list[str]],
     ) -> None:
         self.engine_alive = True
         self._core = core
@@ -48,6 +49,7 @@ class OpHandlers:
         self._member_info = member_info
         self._drain = drain
         self._tell = tell
+        self._named = named
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -64,6 +66,7 @@ class OpHandlers:
             "init_transport": self._init_transport,
             "destroy_transport": self._destroy_transport,
             "arm_update": self._arm,
+            "feed_update": self._feed,
             "prepare_update": self._prepare,
             "follow_record": self._follow_record,
             "commit_update": self._commit,
@@ -112,6 +115,8 @@ class OpHandlers:
             loras=sorted(state.adapters),
             running=running,
             waiting=waiting,
+            running_tokens=state.tokens.running,
+            waiting_tokens=state.tokens.waiting,
             fence=state.fence,
             draining=bool(state.closed.keys() & {"draining", "leaving"}),
         )
@@ -175,7 +180,8 @@ class OpHandlers:
         return ops.FlushReply(flushed=True)
 
     async def _abort_requests(self, body: ops.AbortRequests, fence: int) -> ops.AbortedReply:
-        return ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(body.request_ids)))
+        ids = self._named(body.request_ids) if body.request_ids is not None else None
+        return ops.AbortedReply(aborted=await self._engine.run(self._adapter.abort(ids)))
 
     # ---- weights ----
 
@@ -189,7 +195,8 @@ class OpHandlers:
 
     async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
-        return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.destroy_transport, body.backend))
+        ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
+        return ByRank(ops.DoneReply(), ranks)
 
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
         self._check_memory()
@@ -198,6 +205,13 @@ class OpHandlers:
     async def _arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
         self._check_memory()
         return await self._follower.arm(body, fence)
+
+    async def _feed(self, body: ops.FeedUpdate, fence: int) -> ops.FedReply:
+        self._state.check_fence(fence)
+        missing = await self._updates.feed(body)
+        return ops.FedReply(
+            tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
+        )
 
     def _check_memory(self) -> None:
         if self._state.released:
@@ -223,6 +237,8 @@ class OpHandlers:
         return await self._follower.take_alone(body, fence)
 
     async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
+        if "weights" in self._state.released:
+            self._check_memory()
         async with self._follower.turn(fence):
             if body.action == "reset_tensors":
                 await self._weights_are_gone("reset_tensors overwrote the weights")

@@ -27,6 +27,7 @@ from worker import exit_codes
 from worker.engine_args import EngineArguments
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
+from worker.engines.token_checks import lacking_fields
 from worker.options import WorkerOptions
 from worker.staging import model_digest
 from worker.worker import Worker
@@ -203,6 +204,7 @@ class WorkerProcess:
                 "world_size": info.world_size,
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
+                "lacks": lacking_fields(info.capabilities),
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,

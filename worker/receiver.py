@@ -11,8 +11,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.checkpoint import Kind
-from rl_plane.errors import EngineFailed, InvalidWeights, NotAtBase, PlaneError, Unsupported
-from rl_plane.ops import PreparedReply
+from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
+from rl_plane.ops import FeedUpdate, PreparedReply
 from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes
 from worker.reception import Cancelled, Link, Reception, Staged, WeightHolder
 from worker.staging import (
@@ -24,7 +24,9 @@ from worker.staging import (
     receive,
     receive_adapter,
 )
-from worker.transports.base import Delivery, OfferingTransport, Places, WeightTransport
+from worker.transports.base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
+from worker.transports.fed import GroupFedDelivery
+from worker.transports.group import GroupTransport
 from worker.transports.packed import PackedDelivery
 
 log = logging.getLogger("worker.receiver")
@@ -62,6 +64,8 @@ class Receiver:
         self.holder = holder
         self._transports = transports
         self._opened: dict[str, tuple[Reception, Delivery]] = {}
+        self._fed: dict[str, FedDelivery] = {}
+        """Those that are opened, or received now."""
         self._staged: dict[str, Staged] = {}
         self._to_keep: dict[str, Kept] = {}
         self._undo: dict[str, tuple[Kept, Changes]] = {}
@@ -111,6 +115,9 @@ class Receiver:
             for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
                 self.discard(left)
         delivery = self._open(reception.transport, reception.kind)
+        if isinstance(delivery, FedDelivery):
+            delivery.expect(self.holder.weight_spec(), self.holder.optional_tensors(), reception.cast)
+            self._fed = {reception.staging: delivery}
         if reception.base is not None:
             self._check_delta(reception, reception.base, delivery)
         elif reception.in_place:
@@ -126,7 +133,6 @@ class Receiver:
             raise EngineFailed(f"nothing is open as {staging!r}")
         reception, delivery = opened
         _heed(delivery, cancelled)
-        tensors, size = len(delivery.specs), sum(spec.nbytes for spec in delivery.specs.values())
         refetchable = delivery.refetchable
         how: dict[str, Any] = {
             "cast": reception.cast,
@@ -147,7 +153,17 @@ class Receiver:
                 kept = as_kept(digest, staged, delivery.specs) if reception.keep else None
                 if kept is not None:
                     self._to_keep[staging] = kept
-        return PreparedReply(digest=digest, tensors=tensors, bytes=size, refetchable=refetchable)
+        self._fed.pop(staging, None)
+        size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
+        return PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        """Of what is being received under this name: these tensors come now. Returns when they are staged, how many are
+        missing yet."""
+        delivery = self._fed.get(staging)
+        if delivery is None:
+            raise EngineFailed(f"nothing is fed as {staging!r}")
+        return delivery.feed(FeedUpdate.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
         """For the swap; from here on it is the caller's."""
@@ -161,6 +177,7 @@ class Receiver:
     def discard(self, staging: str) -> None:
         """Frees what is staged or opened under this name, if anything is."""
         self._staged.pop(staging, None)
+        self._fed.pop(staging, None)
         self._to_keep.pop(staging, None)
         undo = self._undo.pop(staging, None)
         if undo is not None:
@@ -290,14 +307,20 @@ class Receiver:
     def init_transport(self, config: Mapping[str, Any]) -> None:
         self._transport(config).init(config)
 
-    def destroy_transport(self, backend: str) -> None:
-        self._transport({"backend": backend}).destroy()
+    def destroy_transport(self, backend: str, group: str | None = None) -> None:
+        transport = self._transport({"backend": backend})
+        if group is None:
+            transport.destroy()
+        elif isinstance(transport, GroupTransport):
+            transport.leave(group)
+        else:
+            raise InvalidRequest(f"{backend} has no groups", field="group", fix="leave it out")
 
     def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
         return self._transports[config["backend"]]
 
 
 def _heed(delivery: Delivery, cancelled: Cancelled) -> None:
-    """A delivery of buckets looks itself while it waits for one."""
-    if isinstance(delivery, PackedDelivery):
+    """One that waits for what is sent looks itself."""
+    if isinstance(delivery, PackedDelivery | GroupFedDelivery):
         delivery.cancelled = cancelled

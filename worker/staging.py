@@ -146,7 +146,7 @@ class DigestingStream:
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = tensor_digest(tensor.data)
+            digest = tensor.digest or tensor_digest(tensor.data)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name

@@ -27,6 +27,47 @@ Reason = Literal[
 
 
 @dataclass(slots=True)
+class TokenLoad:
+    """Of the requests that this worker has: what frontends weigh it by."""
+
+    running: int = 0
+    """Prompts, and what was made after them."""
+    waiting: int = 0
+    """Prompts that are still to be computed."""
+
+
+class TokenShare:
+    """One request's part of it, from its arrival to `gone`."""
+
+    __slots__ = ("_begun", "_load", "_tokens")
+
+    def __init__(self, load: TokenLoad, prompt: int) -> None:
+        """`prompt`: its tokens, or a guess at them."""
+        self._load = load
+        self._tokens = prompt
+        self._begun = False
+        load.waiting += prompt
+
+    def made(self, tokens: int, prompt: int | None) -> None:
+        """`prompt`: its tokens, where they are told."""
+        if not self._begun:
+            self._begun = True
+            self._load.waiting -= self._tokens
+            self._tokens = prompt if prompt is not None else self._tokens
+            self._load.running += self._tokens
+        self._tokens += tokens
+        self._load.running += tokens
+
+    def gone(self) -> None:
+        """May come twice."""
+        if self._begun:
+            self._load.running -= self._tokens
+        else:
+            self._load.waiting -= self._tokens
+        self._tokens = 0
+
+
+@dataclass(slots=True)
 class WorkerState:
     instance_id: str
     incarnation: str
@@ -53,6 +94,7 @@ class WorkerState:
     """The connection on which the lease was confirmed: while it was down, anything may have been decided."""
     released: set[str] = field(default_factory=set)
     """Memory tags that are released."""
+    tokens: TokenLoad = field(default_factory=TokenLoad)
 
     # ---- who may change it ----
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import FeedUpdate, PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.reception import Link, Reception
@@ -78,6 +78,8 @@ class Staging:
 @dataclass(slots=True)
 class _Receiving:
     wanted: Wanted
+    staging: str
+    """Its name in the engine's staging."""
     task: asyncio.Task[Staging]
     cancelled: threading.Event
     opened: asyncio.Future[None]
@@ -195,6 +197,25 @@ class WeightUpdates:
             begun.armed = True
             await asyncio.shield(begun.opened)
 
+    async def feed(self, part: FeedUpdate) -> int:
+        """Of an update that is listened for: these tensors come now. How many are missing yet. Raises what ends its
+        receive."""
+        one = self._receiving or self._failed
+        if one is None or one.wanted.update_id != part.update_id or not one.armed:
+            raise UpdateAborted(
+                f"the update {part.update_id} is not listened for here", field="update_id", fix="prepare it again"
+            )
+        try:
+            if not one.task.done():
+                told = part.model_dump()
+                return await asyncio.to_thread(self._adapter.feed, one.staging, told, one.cancelled.is_set)
+        except PlaneError:
+            await asyncio.wait([one.task], timeout=ABORT_WAIT_S)  # it knows why
+            if not one.task.done() or one.task.cancelled() or one.task.exception() is None:
+                raise
+        error = one.task.exception()
+        raise error if error is not None else Conflict("the update has all its tensors", fix="complete it")
+
     async def _begin(self, wanted: Wanted, taint: Taint) -> Staging | _Receiving:
         async with self._beginning:
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
@@ -209,8 +230,9 @@ class WeightUpdates:
                 self.check_backend(wanted.transport["backend"])
                 await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
-                work = self._receive(wanted, cancelled, taint, opened)
-                self._receiving = _Receiving(wanted, asyncio.create_task(work), cancelled, opened)
+                name = next(self._names)
+                work = self._receive(wanted, name, cancelled, taint, opened)
+                self._receiving = _Receiving(wanted, name, asyncio.create_task(work), cancelled, opened)
                 self._receiving.task.add_done_callback(self._received)
                 self._receiving.task.add_done_callback(functools.partial(_ended, opened))
             return self._receiving
@@ -226,10 +248,15 @@ class WeightUpdates:
                 self._failed = receiving
 
     async def _receive(
-        self, wanted: Wanted, cancelled: threading.Event, taint: Taint, opened: asyncio.Future[None]
+        self,
+        wanted: Wanted,
+        name: str,
+        cancelled: threading.Event,
+        taint: Taint,
+        opened: asyncio.Future[None],
     ) -> Staging:
         reception = Reception(
-            next(self._names),
+            name,
             wanted.transport,
             "base" if wanted.name is None else "lora",
             wanted.cast,

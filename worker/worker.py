@@ -82,6 +82,7 @@ class Worker:
             member_info=member_info,
             drain=self.drain,
             tell=self._tell,
+            named=self._generation.named,
         )
         self._registration = Registration(
             bus,
@@ -222,6 +223,8 @@ class Worker:
                 **lasting,
                 "running": running,
                 "waiting": waiting,
+                "running_tokens": state.tokens.running,
+                "waiting_tokens": state.tokens.waiting,
             }
         )
         if message != self._told:

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.ops import PreparedReply
+from rl_plane.ops import FEED_TIMEOUT_S, PreparedReply
 from rl_plane.versions import TensorSpec
 from worker.agent.client import AgentClient
 from worker.reception import Cancelled, Reception
 
 RECEIVE_TIMEOUT_S = 86_400.0
 """A day: whoever waits for a receive cancels it, this is only so that no thread waits for ever."""
+
+FEED_MARGIN_S = 15.0
+"""Beyond a part's own time: a rank that gives up says so."""
 
 INIT_TIMEOUT_S = 300.0
 """As the op's own: a group of many ranks takes long to form."""
@@ -61,6 +64,12 @@ class Ranks:
         reply: PreparedReply = replies[0]
         return reply
 
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        body = {"staging": staging, "part": dict(part)}
+        bound_s = FEED_TIMEOUT_S + FEED_MARGIN_S
+        missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
+        return max(missing)
+
     def kept(self) -> str | None:
         digests: set[str | None] = set(self._client.ask("kept"))
         return digests.pop() if len(digests) == 1 else None
@@ -79,8 +88,8 @@ class Ranks:
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self.rows("init_transport", config, timeout_s=INIT_TIMEOUT_S)
 
-    def destroy_transport(self, backend: str) -> list[dict[str, Any]]:
-        return self.rows("destroy_transport", {"backend": backend})
+    def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
+        return self.rows("destroy_transport", {"backend": backend, "group": group})
 
     def rows(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[dict[str, Any]]:
         """One for each rank, with what it answered."""

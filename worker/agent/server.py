@@ -58,6 +58,9 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
     def receive(body: Mapping[str, Any], cancelled: Cancelled) -> Mapping[str, Any]:
         return receiver.receive(body["staging"], cancelled)
 
+    def feed(body: Mapping[str, Any], cancelled: Cancelled) -> int:
+        return receiver.feed(body["staging"], body["part"], cancelled)
+
     def discard(body: Mapping[str, Any], _: Cancelled) -> None:
         receiver.discard(body["staging"])
 
@@ -76,7 +79,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         receiver.init_transport({**body, "rank_offset": offset + rank} if isinstance(offset, int) else body)
 
     def destroy_transport(body: Mapping[str, Any], _: Cancelled) -> None:
-        receiver.destroy_transport(body["backend"])
+        receiver.destroy_transport(body["backend"], body["group"])
 
     def offer(_: Mapping[str, Any], __: Cancelled) -> dict[str, Any] | None:
         return receiver.offer() if rank == 0 else None  # each has the whole version
@@ -86,6 +89,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         "offer": offer,
         "open": open_,
         "receive": receive,
+        "feed": feed,
         "discard": discard,
         "kept": kept,
         "init_transport": init_transport,

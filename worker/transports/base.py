@@ -8,7 +8,7 @@ can be checked without receiving and gives a Delivery; `delivery.specs` says wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.directory import listed
 from rl_plane.errors import InvalidRequest
+from rl_plane.ops import FeedUpdate
 from rl_plane.versions import HostTensor, TensorSpec
 
 
@@ -66,6 +67,19 @@ class Delivery(Protocol):
         Raises InvalidWeights when what arrives is not what `specs` said."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class FedDelivery(Delivery, Protocol):
+    """A Delivery whose tensors are announced part by part, while `tensors` waits for them. Its `specs` begin as the
+    model's own, and each part's take their places before its bytes come."""
+
+    def expect(self, wanted: Mapping[str, TensorSpec], optional: frozenset[str], cast: bool) -> None:
+        """What a full checkpoint must and may hold. Called once, before anything else."""
+
+    def feed(self, part: FeedUpdate, cancelled: Callable[[], bool]) -> int:
+        """On another thread than `tensors`: receives these, and returns when all were taken, how many are still to
+        come. What it raises, `tensors` raises too: the update is over."""
 
 
 class WeightTransport(Protocol):

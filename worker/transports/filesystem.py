@@ -41,7 +41,7 @@ class FilesystemDelivery:
         if self._taken:
             raise RuntimeError("a delivery is read once: open another")
         self._taken = True
-        return self._checkpoint.tensors()
+        return self._checkpoint.tensors(hashed=True)
 
     def close(self) -> None:
         self._checkpoint.close()

@@ -5,6 +5,10 @@ adds `world_size` and each worker's `rank_offset`. Then one update is received i
 store, as JSON, in chunks (see `Group.put`): `{backend, group?, manifest_key, manifest_digest, num_buckets}`; a short
 one may be in the request: `{backend, group?, manifest, num_buckets?}`.
 A receive that does not end well drops the group: what was posted to it can't be taken back.
+
+A trainer that has a group of its own forms it with `init_transport {backend, form: "torch", group, master_address,
+master_port, timeout_s?}`; there may be several. `{backend, group, fed: true}` then receives what it announces call by
+call (see `fed.py`).
 """
 
 from __future__ import annotations
@@ -19,42 +23,86 @@ from blake3 import blake3
 from rl_plane.errors import Conflict, InvalidRequest
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
-from rl_plane.torch_group import AHEAD, FORM_AGAIN, Group, Place, digest_tensor, gpu, import_torch
+from rl_plane.torch_group import (
+    FORM_AGAIN,
+    JOIN_TIMEOUT_S,
+    JOIN_TORCH_S,
+    Group,
+    Place,
+    digest_tensor,
+    gpu,
+    import_torch,
+)
 from rl_plane.versions import DIGEST_PREFIX
 from worker.transports.base import Places, check_fields
+from worker.transports.fed import GroupFedDelivery, received
 from worker.transports.packed import PackedDelivery
 
 _FIELDS = ("group", "manifest", "manifest_key", "manifest_digest", "num_buckets")
+MAX_GROUPS = 64
+"""Of a trainer's own: one for each of its pipeline's stages."""
 
 
 class GroupTransport:
-    """In one rank. Keeps one group."""
+    """In one rank. Keeps one group of the plane's form, and those that a trainer has formed by itself."""
 
     backend: str
     _device: str | None = None
 
     def __init__(self, places: Places) -> None:
         self._group: Group | None = None
-        self._receiving: GroupDelivery | None = None
+        self._own: dict[str, Group] = {}
+        """Of form `torch`, by name."""
+        self._receiving: GroupDelivery | GroupFedDelivery | None = None
         self._forming = threading.Lock()
 
     def init(self, config: Mapping[str, Any]) -> None:
         import_torch()
         place = Place.of_worker(config, self.backend, self._device)
         with self._forming:
+            if place.form == "torch":
+                self._form_own(place)
+                return
             group = self._group
             if group is not None and group.place == place and not group.why_dropped:
                 return
-            formed = Group(place)
-            self.destroy()
+            formed = Group(place, JOIN_TIMEOUT_S)
+            self._leave(self._group)
             self._group = formed
 
+    def _form_own(self, place: Place) -> None:
+        self._own = {name: group for name, group in self._own.items() if not group.why_dropped}
+        there = self._own.get(place.group)
+        if there is not None and there.place == place:
+            return
+        if there is None and len(self._own) >= MAX_GROUPS:
+            raise InvalidRequest(
+                f"there are {MAX_GROUPS} groups already", field="group", fix="destroy those that are not needed"
+            )
+        self._leave(self._own.pop(place.group, None))
+        self._own[place.group] = Group(place, min(place.timeout_s, JOIN_TORCH_S))
+
     def destroy(self) -> None:
-        group, self._group = self._group, None
+        self._leave(self._group)
+        self._group = None
+        self._drop_own("it was destroyed")
+
+    def leave(self, name: str) -> None:
+        """One of a trainer's own."""
+        self._leave(self._own.pop(name, None))
+
+    @staticmethod
+    def _leave(group: Group | None) -> None:
         if group is not None:
             group.drop(f"rank {group.place.rank} left it")
 
-    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery:
+    def _drop_own(self, why: str) -> None:
+        for group in list(self._own.values()):
+            group.drop(why)
+
+    def open(self, request: Mapping[str, Any], kind: Literal["base", "lora"]) -> GroupDelivery | GroupFedDelivery:
+        if "fed" in request:
+            return self._open_fed(request)
         check_fields(self.backend, request, *_FIELDS)
         group = self._formed(request.get("group"))
         manifest = _manifest(group, request)
@@ -65,22 +113,56 @@ class GroupTransport:
                 field="transport.num_buckets",
                 fix="say how many buckets the manifest lists",
             )
+        self._check_free(group)
+        delivery = GroupDelivery(manifest, group)
+        self._receiving = delivery
+        return delivery
+
+    def _open_fed(self, request: Mapping[str, Any]) -> GroupFedDelivery:
+        check_fields(self.backend, request, "group", "fed", "fleet_ranks")
+        name = request.get("group")
+        if request["fed"] is not True or not isinstance(name, str):
+            raise InvalidRequest(
+                "what is fed is fed by a trainer's own group", field="transport.group", fix="name it; fed: true"
+            )
+        group = self._own_group(name)
+        formed, now = group.place.fleet_ranks, request.get("fleet_ranks")
+        if now not in (None, formed):
+            raise InvalidRequest(
+                f"the group {name!r} was formed with {formed} ranks of the fleet, which has {now} now",
+                field="transport.group",
+                fix=FORM_AGAIN,
+            )
+        self._check_free(group)
+        delivery = GroupFedDelivery(group, self._own_group, self._drop_own)
+        self._receiving = delivery
+        return delivery
+
+    def _own_group(self, name: str) -> Group:
+        group = self._own.get(name)
+        if group is None:
+            raise _not_formed(self.backend, name, ", ".join(sorted(self._own)) or "none")
+        group.check()
+        return group
+
+    def _check_free(self, group: Group) -> None:
         if self._receiving is not None and not self._receiving.ended:
             raise Conflict(f"the group {group.place.group} receives another update", fix="abort that one first")
-        self._receiving = GroupDelivery(manifest, group)
-        return self._receiving
 
     def _formed(self, name: Any) -> Group:
         group = self._group
         if group is None or name not in (None, group.place.group):
-            there = "none" if group is None else group.place.group
-            raise InvalidRequest(
-                f"no such {self.backend} group is formed: {str(name)[:64]!r}; there is {there}",
-                field="transport.group",
-                fix=FORM_AGAIN,
-            )
+            raise _not_formed(self.backend, name, "none" if group is None else group.place.group)
         group.check()
         return group
+
+
+def _not_formed(backend: str, name: Any, there: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"no such {backend} group is formed: {str(name)[:64]!r}; there is {there}",
+        field="transport.group",
+        fix=FORM_AGAIN,
+    )
 
 
 def _manifest(group: Group, request: Mapping[str, Any]) -> Manifest:
@@ -134,18 +216,11 @@ class GroupDelivery(PackedDelivery):
 
     def _received(self) -> Iterator[memoryview]:
         group, sizes = self._group, [bucket.nbytes for bucket in self._manifest.buckets]
-        places = group.lanes(sizes)
-        views = [memoryview(place.numpy()) for place in places]
 
-        def begin(number: int) -> Any:
-            return group.broadcast(places[number % AHEAD][: sizes[number]])
+        def name(number: int) -> str:
+            return f"bucket {number + 1} of {len(sizes)}"
 
-        coming = [begin(number) for number in range(len(places))]
-        for number, size in enumerate(sizes):
-            coming[number % AHEAD].wait(f"bucket {number + 1} of {len(sizes)}", self._deadline, self.cancelled)
-            yield views[number % AHEAD][:size]
-            if number + AHEAD < len(sizes):
-                coming[number % AHEAD] = begin(number + AHEAD)
+        yield from received(group, sizes, name, self._deadline, lambda: self.cancelled())
         if self.digest is None:
             self.digest = self._stated()
         group.barrier().wait("the last rank", self._deadline, self.cancelled)
