@@ -23,6 +23,7 @@ from bench.deaths import measure_deaths, measure_joins
 from bench.deltas import measure_deltas
 from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
+from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
 from bench.kills import measure_kills
 from bench.pulls import measure_pulls
 from bench.report import (
@@ -38,7 +39,9 @@ from bench.report import (
     kill_rows,
     pull_rows,
     ratio_table,
+    server_rows,
     stored_rows,
+    stream_rows,
     time_row,
     times_table,
 )
@@ -66,6 +69,8 @@ BROADCAST_BYTES, QUICK_BROADCAST_BYTES = 1 << 30, 64 << 20
 DELTA_BYTES, QUICK_DELTA_BYTES = 1 << 30, 32 << 20
 DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
+STREAMS, QUICK_STREAMS = (1, 32, 256), (1, 8)
+STREAM_ROUNDS, QUICK_STREAM_ROUNDS = 9, 2
 KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
@@ -162,6 +167,24 @@ async def broadcasts(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
+async def generation(scratch: Path, quick: bool) -> list[Row]:
+    sizes = QUICK_STREAMS if quick else STREAMS
+    rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if quick else (STREAM_ROUNDS, TOKENS)
+    _say("streams of the fake engine …")
+    model = make_fake_model(scratch / "model", 0)
+    found = [row for times in await measure_fake(model, sizes, rounds, tokens) for row in stream_rows(times)]
+    if quick or not have_vllm():
+        _say("vLLM is not measured: " + ("it takes minutes" if quick else "it is not installed, make engines"))
+        return found
+    _say("streams of vLLM …")
+    tiny = make_tiny_model(scratch / "streams", 0, "bfloat16")
+    try:
+        found += [row for times in await measure_vllm(tiny, sizes, rounds, tokens) for row in server_rows(times)]
+    except NotUp as error:
+        _say(f"vLLM is not measured: {error}")
+    return found
+
+
 MEASURED = {
     "fan_outs": fan_outs,
     "times": times,
@@ -171,6 +194,7 @@ MEASURED = {
     "shared_memory": shared_memory,
     "pulls": pulls,
     "broadcasts": broadcasts,
+    "generation": generation,
 }
 
 
@@ -205,8 +229,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
         found = asyncio.run(bench(Path(scratch), arguments.quick, arguments.only))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}")
-    for name, rows in found.items():
-        print(f"\n{times_table(rows) if name == 'times' else ratio_table(rows)}")
+    for rows in found.values():
+        times, ratios = (
+            [row for row in rows if row.beside is None],
+            [row for row in rows if row.beside is not None],
+        )
+        for table, part in ((times_table, times), (ratio_table, ratios)):
+            if part:
+                print(f"\n{table(part)}")
     if arguments.json:
         written = {name: [_written(row) for row in rows] for name, rows in found.items()}
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")

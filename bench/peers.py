@@ -22,6 +22,7 @@ import nats
 from nats.aio.msg import Msg
 
 from rl_plane.process import die_with_parent
+from rl_plane.safetensors_file import SafetensorsFile
 
 STOP_TIMEOUT_S = 10.0
 """A process with 1,000 workers leaves within a second; later it is killed."""
@@ -86,6 +87,14 @@ def stop_peers(started: list[subprocess.Popen[str]]) -> None:
 # ---- the roles ----
 
 
+NO_DIGEST = "0" * 64
+
+
+def _read_unhashed(file: SafetensorsFile, offset: int, place: memoryview) -> str:
+    file.read_into(offset, place)
+    return NO_DIGEST
+
+
 def workers(
     ready: Ready,
     *,
@@ -94,17 +103,20 @@ def workers(
     model: str,
     copies: int,
     engine: str = "fake",
+    engine_args: dict[str, str] | None = None,
     weight_roots: tuple[str, ...] = (),
     verify: bool = True,
 ) -> None:
     """The real thing: worker processes as `rl-plane worker --engine fake --copies N` makes them. `verify` False: no
     tensor that arrives is hashed."""
+    import rl_plane.checkpoint
     import worker.staging
     from worker.options import WorkerOptions
     from worker.process import run
 
     if not verify:
-        worker.staging.tensor_digest = lambda data: "0" * 64  # type: ignore[attr-defined]
+        worker.staging.tensor_digest = lambda data: NO_DIGEST  # type: ignore[attr-defined]
+        rl_plane.checkpoint._read_hashed = _read_unhashed
     run(
         WorkerOptions(
             engine,
@@ -112,6 +124,7 @@ def workers(
             nats_url,
             namespace,
             copies=copies,
+            engine_args=engine_args or {},
             drain_s=0.0,
             weight_roots=tuple(map(Path, weight_roots)),
         ),

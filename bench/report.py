@@ -13,6 +13,7 @@ from bench.commits import CommitTimes
 from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
+from bench.generation import StreamTimes
 from bench.kills import WORKERS, KillTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import IpcTimes
@@ -41,6 +42,12 @@ PULL_AIM = 1.25
 """0.8 × the speed of a bare read."""
 BROADCAST_AIM = 1.11
 """0.9 × the speed of a bare broadcast."""
+FIRST_TOKEN_AIM_S = 0.002
+"""Later than without the plane, on an idle fleet."""
+SERVER_AIM = 1.11
+"""0.9 × the tokens per second of vLLM's own server."""
+FRONTENDS_AIM = 0.6
+"""Two frontends: nearly twice the tokens per second of one."""
 
 
 def p99(seconds: Sequence[float]) -> float:
@@ -99,8 +106,13 @@ def fan_out_rows(times: FanOutTimes) -> list[Row]:
     ]
 
 
-def _beside(
-    what: str, workers: int | None, ours: Sequence[float], beside: str, theirs: Sequence[float], aim: float | None
+def compared(
+    what: str,
+    workers: int | None,
+    ours: Sequence[float],
+    beside: str,
+    theirs: Sequence[float],
+    aim: float | None = None,
 ) -> Row:
     """`ours` and `theirs` of the same rounds."""
     return Row(
@@ -122,8 +134,8 @@ def commit_rows(times: CommitTimes) -> list[Row]:
     all_raw = list(map(add, times.seconds["raw_before"], after))
     count = times.gathers
     return [
-        _beside("update", times.workers, times.seconds["update"], f"{count} raw", all_raw, CONTROL_AIM),
-        _beside("its commit", times.workers, times.seconds["commit"], f"{times.after} raw", after, CONTROL_AIM),
+        compared("update", times.workers, times.seconds["update"], f"{count} raw", all_raw, CONTROL_AIM),
+        compared("its commit", times.workers, times.seconds["commit"], f"{times.after} raw", after, CONTROL_AIM),
     ]
 
 
@@ -131,13 +143,13 @@ def kill_rows(times: Mapping[Phase, KillTimes]) -> list[Row]:
     rows = []
     for phase, found in times.items():
         for what, seconds in (("answer", found.answered), ("all others serve", found.serving)):
-            rows.append(_beside(f"killed in {phase} → {what}", WORKERS, seconds, "undisturbed", found.calm, None))
+            rows.append(compared(f"killed in {phase} → {what}", WORKERS, seconds, "undisturbed", found.calm, None))
     return rows
 
 
 def gap_rows(times: GapTimes) -> list[Row]:
     def row(what: str, seconds: list[float], copies: list[float], aim: float | None) -> Row:
-        return _beside(what, 1, seconds, f"copy of {times.nbytes / 1e6:.0f} MB", copies, aim)
+        return compared(what, 1, seconds, f"copy of {times.nbytes / 1e6:.0f} MB", copies, aim)
 
     return [
         row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
@@ -149,7 +161,7 @@ def gap_rows(times: GapTimes) -> list[Row]:
 def stored_rows(times: StoredTimes) -> list[Row]:
     def row(what: str, ours: str, beside: str, theirs: str, aim: float | None = None) -> Row:
         words = f"{what}, {times.nbytes / 1e6:,.0f} MB"
-        return _beside(words, 1, times.seconds[ours], beside, times.seconds[theirs], aim)
+        return compared(words, 1, times.seconds[ours], beside, times.seconds[theirs], aim)
 
     return [
         row("filesystem", "file", "plain read", "plain", FILE_AIM),
@@ -163,7 +175,7 @@ def stored_rows(times: StoredTimes) -> list[Row]:
 def delta_rows(times: DeltaTimes) -> list[Row]:
     words = f"delta, {times.nbytes / 1e6:,.0f} MB of bf16, 1 % changed: {times.share:.1%} of the bytes"
     return [
-        _beside(f"{words}, {what}", None, times.seconds[what], "plain read", times.seconds["plain"], DELTA_AIM)
+        compared(f"{words}, {what}", None, times.seconds[what], "plain read", times.seconds["plain"], DELTA_AIM)
         for what in ("encode", "apply")
     ]
 
@@ -171,7 +183,7 @@ def delta_rows(times: DeltaTimes) -> list[Row]:
 def ipc_rows(times: IpcTimes) -> list[Row]:
     def row(what: str, way: str, beside: str, copy: str, aim: float | None = None) -> Row:
         words = f"ipc, {times.nbytes / 1e6:,.0f} MB{what}"
-        return _beside(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
+        return compared(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
 
     return [
         row(", digests not checked", "received", "copy", "copy", COPY_AIM),
@@ -186,7 +198,7 @@ def pull_rows(times: PullTimes) -> list[Row]:
     bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
 
     def row(what: str, way: str, aim: float | None) -> Row:
-        return _beside(f"nixl, {size}{what}", times.receivers, times.seconds[way], "bare nixl reads", bare, aim)
+        return compared(f"nixl, {size}{what}", times.receivers, times.seconds[way], "bare nixl reads", bare, aim)
 
     return [
         row(", digests not checked", "pull", PULL_AIM),
@@ -199,13 +211,56 @@ def broadcast_rows(times: BroadcastTimes) -> list[Row]:
     bare, size = times.seconds["bare"], f"{times.nbytes / 1e6:,.0f} MB"
 
     def row(what: str, way: str, aim: float | None) -> Row:
-        return _beside(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
+        return compared(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
 
     return [
         row(", digests not checked", "received", BROADCAST_AIM),
         row("", "checked", BROADCAST_AIM),
         row(", staged", "staged", None),
     ]
+
+
+def stream_rows(times: StreamTimes) -> list[Row]:
+    """Of the `fake` engine."""
+    size = _streams(times)
+    first = [
+        max(0.0, ours - bare) for ours, bare in zip(times.firsts("plane"), times.firsts("direct"), strict=True)
+    ]
+    between = [
+        max(0.0, ours - bare) for ours, bare in zip(times.betweens("plane"), times.betweens("direct"), strict=True)
+    ]
+    fast, two = times.per_thousand("unpaced"), times.per_thousand("two frontends")
+    return [
+        time_row(f"first token later, {size}", first, FIRST_TOKEN_AIM_S if times.streams == 1 else None),
+        time_row(f"each next token later, {size}", between),
+        time_row(f"1,000 tokens, {size}", fast),
+        compared(
+            f"1,000 tokens, {size}, two frontends",
+            None,
+            two,
+            "one",
+            fast,
+            FRONTENDS_AIM if times.streams > 1 else None,
+        ),
+    ]
+
+
+def server_rows(times: StreamTimes) -> list[Row]:
+    """Of vLLM."""
+    size = _streams(times)
+
+    def row(what: str, ours: list[float], theirs: list[float], aim: float | None = None) -> Row:
+        return compared(f"vLLM, {what}, {size}", None, ours, "its own server", theirs, aim)
+
+    return [
+        row("first token", times.firsts("plane"), times.firsts("vllm")),
+        row("each next token", times.betweens("plane"), times.betweens("vllm")),
+        row("1,000 tokens", times.per_thousand("plane"), times.per_thousand("vllm"), SERVER_AIM),
+    ]
+
+
+def _streams(times: StreamTimes) -> str:
+    return f"{times.streams} stream{'s' * (times.streams > 1)}"
 
 
 def time_row(what: str, seconds: Sequence[float], aim: float | None = None, *, worst: bool = False) -> Row:

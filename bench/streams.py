@@ -1,0 +1,134 @@
+"""Clients that read streams of tokens with as little work as can be: the cores are for the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+STREAM_S = 300.0
+"""For the slowest stream of a round, on a machine that is busy with other things."""
+DONE = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One stream, in seconds from its request."""
+
+    first_s: float
+    """Until its first token."""
+    last_s: float
+    tokens: int
+
+    @property
+    def between_s(self) -> float:
+        """From one token to the next, in the mean."""
+        return (self.last_s - self.first_s) / max(1, self.tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """So many streams that began together."""
+
+    streams: Sequence[Heard]
+    elapsed_s: float
+
+    @property
+    def per_thousand_s(self) -> float:
+        """Seconds for 1,000 tokens of all streams together."""
+        return 1000 * self.elapsed_s / sum(stream.tokens for stream in self.streams)
+
+
+class Connection(asyncio.Protocol):
+    """Kept alive; one request after another."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._ended: asyncio.Future[tuple[float, float]] | None = None
+        self._rest = b""
+        self._first = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(ConnectionError(f"the stream broke: {exc}"))
+
+    def data_received(self, data: bytes) -> None:
+        assert self._ended is not None
+        seen = self._rest + data
+        if not self._first:
+            head, _, body = seen.partition(b"\r\n\r\n")
+            if b"data: " not in body:
+                if not head.startswith(b"HTTP/1.1 200 ") and body:
+                    self._ended.set_exception(ConnectionError(seen.decode(errors="replace")[:1000]))
+                self._rest = seen
+                return
+            self._first = time.perf_counter()
+        if DONE in seen and seen.endswith(b"0\r\n\r\n"):
+            self._ended.set_result((self._first, time.perf_counter()))
+        # The end may come in pieces.
+        self._rest = seen[-len(DONE) - 32 :]
+
+    async def ask(self, request: bytes, tokens: int) -> Heard:
+        self._ended, self._rest, self._first = asyncio.get_running_loop().create_future(), b"", 0.0
+        assert self._transport is not None
+        start = time.perf_counter()
+        self._transport.write(request)
+        async with asyncio.timeout(STREAM_S):
+            first, last = await self._ended
+        return Heard(first - start, last - start, tokens)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def request_of(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + data
+
+
+class Streams:
+    """Connections to one server, or to several in turn."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    async def run(self, count: int, body: dict[str, Any], tokens: int) -> Round:
+        """`count` streams at once, each of so many tokens."""
+        start = time.perf_counter()
+        requests = [
+            request_of("/v1/completions", {**body, "prompt": [*body["prompt"], 3 + number]})
+            for number in range(count)
+        ]
+        heard = await asyncio.gather(
+            *(one.ask(request, tokens) for one, request in zip(self._connections, requests, strict=False))
+        )
+        return Round(heard, time.perf_counter() - start)
+
+
+@asynccontextmanager
+async def connected(urls: Sequence[str], count: int) -> AsyncIterator[Streams]:
+    """As many connections, spread over the servers."""
+    loop = asyncio.get_running_loop()
+    made: list[Connection] = []
+    try:
+        for number in range(count):
+            where = urlsplit(urls[number % len(urls)])
+            assert where.hostname is not None
+            assert where.port is not None
+            _, connection = await loop.create_connection(Connection, where.hostname, where.port)
+            made.append(connection)
+        yield Streams(made)
+    finally:
+        for connection in made:
+            connection.close()
