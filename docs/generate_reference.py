@@ -22,7 +22,8 @@ HEAD = """# Reference
 
 By HTTP at `/v1/rl/…` on port 8002, by one message `{"op": …, "body": {…}}` to `<ns>.<comp>.fleet` on NATS, and
 by `RlClient.run(op, body)`: the same bodies, the same replies. `GET /v1/rl/health` says that the frontend runs, and
-is the only route that is open when a key is set. `GET /v1/rl/events` streams what happens (see operators.md).
+is the only route that is open when a key is set; with a [dialect](dialects.md) on, `GET /health` is too.
+`GET /v1/rl/events` streams what happens (see operators.md).
 
 Every reply is `{status: "ok", epoch, fingerprint, workers: [{instance_id, incarnation, status, …}], elapsed_s}`,
 with a row for each worker. A failure is `{status: "error", error: {code, message, field?, fix?, …}, workers?}`.
