@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 ENGINES := deploy/engines-cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup engines demo test test-fast lint sim bench docs clean
+.PHONY: setup engines demo test test-fast lint sim soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -24,20 +24,24 @@ $(VENV)/.ready: pyproject.toml $(ENGINES)/requirements.txt
 
 engines: $(VENV)/.engines
 
-$(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(wildcard $(ENGINES)/torchvision-stub/*/*.py)
+$(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(ENGINES)/clients.txt $(wildcard $(ENGINES)/torchvision-stub/*/*.py)
 	$(PIP) --no-deps -r $(ENGINES)/requirements.txt $(ENGINES)/torchvision-stub
+	$(PIP) --no-deps --upgrade --target $(VENV)/clients -r $(ENGINES)/clients.txt
 	rm -rf $(ENGINES)/torchvision-stub/build $(ENGINES)/torchvision-stub/*.egg-info
 	touch $@
 
 demo: setup
 	$(BIN)/rl-plane demo
 
-test: engines lint
-	$(BIN)/python -m pytest
+# Most of what is no engine's waits for somebody: four processes keep two cores busy.
+BESIDE := $(BIN)/python -m pytest -n 4 --dist loadfile -m
 
-# Most of these wait for somebody: three processes keep two cores busy.
+test: engines lint
+	$(BESIDE) 'not engines and (not slow or parallel)'
+	$(BIN)/python -m pytest -m 'engines or (slow and not parallel)'
+
 test-fast: lint
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not engines and not slow'
+	$(BESIDE) 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
 lint: setup
@@ -48,9 +52,14 @@ lint: setup
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)
 
+# Also SEED=n, and WITH='--engine hf --engine vllm' for other engines than two of hf.
+soak: setup
+	$(BIN)/python -m tests.soak --seconds $(or $(SECONDS),600) --seed $(or $(SEED),1) $(WITH)
+
 bench: setup
 	$(BIN)/python -m bench
 	$(BIN)/python -m bench.memory
+	$(BIN)/python -m bench.engine_paths
 
 docs: setup
 	$(BIN)/python docs/generate_reference.py

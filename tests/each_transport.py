@@ -101,3 +101,36 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
     finally:
         await asyncio.to_thread(publisher.close)
     await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
+async def bring_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    """As a trainer feeds what it takes for one SGLang server, in a group of its own: each tensor by itself, and in
+    flattened buckets; killed in the middle at last."""
+    from tests.dialect_facade import facade, fine, refused
+    from tests.fed_trainer import FedTrainer, parts_of
+    from tests.test_dialect_sglang_trainers import Replay
+    from tests.test_mixed_fleet import END_S, proven
+
+    await mixed.witnessed(client)
+    with FedTrainer(mixed.plane) as own:
+        async with facade(mixed.plane) as admin:
+            replay = Replay(admin, own)
+            assert fine(await replay.form("mixed"))["success"] is True
+            for label, directory, how in (
+                ("fed 2", mixed.base(2), {}),
+                ("fed tiny", mixed.tiny(1), {"load_format": "flattened_bucket"}),
+            ):
+                await replay.post("/pause_generation", {"mode": "retract"})
+                await replay.flush()
+                for part in parts_of(directory, 3):
+                    fine(await replay.send("mixed", directory, part, weight_version=label, **how))
+                assert (await replay.post("/continue_generation"))["excluded"] == []
+                await proven(http, mixed, label, directory)
+            first, second, *_ = parts_of(mixed.base(2), 3)
+            fine(await replay.send("mixed", mixed.base(2), first))
+            own.kill()
+            call = admin.post("/update_weights_from_distributed", json={**second, "group_name": "mixed"})
+            async with asyncio.timeout(END_S):
+                refused(await call, 409)
+            await proven(http, mixed, "fed tiny", mixed.tiny(1))
+    await mixed.witnessed(client)

@@ -191,7 +191,18 @@ SGLANG = Kind(
     max_model_len=2042,
     max_temperature=float("inf"),
     adapts_head=False,
-    lacks=frozenset({"min_tokens", "logit_bias", "allowed_token_ids", "bad_words_token_ids"}),
+    lacks=frozenset(
+        {
+            "min_tokens",
+            "logit_bias",
+            "allowed_token_ids",
+            "bad_words_token_ids",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+        }
+    ),
     places=None,
     owner=lambda engine: engine._process,
     slow_submission=_slow_sglang,

@@ -55,3 +55,15 @@ def logprobs_of(
     every = torch.log_softmax(logits_of(base, prompt, tokens, adapter), -1)
     made = every.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return made.tolist(), float((every.max(1).values - made).max())
+
+
+def penalized(
+    row: torch.Tensor, prompt: list[int], made: list[int], frequency: float, presence: float, repetition: float
+) -> list[float]:
+    """Raw logits, token by token, as a request's penalties leave them."""
+    scores = []
+    for token, logit in enumerate(row.tolist()):
+        if token in prompt or token in made:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        scores.append(logit - frequency * made.count(token) - presence * (token in made))
+    return scores

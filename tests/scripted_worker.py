@@ -31,11 +31,19 @@ class Stream:
     def __init__(self, body: dict[str, Any], sender: StreamSender) -> None:
         self.body = body
         self._sender = sender
+        self._prompt = body["request"].get("prompt_token_ids")
 
     async def send(self, tokens: list[int], *spans: VersionSpan, end: bool = False) -> None:
         logprobs = [-1.0] * len(tokens) if self.body["request"].get("logprobs") else None
         reason: Literal["length"] | None = "length" if end else None
-        delta = GenerateDelta(token_ids=tokens, logprobs=logprobs, spans=list(spans), finish_reason=reason)
+        prompt, self._prompt = self._prompt, None
+        delta = GenerateDelta(
+            token_ids=tokens,
+            logprobs=logprobs,
+            spans=list(spans),
+            finish_reason=reason,
+            prompt_token_ids=prompt,
+        )
         message = {"delta": delta.model_dump()}
         await (self._sender.finish(message) if end else self._sender.send(message))
 

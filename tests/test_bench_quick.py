@@ -53,6 +53,16 @@ PULLS = [
     for what in (", digests not checked", "", ", staged")
     if have_nixl()
 ]
+STREAMS = [
+    f"{what}, {size}{beside}"
+    for size in ("1 stream", "8 streams")
+    for what, beside in (
+        ("first token later", ""),
+        ("each next token later", ""),
+        ("1,000 tokens", ""),
+        ("1,000 tokens", ", two frontends"),
+    )
+]
 BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", ", staged")]
 
 
@@ -94,8 +104,9 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
+    assert [row["what"] for row in rows["generation"]] == STREAMS
     for row in [row for table in rows.values() for row in table]:
-        assert 0 < row["median_s"] <= row["p99_s"]
+        assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)
 
 
 def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]) -> None:
@@ -104,9 +115,9 @@ def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 
 
-def test_an_engines_cycle_checks_every_token() -> None:
+def printed(module: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "bench.engine_cycle", "--device", "cpu", "--gb", "0", "--rounds", "2"],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -114,21 +125,26 @@ def test_an_engines_cycle_checks_every_token() -> None:
         timeout=170,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_an_engines_cycle_checks_every_token() -> None:
+    line = printed("bench.engine_cycle", "--device", "cpu", "--gb", "0", "--rounds", "2")
+    said = json.loads(line)
     assert said["tokens_checked"] > 10
     assert said["pause_ms"] > 0
 
 
+@pytest.mark.engines("sglang")
+def test_an_engines_own_way_of_reading_a_checkpoint_stands_beside_ours() -> None:
+    said = printed("bench.engine_paths", "--quick", "--engine", "sglang")
+    *_, whole, held = said.splitlines()
+    assert whole.startswith("| sglang, filesystem, ")
+    assert held.startswith("| sglang, generation held")
+
+
 def test_what_an_update_takes_of_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.memory", "--quick", "--only", "ipc"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stderr
-    *_, row = done.stdout.splitlines()
+    said = printed("bench.memory", "--quick", "--only", "ipc")
+    *_, row = said.splitlines()
     assert row.startswith("| ipc | ")
     assert len(row.split(" | ")) == 5

@@ -21,6 +21,8 @@ from tests.test_plane_update import all_serve, generated, states, update_of
 from worker.engines.fake import fake_token
 from worker.staging import model_digest
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 HEAL_S = 60.0
 PROMPT = [5, 6, 7]
 
@@ -155,7 +157,6 @@ async def _count(client: RlClient, count: int) -> bool:
     return len(await client.list_workers()) == count
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("torch", "peft"))), reason="hf's packages")
 async def test_real_models_by_delta(plane: Plane) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import random
 import shutil
@@ -49,7 +50,7 @@ from tests.engine_runs import (  # noqa: E402
     version,
     witnessed,
 )
-from tests.reference import logits_of, logprobs_of  # noqa: E402
+from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
@@ -232,6 +233,29 @@ async def test_deltas_text_and_stops(engine: Any) -> None:
     assert (both.tokens, both.finish) == (chain[:1], "stop")
 
 
+async def test_stop_strings_cut_the_text_and_end_the_request(engine: Any) -> None:
+    whole = await run(engine, ask([7], max_tokens=ENDLESS // 10, skip_special_tokens=False))
+    text, decode = whole.text, engine._tokenizer.decode
+    stop = text[len(text) // 2 :][:3]
+    made = next(n for n in range(1, len(whole.tokens)) if stop in decode(whole.tokens[:n]))
+    for include in (False, True):
+        asked = ask(
+            [7],
+            max_tokens=ENDLESS,
+            skip_special_tokens=False,
+            logprobs=True,
+            stop=["never said", stop],
+            include_stop_str_in_output=include,
+        )
+        cut = await run(engine, asked)
+        assert (cut.finish, cut.deltas[-1].stop_string) == ("stop", stop)
+        assert cut.text == text[: text.index(stop) + len(stop) * include]
+        assert cut.tokens == whole.tokens[:made]
+        assert len(cut.logprobs) == made
+        assert [(span.start, span.end) for span in cut.spans] == [(0, made)]
+    assert engine.load() == (0, 0)
+
+
 async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -> None:
     await update(engine, models.tiny[1], 5)
     prompt = prompt_of(1, 9)
@@ -305,6 +329,59 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter,
     )
     assert cut.deltas[0].prompt_token_ids == prompt
     assert is_of(cut, models.tiny[1])
+
+
+@pytest.mark.parametrize("penalties", [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)])
+async def test_penalties(
+    kind: Kind, engine: EngineAdapter, models: Models, penalties: tuple[float, float, float]
+) -> None:
+    await update(engine, models.tiny[1], 7)
+    prompt = prompt_of(3, 9)
+    names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    request = ask(prompt, logprobs=True, max_tokens=40, **dict(zip(names, penalties, strict=True)))
+    if kind.lacks & {*names}:
+        with pytest.raises(Unsupported, match="logprobs"):
+            await run(engine, request)
+        return
+    result = await run(engine, request)
+    rows = logits_of(models.tiny[1], prompt, result.tokens)
+    for place, token in enumerate(result.tokens):
+        scores = penalized(rows[place], prompt, result.tokens[:place], *penalties)
+        assert scores[token] > max(scores) - 2 * LOGPROBS
+    raw, _ = logprobs_of(models.tiny[1], prompt, result.tokens)
+    assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
+
+
+async def test_the_likeliest_tokens(engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 9)
+    prompt = prompt_of(3, 9)
+    for count in (1, 5):
+        # Far from greedy: most tokens that are made are none of these.
+        request = ask(prompt, temperature=2.0, seed=3, logprobs=True, top_logprobs=count, max_tokens=40)
+        result = await run(engine, request)
+        tops = [top for delta in result.deltas for top in delta.top_logprobs or []]
+        rows = logits_of(models.tiny[1], prompt, result.tokens).log_softmax(-1)
+        for row, top in zip(rows, tops, strict=True):
+            assert [value for _, value in top] == pytest.approx(row.topk(count).values.tolist(), abs=LOGPROBS)
+            assert [value for _, value in top] == pytest.approx(
+                [float(row[token]) for token, _ in top], abs=LOGPROBS
+            )
+        raw, _ = logprobs_of(models.tiny[1], prompt, result.tokens)
+        assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
+
+
+async def test_the_least_likely_tokens(kind: Kind, engine: EngineAdapter, models: Models) -> None:
+    await update(engine, models.tiny[1], 8)
+    prompt = prompt_of(3, 9)
+    request = ask(prompt, temperature=1.0, seed=3, min_p=0.5, max_tokens=40, logprobs=True)
+    if "min_p" in kind.lacks:
+        with pytest.raises(Unsupported) as caught:
+            await run(engine, request)
+        assert caught.value.facts["field"] == "min_p"
+        return
+    result = await run(engine, request)
+    for row, token in zip(logits_of(models.tiny[1], prompt, result.tokens), result.tokens, strict=True):
+        assert float(row[token]) > float(row.max()) + math.log(0.5) - 2 * LOGPROBS
 
 
 async def test_bad_requests_do_not_reach_the_engine(engine: EngineAdapter, info: EngineInfo) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import pytest
+
 from worker import exit_codes
 from worker.engine_watch import MAX_BLOCKED_S, EngineWatch
 from worker.handlers import LIVENESS_TIMEOUT_S
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 HANG_S = 8.0
 """More than one round trip's time-out: the worker is seen closed before it ends."""

@@ -326,7 +326,7 @@ async def test_bad_input_is_refused_by_name(plane: Plane, http: httpx.AsyncClien
         ({"prompt_token_ids": [1], "prompt": "x"}, 400, "prompt_token_ids"),
         ({"prompt_token_ids": [1 << 30]}, 400, "prompt_token_ids"),
         ({"prompt": "x", "max_tokens": 100_000}, 400, "max_tokens"),
-        ({"prompt": "x", "stop": ["a"]}, 501, "stop"),
+        ({"prompt": "x", "suffix": "a"}, 501, "suffix"),
         ({"prompt": "x", "nvext": {"instance_id": "zz"}}, 400, "nvext.instance_id"),
         ({"prompt": "x", "nvext": {"instance_id": "0123456789abcdef"}}, 404, "nvext.instance_id"),
     ]
@@ -583,7 +583,7 @@ async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(
     victim = plane.spawn(instance_id="0" * 16)
     await ask(http, nvext={"instance_id": "0" * 16})
     await ask(http, nvext={"instance_id": "f" * 16})  # so the next turn is the victim's
-    monkeypatch.setattr("frontend.engine_client.ACCEPT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("frontend.attempts.ACCEPT_TIMEOUT_S", 0.3)
     victim.stop()
     try:
         assert (await ask(http))["nvext"]["instance_id"] == "f" * 16
@@ -641,7 +641,8 @@ async def test_choices_under_way_are_bounded(
     monkeypatch.setattr("frontend.generation.MAX_IN_FLIGHT", 1)
     for stream in (False, True):
         response = await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "stream": stream})
-        assert error_of(response, 503)["code"] == "unavailable"
+        error = error_of(response, 429)
+        assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
         assert response.headers["retry-after"] == "1"
     await ask(http)
 

@@ -128,7 +128,7 @@ async def ask(one: Frontend, **more: Any) -> list[int]:
 
 async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -> None:
     client = await plane.client()
-    async with running(plane) as one, running(plane, rl_port=0, http_port=None) as other:
+    async with running(plane) as one, running(plane, rl_port=0, http_port=None, dialects=()) as other:
         assert one.lease.holds()
         assert await listed(client) == [one.lease.frontend_id]
         assert not other.lease.holds()

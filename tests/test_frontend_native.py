@@ -106,12 +106,114 @@ async def test_sglangs_generate(plane: Plane, http: httpx.AsyncClient) -> None:
     )
 
 
+async def test_stop_strings(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    tokens = tokens_under((await update(plane, 1))["digest"], 0, 4)
+    stop = f"{tokens[2]}"[:1]
+    last = next(place for place, token in enumerate(tokens) if stop in f"{token}")
+    text = "".join(f" t{token}" for token in tokens)
+    sampling = {"max_tokens": 4, "stop": stop}
+    (choice,) = (await post(http, VLLM, token_ids=PROMPT, sampling_params=sampling))["choices"]
+    assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == (
+        tokens[: last + 1],
+        "stop",
+        stop,
+    )
+    assert (await streamed(http, VLLM, token_ids=PROMPT, sampling_params=sampling))[-1]["choices"][0][
+        "stop_reason"
+    ] == stop
+    for trimmed in (True, False):
+        asked = {"max_new_tokens": 4, "stop": ["\x00", stop], "no_stop_trim": not trimmed}
+        reply = await post(http, SGLANG, input_ids=PROMPT, sampling_params=asked)
+        assert (reply["output_ids"], reply["text"]) == (
+            tokens[: last + 1],
+            text[: text.index(stop) + (not trimmed)],
+        )
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+async def test_the_likeliest_tokens_on_every_route(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    digest = (await update(plane, 1))["digest"]
+    tokens, made = tokens_under(digest, 0, 4), [fake_logprob(digest, PROMPT, place) for place in range(4)]
+    # The fake's: the token, then those that follow it in the vocabulary.
+    tops = [
+        [((token + place) % 512, pytest.approx(value - place)) for place in range(3)]
+        for token, value in zip(tokens, made, strict=True)
+    ]
+    ids = {"prompt_token_ids": PROMPT, "max_tokens": 4}
+    calls: list[tuple[str, dict[str, Any], Any]] = [
+        ("/v1/completions", {**ids, "logprobs": 3}, _completions_tops),
+        ("/v1/chat/completions", {**ids, "logprobs": True, "top_logprobs": 3}, _chat_tops),
+        (VLLM, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "logprobs": 3}}, _vllm_tops),
+    ]
+    for path, body, read in calls:
+        assert read((await post(http, path, **body))["choices"]) == tops
+        events = await streamed(http, path, **body)
+        assert read([event["choices"][0] for event in events]) == tops
+    asked = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True, "rid": "mine"}
+    reply = await post(http, SGLANG, **asked, top_logprobs_num=3)
+    rows = [[(token, value) for value, token, _ in top] for top in reply["meta_info"]["output_top_logprobs"]]
+    assert rows == tops
+    assert (await streamed(http, SGLANG, **asked, top_logprobs_num=3))[-1] == {"index": 0, **reply}
+
+
+def _id(name: str) -> int:
+    return int(name.removeprefix("token_id:"))
+
+
+def _completions_tops(parts: list[Any]) -> Any:
+    rows = [top for part in parts for top in part["logprobs"]["top_logprobs"]]
+    return [[(_id(name), value) for name, value in top.items()] for top in rows]
+
+
+def _chat_tops(parts: list[Any]) -> Any:
+    rows = [row for part in parts for row in part["logprobs"]["content"]]
+    return [[(_id(one["token"]), one["logprob"]) for one in row["top_logprobs"]] for row in rows]
+
+
+def _vllm_tops(parts: list[Any]) -> Any:
+    rows = [row for part in parts for row in part["logprobs"]["content"]]
+    assert all([one["rank"] for one in row["top_logprobs"]] == [1, 2, 3] for row in rows)
+    return [[(one["token_id"], one["logprob"]) for one in row["top_logprobs"]] for row in rows]
+
+
+async def test_prompts_in_a_list(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn()
+    await update(plane, 1)
+    sampling = {"max_new_tokens": 3, "n": 2, "sampling_seed": 5}
+    for field, prompts in (("input_ids", [PROMPT, [9, 10, 11, 12]]), ("text", ["ab", "c"])):
+        alone = [
+            await post(http, SGLANG, **{field: one}, sampling_params=sampling, return_logprob=True)
+            for one in prompts
+        ]
+        body = {field: prompts, "sampling_params": sampling, "return_logprob": True}
+        replies = await post(http, SGLANG, **body)
+        assert [one["output_ids"] for one in replies] == [
+            one["output_ids"] for several in alone for one in several
+        ]
+        assert [one["meta_info"]["prompt_tokens"] for one in replies] == [
+            len(prompt) for prompt in prompts for _ in range(2)
+        ]
+        last = {event["index"]: event for event in await streamed(http, SGLANG, **body)}
+        assert [last[index]["output_ids"] for index in range(4)] == [one["output_ids"] for one in replies]
+        (only,) = await post(http, SGLANG, **{field: prompts[:1]}, sampling_params={"max_new_tokens": 3})
+        assert only["output_ids"] == replies[0]["output_ids"]
+    bad = {"input_ids": [PROMPT, [1 << 20]], "sampling_params": {"n": 2}}
+    assert error_of(await http.post(SGLANG, json=bad), 400)["field"] == "input_ids.1"
+
+
 async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
     """Before anybody is asked: there is no worker."""
     ids = {"token_ids": PROMPT, "sampling_params": {}}
     refused: list[tuple[str, dict[str, Any], int, str]] = [
-        (VLLM, {**ids, "sampling_params": {"stop": ["x"]}}, 501, "sampling_params.stop"),
-        (VLLM, {**ids, "sampling_params": {"logprobs": 2}}, 501, "sampling_params.logprobs"),
+        (VLLM, {**ids, "sampling_params": {"bad_words": ["x"]}}, 501, "sampling_params.bad_words"),
+        (VLLM, {**ids, "sampling_params": {"stop": [""]}}, 400, "sampling_params.stop.0"),
+        (VLLM, {**ids, "sampling_params": {"logprobs": -1}}, 501, "sampling_params.logprobs"),
+        (VLLM, {**ids, "sampling_params": {"logprobs": 21}}, 400, "sampling_params.logprobs"),
+        (VLLM, {**ids, "sampling_params": {"prompt_logprobs": 2}}, 501, "sampling_params.prompt_logprobs"),
+        (SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 21}, 400, "top_logprobs_num"),
+        (SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 2}, 400, "top_logprobs_num"),
         (VLLM, {**ids, "features": {"mm_hashes": {}}}, 501, "features"),
         (VLLM, {**ids, "output_mode": "text"}, 501, "output_mode"),
         (VLLM, {**ids, "priority": 1}, 501, "priority"),
@@ -120,8 +222,11 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (VLLM, {**ids, "sampling_params": {"max_tokens": 0}}, 400, "sampling_params.max_tokens"),
         (VLLM, {**ids, "sampling_params": {"seed": (1 << 63) - 2, "n": 3}}, 400, "sampling_params.seed"),
         (VLLM, {**ids, "stream_options": {}}, 400, "stream_options"),
-        (SGLANG, {"input_ids": [PROMPT, PROMPT]}, 501, "input_ids"),
-        (SGLANG, {"text": ["a", "b"]}, 501, "text"),
+        (SGLANG, {"input_ids": [PROMPT, []]}, 400, "input_ids.1"),
+        (SGLANG, {"text": ["a", ""]}, 400, "text.1"),
+        (SGLANG, {"text": ["a"], "rid": ["1"]}, 501, "rid"),
+        (SGLANG, {"text": ["a"], "sampling_params": [{}]}, 501, "sampling_params"),
+        (SGLANG, {"text": "a", "sampling_params": {"stop_regex": "a"}}, 501, "sampling_params.stop_regex"),
         (SGLANG, {"input_ids": PROMPT, "return_routed_experts": True}, 501, "return_routed_experts"),
         (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "a*"}}, 501, "sampling_params.regex"),
         (SGLANG, {"input_ids": PROMPT, "logprob_start_len": 2}, 501, "logprob_start_len"),

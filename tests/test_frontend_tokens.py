@@ -17,12 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["http"]
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 async def test_they_are_the_tokens_of_generation(plane: Plane, http: httpx.AsyncClient) -> None:
     error_of(await http.post("/tokenize", json={"prompt": "abc"}), 503)
     plane.spawn_many(2)
-    for body, path in (({"prompt": "abc"}, "/v1/completions"), ({"messages": MESSAGES}, "/v1/chat/completions")):
+    shown = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"think": False}}
+    for body, path in (
+        ({"prompt": "abc"}, "/v1/completions"),
+        ({"messages": MESSAGES}, "/v1/chat/completions"),
+        (shown, "/v1/chat/completions"),
+        ({**shown, "continue_final_message": True}, "/v1/chat/completions"),
+    ):
         reply = (await http.post("/tokenize", json={**body, "model": "seed0"})).json()
         asked = {**body, "max_tokens": 1, "return_token_ids": True}
         made = (await http.post(path, json=asked)).json()
@@ -52,6 +59,14 @@ async def test_they_are_the_tokens_of_generation(plane: Plane, http: httpx.Async
         ),
         ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"prompt": "a", "tools": [TOOL]}, "tools"),
+        ({"prompt": "a", "documents": [{}]}, "documents"),
+        ({"prompt": "a", "chat_template_args": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools.0.type"),
+        (
+            {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "x"}},
+            "chat_template_kwargs.chat_template",
+        ),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ({"prompt": "a", "unheard_of": 1}, "unheard_of"),
     ],

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from frontend.admin import list_fields, merge_query
+from frontend.attempts import Accepted
 from frontend.calls import MAX_IN_FLIGHT, FleetCalls
-from frontend.engine_client import Accepted
 from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
 from frontend.metrics import frontend_metrics, metric
-from frontend.openai import REFUSED
+from frontend.openai import REFUSED, ChatBody
 from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
+from frontend.query import list_fields, merge_query
 from frontend.replies import Choice, Chunks, openai_error, whole
-from frontend.routing import Router
+from frontend.tokens import parse_tokenize
 from rl_plane.errors import (
     InvalidRequest,
     NoWorkers,
@@ -29,7 +29,8 @@ from rl_plane.errors import (
     Unsupported,
 )
 from rl_plane.fleet_ops import FLEET_OPS
-from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan
+from rl_plane.generation import MAX_STOP_CHARS, MAX_STOPS, AdapterSpan, GenerateDelta, Rendering, VersionSpan
+from rl_plane.ops import Tokenize
 from rl_plane.strict_json import parse_json_object
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
@@ -176,50 +177,6 @@ def test_an_envelope_that_contradicts_itself_is_refused(request_: Request) -> No
     assert caught.value.facts["field"]
 
 
-# ---- routing ----
-
-
-def test_the_least_loaded_worker_gets_the_request() -> None:
-    router = Router()
-    assert router.pick({"a": 2, "b": 1, "c": 3}) == "b"
-    assert router.pick({"a": 2, "b": 1, "c": 3}, {"b"}) == "a"
-    assert router.pick({}) is None
-    assert router.pick({"a": 0}, {"a"}) is None
-    router.started("b")
-    router.started("b")
-    assert router.pick({"a": 2, "b": 1, "c": 3}) == "a"
-    router.ended("b")
-    router.ended("b")
-    assert router.pick({"a": 2, "b": 1, "c": 3}) == "b"
-    assert router.in_flight() == router.in_flight("b") == 0
-
-
-def test_equals_take_turns() -> None:
-    router = Router()
-    turns = []
-    for _ in range(6):
-        chosen = router.pick({"a": 0, "b": 0, "c": 0})
-        assert chosen is not None
-        turns.append(chosen)
-        router.started(chosen)
-        router.ended(chosen)
-    assert turns == ["a", "b", "c"] * 2
-    router.forget("b")
-    assert router.pick({"a": 0, "b": 0, "c": 0}) == "b"
-
-
-def test_many_at_once_are_spread() -> None:
-    router = Router()
-    for _ in range(30):
-        chosen = router.pick({"a": 0, "b": 0, "c": 0})
-        assert chosen is not None
-        router.started(chosen)
-    assert [router.in_flight(key) for key in "abc"] == [10, 10, 10]
-    router.forget("a")
-    router.ended("a")  # what was open there ends after it left
-    assert router.in_flight("a") == 9
-
-
 # ---- versions ----
 
 
@@ -340,12 +297,19 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "prompt": "hi",
         "adapter": None,
         "messages": None,
+        "rendering": Rendering().model_dump(),
         "max_tokens": 16,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
         "seed": None,
         "stop_token_ids": [],
+        "stop": [],
+        "include_stop_str_in_output": False,
         "ignore_eos": False,
         "min_tokens": 0,
         "logit_bias": {},
@@ -355,7 +319,9 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "cache_salt": None,
         "skip_special_tokens": True,
         "logprobs": False,
+        "top_logprobs": 0,
         "prompt_logprobs": False,
+        "continued": 0,
     }
 
 
@@ -368,9 +334,15 @@ def test_every_field_reaches_the_engine() -> None:
         temperature=0,
         top_p=0.5,
         top_k=-1,
+        min_p=0.25,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        repetition_penalty=1.5,
         seed=7,
         n=3,
         stop_token_ids=[9],
+        stop=["x", "yz"],
+        include_stop_str_in_output=True,
         ignore_eos=True,
         min_tokens=2,
         logit_bias={"4": -100, "5": 0.5},
@@ -395,6 +367,9 @@ def test_every_field_reaches_the_engine() -> None:
         assert (request.prompt_token_ids, request.prompt, request.max_tokens) == ([1, 2], None, 5)
         assert (request.temperature, request.top_p, request.top_k) == (0.0, 0.5, 0)
         assert (request.stop_token_ids, request.ignore_eos, request.logprobs) == ([9], True, True)
+        assert (request.min_p, request.repetition_penalty) == (0.25, 1.5)
+        assert (request.frequency_penalty, request.presence_penalty) == (0.5, -0.5)
+        assert (request.stop, request.include_stop_str_in_output) == (["x", "yz"], True)
         assert (request.min_tokens, request.logit_bias) == (2, {"4": -100, "5": 0.5})
         assert (request.allowed_token_ids, request.bad_words_token_ids) == ([4, 5], [[4], [5, 5]])
         assert (request.truncate_prompt_tokens, request.cache_salt) == (1, "pepper")
@@ -441,10 +416,81 @@ def test_a_chat_has_a_bounded_default_length() -> None:
     assert plan_chat({"messages": [{"role": "user", "content": "hi"}]}, "c", 64).requests[0].max_tokens == 32
     assert chat(max_completion_tokens=7, max_tokens=7).requests[0].max_tokens == 7
     assert chat(logprobs=True, top_logprobs=0).logprobs
-    parts = [{"type": "text", "text": "a"}]
-    assert chat(messages=[{"role": "user", "content": parts}]).requests[0].messages == [
-        {"role": "user", "content": parts}
+    assert chat(logprobs=True, top_logprobs=5).requests[0].top_logprobs == 5
+    assert [completion(logprobs=count).requests[0].top_logprobs for count in (0, 1, 2, 20)] == [0, 0, 2, 20]
+
+
+def test_messages_have_one_form_for_all_templates() -> None:
+    called = {"name": "look", "arguments": '{"at": [1, "x"]}'}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "index": 0, "function": called}],
+    }
+    messages = [
+        {"role": "user", "name": "me", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        said,
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
     ]
+    (request,) = chat(messages=messages).requests
+    function = {"name": "look", "arguments": {"at": [1, "x"]}}
+    plain = [
+        {"role": "user", "content": "a\nb", "name": "me"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+    ]
+    assert request.messages == plain
+    assert parse_tokenize({"messages": messages})[1]["messages"] == plain
+
+
+TOOL = {"type": "function", "function": {"parameters": {}, "name": "look"}}
+
+
+def test_what_the_template_is_given() -> None:
+    assert chat().requests[0].rendering == Rendering()
+    fields: dict[str, Any] = {"tools": [TOOL], "documents": [{"title": "t"}], "continue_final_message": True}
+    expected = Rendering(
+        tools=[TOOL],
+        documents=[{"title": "t"}],
+        add_generation_prompt=False,
+        continue_final_message=True,
+        more={"enable_thinking": False},
+    )
+    for name in ("chat_template_kwargs", "chat_template_args"):
+        given = {**fields, name: {"enable_thinking": False}}
+        assert chat(tool_choice="auto", **given).requests[0].rendering == expected
+        assert chat(tool_choice="none", **given).requests[0].rendering == expected.model_copy(
+            update={"tools": None}
+        )
+        _, op = parse_tokenize({"messages": [{"role": "user", "content": "hi"}], **given})
+        assert Tokenize.model_validate(op).rendering == expected
+    # Tokens in bypass it.
+    plan = chat(messages=[], prompt_token_ids=[3], tools=[TOOL])
+    assert (plan.requests[0].prompt_token_ids, plan.requests[0].rendering) == ([3], Rendering())
+
+
+def test_a_batch_of_prompts() -> None:
+    for prompt, kind in ((["a", "b"], "prompt"), ([[1], [2, 3]], "prompt_token_ids")):
+        plan = completion(prompt=prompt, n=3, seed=7, prompt_logprobs=0)
+        assert (plan.batch, plan.n, len({request.id for request in plan.requests})) == (2, 3, 6)
+        assert [getattr(request, kind) for request in plan.requests] == [prompt[0]] * 3 + [prompt[1]] * 3
+        assert [request.seed for request in plan.requests] == [7, 8, 9] * 2
+        assert all(request.prompt_logprobs for request in plan.requests)
+        assert plan.field_of("prompt_token_ids", 4) == "prompt.1"
+    assert (completion(prompt=["a"]).batch, completion().batch) == (1, None)
+    with pytest.raises(InvalidRequest, match="128") as caught:
+        completion(prompt=["a"] * 9, n=128)
+    assert caught.value.facts["field"] == "n"
 
 
 @pytest.mark.parametrize(
@@ -478,6 +524,20 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"stop_token_ids": "5"}, "stop_token_ids"),
         ({"stop_token_ids": [-5]}, "stop_token_ids.0"),
         ({"stop_token_ids": ["5"]}, "stop_token_ids.0"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": [5]}, "stop.0"),
+        ({"stop": {"some": "thing"}}, "stop"),
+        ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"),
+        ({"stop": "x" * (MAX_STOP_CHARS + 1)}, "stop.0"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"prompt": ["a", ""]}, "prompt.1"),
+        ({"prompt": ["a", [1]]}, "prompt.1"),
+        ({"prompt": [[1], []]}, "prompt.1"),
+        ({"prompt": [[1], [2, -1]]}, "prompt.1.1"),
         ({"ignore_eos": "yes"}, "ignore_eos"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"logit_bias": [5]}, "logit_bias"),
@@ -494,6 +554,7 @@ def test_a_chat_has_a_bounded_default_length() -> None:
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 5}, "cache_salt"),
+        ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -2}, "prompt_logprobs"),
@@ -529,11 +590,34 @@ def test_a_wrong_completion_is_a_400_by_name(body: dict[str, Any], field: str) -
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages.0"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": None, "tool_calls": []}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "a", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "a", "tool_calls": [{"type": "x", "function": {"name": "f", "arguments": ""}}]}
+                ]
+            },
+            "messages.0.tool_calls.0.type",
+        ),
+        ({"tools": [{}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools.0.function.name"),
+        ({"tools": {"some": "thing"}}, "tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"a": 1}, "chat_template_args": {"a": 1}}, "chat_template_args"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages.0.y"),
         ({"prompt_token_ids": [1]}, "prompt_token_ids"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"prompt": "hi"}, "prompt"),
     ],
 )
@@ -548,6 +632,8 @@ def test_a_wrong_chat_is_a_400_by_name(body: dict[str, Any], field: str) -> None
 def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., Plan], field: str) -> None:
     for neutral in (None, *REFUSED[field]):
         plan(**{field: neutral})
+    if plan is chat and field in ChatBody.model_fields:
+        return  # the other route's
     with pytest.raises(Unsupported) as caught:
         plan(**{field: {"some": "thing"}})
     assert caught.value.facts["field"] == field
@@ -556,20 +642,19 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
 @pytest.mark.parametrize(
     ("plan", "body", "field"),
     [
-        (completion, {"logprobs": 2}, "logprobs"),
         (completion, {"prompt_logprobs": 2}, "prompt_logprobs"),
         (chat, {"prompt_logprobs": -1}, "prompt_logprobs"),
-        (completion, {"prompt": ["a", "b"]}, "prompt"),
         (completion, {"return_routed_experts": True}, "return_routed_experts"),
         (chat, {"nvext": {"return_routed_experts": True}}, "nvext.return_routed_experts"),
         (chat, {"nvext": {"extra_fields": ["routed_experts"]}}, "nvext.extra_fields.0"),
         (chat, {"nvext": {"backend_instance_id": 0}}, "nvext.backend_instance_id"),
-        (completion, {"prompt": [[1], [2]]}, "prompt"),
         (completion, {"echo": 0}, "echo"),
         (completion, {"best_of": True}, "best_of"),
-        (completion, {"stop": "x"}, "stop"),
-        (chat, {"top_logprobs": 5}, "top_logprobs"),
-        (chat, {"messages": [{"role": "user", "content": "", "tool_calls": []}]}, "messages.0.tool_calls"),
+        (completion, {"tools": [TOOL]}, "tools"),
+        (chat, {"tool_choice": "required"}, "tool_choice"),
+        (chat, {"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        (chat, {"messages": [{"role": "a", "content": "", "refusal": "no"}]}, "messages.0.refusal"),
+        (completion, {"top_logprobs": 5}, "top_logprobs"),
         (
             chat,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -611,7 +696,7 @@ def test_a_whole_completion() -> None:
     assert choice["logprobs"] == {
         "tokens": ["token_id:1", "token_id:2", "token_id:3"],
         "token_logprobs": [-0.5, -1.0, -2.0],
-        "top_logprobs": None,
+        "top_logprobs": [{"token_id:1": -0.5}, {"token_id:2": -1.0}, {"token_id:3": -2.0}],
         "text_offset": [0, 1, 1],
     }
     assert choice["weight_versions"] == [_span(1, 0, 3).model_dump(exclude_none=True)]
@@ -691,8 +776,10 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
 
 @pytest.mark.parametrize(("lease", "told"), [(True, "1"), (False, "0"), (None, None)])
 def test_the_metrics_tell_of_the_lease(lease: bool | None, told: str | None) -> None:
-    text = frontend_metrics(workers=2, admitted=1, epoch=3, sequence=None, outcomes={}, in_flight=0, lease=lease)
+    counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}}
+    text = frontend_metrics(workers=2, admitted=1, epoch=3, sequence=None, in_flight=0, lease=lease, **counts)
     assert "rl_plane_committed_sequence" not in text
+    assert 'rl_plane_generation_picks_total{by="load"} 3' in text
     lines = [line for line in text.splitlines() if line.startswith("rl_plane_serving_lease ")]
     assert lines == ([f"rl_plane_serving_lease {told}"] if told else [])
 

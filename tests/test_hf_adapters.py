@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 

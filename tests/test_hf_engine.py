@@ -22,6 +22,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWei
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
+from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
 from worker.engines.hf_loop import Stream, choose  # noqa: E402
@@ -32,6 +33,8 @@ from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, w
 
 pytestmark = pytest.mark.slow
 
+PENALTIES = [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)]
+"""frequency, presence, repetition"""
 BOUND_S = 20.0
 """More than anything here takes on a busy machine."""
 
@@ -384,6 +387,9 @@ def test_the_sampler_follows_the_distribution() -> None:
     assert shares(top_k=1) == [1, 0, 0, 0, 0, 0]
     assert shares(top_p=0.5) == [1, 0, 0, 0, 0, 0]  # the first alone has 0.56
     assert shares(top_p=0.7) == pytest.approx(expected(2), abs=0.03)
+    assert shares(min_p=0.3) == pytest.approx(expected(2), abs=0.03)  # the second has 0.37 of the first, then 0.22
+    assert shares(min_p=0.3, temperature=2.0) == pytest.approx(expected(4, 2.0), abs=0.03)
+    assert shares(min_p=1.0) == [1, 0, 0, 0, 0, 0]
     assert shares(temperature=1e-30) == [1, 0, 0, 0, 0, 0]
     assert shares(temperature=0.0) == [1, 0, 0, 0, 0, 0]
 
@@ -435,6 +441,22 @@ def test_text_comes_in_whole_characters(models: Models) -> None:
     ended = [*ids, *tokenizer.encode("<|im_end|>")]
     assert IncrementalText(tokenizer).add(ended, last=True) == text
     assert IncrementalText(tokenizer, skip_special_tokens=False).add(ended, last=True) == f"{text}<|im_end|>"
+
+
+async def test_stop_strings_cut_the_text_and_end_the_request(start: Start, models: Models) -> None:
+    engine = await start(models.tiny)
+    sampled = {"temperature": 1.0, "seed": 5, "logprobs": True}
+    whole = await run(engine, ask([7], max_tokens=200, **sampled))
+    stop = next(part for part in whole.text.split("\ufffd") if len(part) > 2)[:3]
+    for include in (False, True):
+        asked = ask([7], max_tokens=4000, stop=["\x00", stop], include_stop_str_in_output=include, **sampled)
+        cut = await run(engine, asked)
+        assert (cut.finish, cut.deltas[-1].stop_string) == ("stop", stop)
+        assert cut.text == whole.text[: whole.text.index(stop) + len(stop) * include]
+        assert cut.tokens == whole.tokens[: len(cut.tokens)]
+        assert len(cut.logprobs) == len(cut.tokens)
+    assert await engine.abort(None) == 0
+    assert engine.load() == (0, 0)
 
 
 async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -> None:
@@ -495,6 +517,40 @@ async def test_what_a_request_allows_and_bars(start: Start, models: Models, plai
             scores = {one: float(row[one]) + fields.get("logit_bias", {}).get(str(one), 0.0) for one in left}
             assert scores[token] > max(scores.values()) - 1e-4
     assert results[2].tokens[1] == free[0] or free[0] not in results[2].tokens
+
+
+async def test_the_likeliest_tokens(start: Start, models: Models, plain: Any) -> None:
+    engine = await start(models.tiny)
+    prompt = prompt_of(1, 9)
+    sampled = {"temperature": 1.0, "seed": 3, "logprobs": True, "logit_bias": {"9": 50.0}}
+    result, few = await asyncio.gather(
+        run(engine, ask(prompt, top_logprobs=5, **sampled)), run(engine, ask(prompt, top_logprobs=2, **sampled))
+    )
+    tops = [top for delta in result.deltas for top in delta.top_logprobs or []]
+    rows = logits_of(models.tiny, prompt, result.tokens).log_softmax(-1)
+    for row, top in zip(rows, tops, strict=True):
+        values, tokens = row.topk(5)
+        assert [token for token, _ in top] == tokens.tolist()
+        assert [value for _, value in top] == pytest.approx(values.tolist(), abs=1e-4)
+    assert [[token for token, _ in top[:2]] for top in tops] == [
+        [token for token, _ in top] for delta in few.deltas for top in delta.top_logprobs or []
+    ]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES)
+async def test_penalties(start: Start, models: Models, plain: Any, penalties: tuple[float, float, float]) -> None:
+    engine = await start(models.tiny)
+    prompt = prompt_of(1, 9)
+    free = (await run(engine, ask(prompt, max_tokens=40))).tokens
+    frequency, presence, repetition = penalties
+    fields = {"frequency_penalty": frequency, "presence_penalty": presence, "repetition_penalty": repetition}
+    result = await run(engine, ask(prompt, max_tokens=40, logprobs=True, **fields))
+    assert result.tokens != free
+    assert result.logprobs == pytest.approx(plain_logprobs(plain, prompt, result.tokens), abs=1e-4)
+    rows = logits_of(models.tiny, prompt, result.tokens)
+    for place, token in enumerate(result.tokens):
+        scores = penalized(rows[place], prompt, result.tokens[:place], *penalties)
+        assert scores[token] > max(scores) - 1e-4
 
 
 async def test_the_end_of_a_prompt(start: Start, models: Models) -> None:

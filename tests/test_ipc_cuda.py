@@ -31,6 +31,8 @@ from tests.test_ipc_transport import BOUND_S, descriptors, impostor, memory, poo
 from worker.transports.base import Places
 from worker.transports.ipc import IpcTransport
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 torch = pytest.importorskip("torch")
 __all__ = ["pool"]
 

@@ -35,7 +35,12 @@ CASES = [
 FLEETS: dict[Engine, int] = {"fake": 2, "hf": 1}
 """Side by side: most of a case is waiting for a lease or a start."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parallel,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

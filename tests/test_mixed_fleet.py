@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import random
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import openai
 import psutil
 import pytest
 import pytest_asyncio
@@ -20,19 +23,24 @@ import pytest_asyncio
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from frontend.attempts import Attempts
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
-from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer
+from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls
 from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
+from tests.dialect_facade import facade
 from tests.faults import Stream
 from tests.reference import logprobs_of, prompt_logprobs
 from tests.test_delta_fleet import by_delta
-from tests.test_frontend_generation import ask, frontend
+from tests.test_fed_updates import free_port
+from tests.test_frontend_generation import ask, events_of, frontend, until_running
+from tests.test_frontend_rollouts import Streaming
 from tests.test_group_transport import Pushing
 from tests.test_ipc_transport import trainer_of
 from tests.test_nixl_transport import trainer
 from tests.test_plane_update import all_serve, states, update_of
+from tests.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_adapter import make_tiny_adapter
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
@@ -57,6 +65,8 @@ LONG_PROMPT = 700
 """More than one step of `hf` prefills."""
 LONG = 200
 """Tokens of a stream that lives through something."""
+MOVES = 6
+"""How often one choice goes on elsewhere: each engine goes on after each other."""
 ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
 """More tokens than each makes meanwhile, and fewer than its cache holds."""
 START_S = 240.0
@@ -307,6 +317,61 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
             assert token == last, (engine, place, change)
 
 
+async def test_a_request_goes_to_an_engine_that_can_do_it(mixed: Mixed, http: httpx.AsyncClient) -> None:
+    await http.get("/v1/models")
+    for _ in range(6):
+        reply = await ask(
+            http, prompt_token_ids=PROMPT, allowed_token_ids=[7, 8], max_tokens=2, return_token_ids=True
+        )
+        (choice,) = reply["choices"]
+        assert choice["instance_id"] != mixed.ids["sglang"]
+        assert set(choice["token_ids"]) <= {7, 8}
+
+
+async def test_a_choice_goes_on_at_any_other_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, logprobs, text and labels, as if one had made it."""
+    base = seed_of(await settled(client, mixed))
+    found: list[Attempts] = []
+    really = Attempts.run
+
+    def watched(attempts: Attempts, *given: Any) -> Any:
+        found.append(attempts)
+        return really(attempts, *given)
+
+    monkeypatch.setattr(Attempts, "run", watched)
+    body = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "migrate": True}
+    texts: list[str] = []
+    async with Streaming(http, max_tokens=LONG, **body) as stream:
+        while await stream.more():
+            texts.append(stream.last["text"])
+            if len(stream.tokens) >= 20 * len(found) and len(found) <= MOVES:
+                found[-1].lost(stream.last["instance_id"])
+    assert stream.error is None
+    assert stream.tokens == witnessed(base, LONG)
+    makers = [maker["instance_id"] for maker in stream.last["instances"]]
+    assert len(makers) == MOVES + 1
+    assert set(makers) == set(mixed.ids.values())
+    expected, _ = await asyncio.to_thread(logprobs_of, mixed.base(base), PROMPT, stream.tokens)
+    assert stream.logprobs == pytest.approx(expected, abs=LOGPROB)
+    (span,) = stream.spans
+    assert (span["start"], span["end"]) == (0, LONG)
+    whole = await http.post("/detokenize", json={"tokens": stream.tokens})
+    assert "".join(texts) == whole.json()["prompt"]
+
+
+async def test_a_caller_that_leaves_ends_its_request_in_each_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    for engine, instance_id in mixed.ids.items():
+        body = {"max_tokens": ENDLESS[engine], "ignore_eos": True, "nvext": {"instance_id": instance_id}}
+        async with Streaming(http, **body) as stream:
+            await stream.until(lambda stream: len(stream.tokens) >= 5)
+            assert (await states(client))[instance_id]["running_tokens"] > len(PROMPT), engine
+        await until_running(mixed.plane, client, instance_id, 0)
+
+
 async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     # Not a witness: its logits are so large that one step of bfloat16 is more than the bound.
     weights = mixed.plane.tmp / "weights"
@@ -338,6 +403,118 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
             alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
             assert alone["choices"][0]["prompt_logprobs"] == [None], engine
     await client.run("unload_lora_adapter", {"lora_name": "scored"})
+    await mixed.witnessed(client)
+
+
+async def test_openais_client_finds_the_same_with_each(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    base, name = seed_of(await settled(client, mixed)), mixed.first.name
+    async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as caller:
+        await openai_calls.models_and_errors(caller, name)
+        for engine, instance_id in mixed.ids.items():
+            nvext = {"instance_id": instance_id}
+            for made in await openai_calls.completions(caller, name, nvext):
+                assert made == witnessed(base, len(made)), engine
+            await openai_calls.chats(caller, name, nvext)
+            await openai_calls.stops_and_batches(caller, name, nvext)
+
+
+async def own_api(engine: str, model: Path, requests: list[dict[str, Any]], tmp: Path) -> list[dict[str, Any]]:
+    asked, told, log = (tmp / f"own-{engine}.{end}" for end in ("asked", "told", "log"))
+    asked.write_text(json.dumps(requests))
+    command = (sys.executable, "-m", "tests.own_api", engine, str(model), str(asked), str(told))
+    with log.open("w") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            assert await process.wait() == 0, log.read_text()[-3000:]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    replies: list[dict[str, Any]] = json.loads(told.read_text())
+    return replies
+
+
+async def test_each_says_what_it_says_by_its_own_api(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """Called directly, in a process without any of ours: greedy, and where its own seeds do something, sampled."""
+    base = mixed.tiny(1)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    pick = random.Random(5)
+    prompts = [[pick.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (4, 17, 33)]
+    greedy = [{"prompt": one, "tokens": TOKENS, "temperature": 0.0, "seed": 1} for one in prompts]
+    sampled = [{**one, "temperature": 0.8, "seed": 11 + place} for place, one in enumerate(greedy)]
+    for engine, instance_id in mixed.ids.items():
+        requests = greedy + sampled if engine == "vllm" else greedy
+        replies = await own_api(engine, base, requests, mixed.plane.tmp)
+        for request, truth in zip(requests, replies, strict=True):
+            body = {
+                "prompt_token_ids": request["prompt"],
+                "max_tokens": TOKENS,
+                "temperature": request["temperature"],
+                "seed": request["seed"],
+                "ignore_eos": True,
+                "return_token_ids": True,
+                "prompt_logprobs": 0,
+                "nvext": {"instance_id": instance_id},
+            }
+            (choice,) = (await ask(http, **body))["choices"]
+            assert choice["token_ids"] == truth["tokens"], (engine, request)
+            made = choice["logprobs"]["token_logprobs"]
+            assert made == pytest.approx(truth["logprobs"], abs=LOGPROB), engine
+            scored = [row and next(iter(row.values()))["logprob"] for row in choice["prompt_logprobs"]]
+            assert scored[0] is truth["prompt_logprobs"][0] is None, engine
+            assert scored[1:] == pytest.approx(truth["prompt_logprobs"][1:], abs=LOGPROB), engine
+    await mixed.witnessed(client)
+
+
+async def test_tokens_in_with_an_adapter_whole_and_streamed(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    base, adapter = mixed.tiny(1), mixed.adapter(3)
+    await client.run("update_weights", update_of(base, "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "voice", "lora_path": str(adapter)})
+    for engine, instance_id in mixed.ids.items():
+        body = {
+            "model": "voice",
+            "messages": [],
+            "prompt_token_ids": PROMPT,
+            "max_tokens": TOKENS,
+            "n": 2,
+            "temperature": 1.0,
+            "seed": 3,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "nvext": {"instance_id": instance_id},
+        }
+        whole = (await http.post("/v1/chat/completions", json=body)).json()
+        response = await http.post("/v1/chat/completions", json={**body, "stream": True})
+        *chunks, done = events_of(response.text)
+        assert done == "[DONE]", engine
+        assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == PROMPT
+        parts: list[Any] = [[], []]
+        for chunk in chunks:
+            (part,) = chunk["choices"]
+            parts[part["index"]].append(part)
+        seen = []
+        for several in ([[one] for one in whole["choices"]], parts):
+            for mine in several:
+                tokens = [token for part in mine for token in part["token_ids"]]
+                rows = [row for part in mine for row in part["logprobs"]["content"]]
+                assert [row["token"] for row in rows] == [f"token_id:{token}" for token in tokens], engine
+                truth, _ = await asyncio.to_thread(logprobs_of, base, PROMPT, tokens, adapter)
+                assert [row["logprob"] for row in rows] == pytest.approx(truth, abs=LOGPROB), engine
+                assert mine[-1]["weight_versions"][0]["adapter"]["name"] == "voice", engine
+                seen.append(tokens)
+        assert {len(tokens) for tokens in seen} == {TOKENS}, engine
+        assert seen[:2] == seen[2:], engine
+        assert seen[0] != seen[1], engine
+    await client.run("unload_lora_adapter", {"lora_name": "voice"})
     await mixed.witnessed(client)
 
 
@@ -404,6 +581,12 @@ async def test_what_is_shared_on_one_machine(
     await mixed.witnessed(client)
 
 
+async def test_what_a_trainer_says_to_one_sglang_server(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await each_transport.bring_call_by_call(mixed, client, http)
+
+
 @pytest.mark.engines("nixl")
 async def test_what_is_pulled_from_memory(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
@@ -461,6 +644,53 @@ async def test_what_is_broadcast_while_they_generate(
         await Pushing(client, again).push(mixed.base(3), "group 3")
     await proven(http, mixed, "group 3", mixed.base(3))
     await mixed.witnessed(client)
+
+
+async def test_trainers_own_clients_drive_all_three(
+    client: RlClient, http: httpx.AsyncClient, mixed: Mixed
+) -> None:
+    """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. A worker is killed in the middle."""
+    pytest.importorskip("trl")
+    await mixed.witnessed(client)
+
+    async def form(trainer: group_trainer.Trainer, group: str, ranks: int) -> None:
+        told = {
+            "directory": str(mixed.first),
+            "master_port": free_port(),
+            "world_size": 1 + ranks,
+            "group_name": group,
+            "timeout_s": 30.0,
+            "packed": True,
+            "packed_buffer_size_bytes": 20_000,
+        }
+        await trainer.do("init", told)
+
+    async with facade(mixed.plane) as steered:
+        url = str(steered.base_url).rstrip("/")
+        with VllmTrainer(mixed.plane) as trainer:
+            for kind, seed in (("vllm", 2), ("trl", 3)):
+                await trainer.do("client", {"kind": kind, "url": url})
+                await form(trainer, f"of {kind}", len(mixed.ids))
+                await trainer.do("load", str(mixed.base(seed)))
+                await trainer.do("send")
+                version = (await client.run("weight_version"))["version"]
+                await proven(http, mixed, version["label"], mixed.base(seed))
+            doomed = await asyncio.to_thread(mixed.plane.spawn, ready=False, engine="hf", model=mixed.first)
+            await asyncio.to_thread(doomed.wait_ready, START_S)
+            await trainer.do("client", {"kind": "vllm", "url": url})
+            await form(trainer, "with one more", len(mixed.ids) + 1)
+            await trainer.do("load", str(mixed.base(2)))
+            await trainer.do("call", ["start_weight_update"])
+            await trainer.do("part", [0, 3])
+            doomed.kill()
+            with pytest.raises(PlaneError, match="409"):
+                await trainer.do("part", [1, 3])
+            await proven(http, mixed, version["label"], mixed.base(3))
+            await form(trainer, "without it", len(mixed.ids))
+            await trainer.do("load", str(mixed.base(2)))
+            await trainer.do("send")
+            version = (await client.run("weight_version"))["version"]
+            await proven(http, mixed, version["label"], mixed.base(2))
 
 
 async def test_an_engine_that_loses_a_process_ends_its_worker(mixed: Mixed, client: RlClient) -> None:

@@ -25,6 +25,8 @@ from worker.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 PROMPT = [5, 6, 7]
 START_S = 20.0
 

@@ -24,6 +24,8 @@ from worker.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 FINISH_S = 30.0
 
 

@@ -26,6 +26,8 @@ from worker.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 PROMPT = [5, 6, 7]
 HEAL_S = 20.0
 

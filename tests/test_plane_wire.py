@@ -283,8 +283,8 @@ def test_an_unknown_op_names_the_known_ones() -> None:
 
 def test_the_ops_are_those_of_the_design() -> None:
     named = """liveness describe state pause resume flush_cache abort_requests init_transport destroy_transport
-        arm_update prepare_update commit_update abort_update update_weights release_memory resume_memory check_weights
-        set_admission drain attest follow_record tokenize detokenize"""
+        arm_update feed_update prepare_update commit_update abort_update update_weights release_memory resume_memory
+        check_weights set_admission drain attest follow_record tokenize detokenize"""
     assert set(named.split()) | {"ping"} == set(ops.OPS)
     reading = {"ping", "liveness", "describe", "state", "attest", "tokenize", "detokenize"}
     assert {name for name, op in ops.OPS.items() if not op.changes} == reading
@@ -293,8 +293,9 @@ def test_the_ops_are_those_of_the_design() -> None:
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
-        prepare_weights_update complete_weights_update abort_weights_update release_memory resume_memory
-        check_weights load_lora_adapter unload_lora_adapter new_run workers/{id}/enable workers/{id}/disable"""
+        prepare_weights_update feed_weights_update complete_weights_update abort_weights_update
+        release_memory resume_memory check_weights load_lora_adapter unload_lora_adapter new_run
+        workers/{id}/enable workers/{id}/disable"""
     gets = "ready liveness state workers weight_version updates"
     paths = {op.path: op.method for op in FLEET_OPS.values()}
     assert set(posts.split()) == {path for path, method in paths.items() if method == "POST"}

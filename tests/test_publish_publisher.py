@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-import rl_plane.publish.publisher as publishers
+import rl_plane.publish.attempt as attempts
+import rl_plane.publish.way as ways
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -168,7 +170,7 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
             events.append("closed")
             super().close()
 
-    monkeypatch.setattr(publishers, "make_sender", lambda backend, around: Keeping(around.root))
+    monkeypatch.setattr(ways, "make_sender", lambda backend, around: Keeping(around.root))
     fleet = await plane.fleet()
     adapter = make_fake_adapter(plane.tmp / "adapter", 1, plane.model())
     await WeightPublisher(adapter, fleet, root=root_of(plane), adapter="a").publish_async("one")
@@ -223,18 +225,18 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     with pytest.raises(RuntimeError, match="out of memory"):
         await publisher.publish_async("broken")
     publisher._source = whole
-    publisher._policy["min_ready"] = 9
+    publisher._told.policy["min_ready"] = 9
     source.path = models[6]
     with pytest.raises(UpdateAborted, match="min_ready"):
         await publisher.publish_async("too few")
-    del publisher._policy["min_ready"]
+    del publisher._told.policy["min_ready"]
     await publish(4, "delta")
     # Nobody keeps it, and what would bring it is gone.
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
     with monkeypatch.context() as patch:
-        patch.setattr(publishers._ByCopy, "_is_kept", lambda *_: True)
+        patch.setattr(attempts.AttemptByCopy, "_is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
     # Somebody else has published meanwhile.
@@ -243,7 +245,8 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await publish(7, "full")
     await publish(8, "delta")
     # By another way: what the chain needs went with the sender before.
-    publisher._told = "object_store"
+    assert publisher._way is not None
+    publisher._way.told = dataclasses.replace(publisher._told, transport="object_store")
     await publish(9, "full")
     await publish(10, "delta")
     await asyncio.to_thread(publisher.close)
@@ -268,7 +271,7 @@ async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytes
     assert (await asyncio.to_thread(one.result, BOUND_S))["version"]["label"] == "one"
     assert (await asyncio.to_thread(two.result, BOUND_S))["version"]["sequence"] == 2
     # One that does not end: the next is refused once the bound is over.
-    monkeypatch.setattr(publishers, "DRAIN_S", -1e6)
+    monkeypatch.setattr(ways, "DRAIN_S", -1e6)
     source.go.clear()
     three = publisher.publish("three", wait=False)
     four = publisher.publish("four", wait=False)
@@ -322,7 +325,7 @@ async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypa
         return reply
 
     monkeypatch.setattr(BlockingFleet, "run", losing)
-    monkeypatch.setattr(publishers, "AGAIN_S", 0.01)
+    monkeypatch.setattr(attempts, "AGAIN_S", 0.01)
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     reply = (await publisher.publish_async("one")).result()
     assert reply["version"]["sequence"] == 1
@@ -386,7 +389,7 @@ async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: py
         senders.append(Streaming(around))
         return senders[-1]
 
-    monkeypatch.setattr(publishers, "make_sender", make)
+    monkeypatch.setattr(ways, "make_sender", make)
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
@@ -416,8 +419,8 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
     plane.spawn()
     alive: list[str] = []
     told = iter(["first", "second", "third", "third"])
-    monkeypatch.setattr(publishers, "choose", lambda *_, **__: next(told))
-    monkeypatch.setattr(publishers, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    monkeypatch.setattr(ways, "choose", lambda *_, **__: next(told))
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     refused = threading.Event()
 
     def refuse(progress: Progress) -> None:

@@ -23,7 +23,7 @@ from frontend.native import (
     plan_sglang,
     plan_vllm,
 )
-from frontend.openai import REFUSED, REFUSED_IN_NVEXT, ChatBody, CompletionBody, NvExt
+from frontend.openai import MAX_CHOICES, REFUSED, REFUSED_IN_NVEXT, ChatBody, CompletionBody, NvExt
 from frontend.plans import Plan, plan_chat, plan_completion
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateRequest
@@ -70,6 +70,14 @@ VALUES: list[Any] = [
     MESSAGES,
     [{"role": "user", "content": [{"type": "image_url"}]}],
     [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    [{"role": "a", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}],
+    [{"role": "a", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+    [{"type": "function", "function": {"name": "f"}}],
+    ["a", "b"],
+    ["a", [5]],
+    "auto",
+    "required",
+    {"tokenize": True},
     {"include_usage": True},
 ]
 
@@ -143,6 +151,7 @@ def test_a_plan_or_an_error_by_name(route: str) -> None:
                 assert GenerateRequest.model_validate(sent) == request, body
                 given = (request.prompt_token_ids, request.prompt, request.messages)
                 assert sum(one is not None for one in given) == 1, body
+            assert len(found.requests) == found.n * (found.batch or 1) <= MAX_CHOICES
         assert repr(body) == kept
     assert plans > TRIES / 20
     assert errors > {*least}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from rl_plane.errors import InvalidRequest
+from rl_plane.generation import RESERVED, GenerateRequest, Rendering
 from rl_plane.ops import Tokenize
-from worker.engines.tokenizing import Tokenizing, eos_tokens
+from worker.engines.tokenizing import Tokenizing, eos_tokens, load_tokenizer, prompt_tokens
 
 
 def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
@@ -38,7 +41,7 @@ class Threads:
 
 
 class Engine(Tokenizing):
-    def __init__(self, tokenizer: Threads) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         info: Any = SimpleNamespace(vocab_size=16)
         self._info = info
@@ -55,3 +58,80 @@ async def test_the_ops_have_threads_of_their_own() -> None:
     await engine.detokenize([1])
     assert len(tokenizer.asked) == 3
     assert all(name.startswith("tokenize") for name in tokenizer.asked)
+
+
+TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif -%}
+{% for document in documents or [] %}<doc>{{ document.title }}</doc>{% endfor -%}
+{% for message in messages %}<{{ message.role }}{% if message.name %} {{ message.name }}{% endif %}>
+{%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}<call {{ call.id }}>{{ call.function | tojson }}</call>{% endfor -%}
+</{{ message.role }}>{% endfor -%}
+{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+FUNCTION = {"name": "look", "arguments": {"at": 1}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "name": "me", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "function": FUNCTION}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "42"},
+]
+TALK = (
+    "<user me>hi</user><assistant><think>hm</think>"
+    '<call c1>{"name": "look", "arguments": {"at": 1}}</call></assistant><tool>42</tool>'
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    pytest.importorskip("torch")
+    from worker.tiny_model import make_tiny_model
+
+    found = load_tokenizer(make_tiny_model(tmp_path / "model", seed=1))
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, f"{TALK}<assistant>"),
+        ({"tools": [TOOL]}, f"<tools>{json.dumps([TOOL])}</tools>{TALK}<assistant>"),
+        ({"documents": [{"title": "t"}]}, f"<doc>t</doc>{TALK}<assistant>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, f"{TALK}<assistant><think></think>"),
+        ({"add_generation_prompt": False}, TALK),
+        ({"continue_final_message": True}, TALK.removesuffix("</tool>")),
+    ],
+)
+async def test_a_template_is_given_all_that_a_request_says(
+    tokenizer: Any, fields: dict[str, Any], text: str
+) -> None:
+    body = Tokenize(messages=MESSAGES, **fields)
+    tokens = await Engine(tokenizer).tokenize(body)
+    assert tokenizer.decode(tokens) == text
+    request = GenerateRequest(id="x", messages=MESSAGES, rendering=body.rendering)
+    assert await prompt_tokens(tokenizer, request) == tokens
+
+
+async def test_what_a_template_refuses_is_an_invalid_request(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+    with pytest.raises(InvalidRequest, match="no tools here") as caught:
+        await Engine(tokenizer).tokenize(Tokenize(messages=MESSAGES, tools=[TOOL]))
+    assert caught.value.facts["field"] == "messages"
+
+
+def test_no_argument_of_the_tokenizers_own_is_a_templates() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for function in (transformers.PreTrainedTokenizerBase.apply_chat_template, render_jinja_template):
+        names = {name for name in inspect.signature(function).parameters if name != "kwargs"}
+        assert names <= RESERVED
+    for name in RESERVED:
+        with pytest.raises(InvalidRequest) as caught:
+            Rendering.of(None, None, {name: 1}, None, None)
+        assert caught.value.facts["field"] == f"chat_template_kwargs.{name}"

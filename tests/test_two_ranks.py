@@ -84,6 +84,10 @@ async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncC
     await each_transport.bring(mixed, client, http, backend)
 
 
+async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
+    await each_transport.bring_call_by_call(mixed, client, http)
+
+
 async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     """The last one. All ends, soon, and leaves nothing."""
     ((engine, instance_id),) = mixed.ids.items()

@@ -14,6 +14,7 @@ from rl_plane.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    InvalidWeights,
     Locked,
     MembershipChanged,
     NotAtBase,
@@ -26,7 +27,7 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, UpdateWeights
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, Part, UpdateWeights
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
@@ -38,6 +39,7 @@ from rl_plane.update_steps import (
     End,
     Event,
     Failed,
+    Fed,
     Instruction,
     Note,
     Outcome,
@@ -147,6 +149,8 @@ class Driver:
                 return self.surveyed()
             case Ask(op="arm_update", workers=workers):
                 return Answered([ok(key, listening=True) for key in workers])
+            case Ask(op="feed_update", workers=workers):
+                return Answered([ok(key, missing=3) for key in workers])
             case Ask(op="prepare_update", workers=workers):
                 return Answered([ok(key, digest=NEW, refetchable=True) for key in workers])
             case Ask(workers=workers):
@@ -1188,3 +1192,73 @@ def test_a_rolling_adapter_is_served_beside_the_state_before() -> None:
     driver = Driver(lora("swap", policy={"barrier": "rolling"}), WITH_X)
     driver.outcome()
     assert driver.one(Write, "decide").record.rolling_from == WITH_X.held
+
+
+# ---- fed: the trainer announces them part by part ----
+
+FED = {"backend": "gloo", "group": "g", "fed": True}
+FEEDING = session_of(prepare(transport=FED), digest="", refetchable=False)
+PART = Part(names=["w"], dtypes=["bfloat16"], shapes=[[2, 3]], timeout_s=7.0)
+FEED = Call("feed", "", part=PART)
+
+
+def test_a_part_goes_to_all_that_listen() -> None:
+    driver = with_session(FEED, FEEDING)
+    fed = driver.run().result
+    assert isinstance(fed, Fed)
+    assert (fed.missing, driver.phases) == (3, ["survey", "feed", "session"])
+    asked = driver.one(Ask)
+    assert (asked.op, list(asked.workers), asked.together) == ("feed_update", list(MEMBERS), "u9")
+    assert asked.timeout_s is not None
+    assert asked.timeout_s > 7.0
+    told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
+    assert told.items() <= asked.body.items()
+    patience = FEEDING.body["policy"]["prepare_timeout_s"]
+    assert fed.session == replace(FEEDING, expires_at=NOW + SESSION_IDLE_S + patience), "it waits for the next one"
+
+
+@pytest.mark.parametrize(
+    ("why", "ends"),
+    [
+        (lost("a"), UpdateAborted),
+        (silent("a"), UpdateAborted),
+        (bad("a", EngineFailed("the group broke")), UpdateAborted),
+        (bad("a", InvalidWeights("of another shape")), InvalidWeights),
+    ],
+)
+@pytest.mark.parametrize("policy", [{}, {"on_prepare_failure": "exclude"}])
+def test_a_part_that_anybody_lacks_ends_the_update(
+    why: WorkerRow, policy: dict[str, Any], ends: type[PlaneError]
+) -> None:
+    noted = replace(FEEDING, body=body(transport=FED, policy=policy).model_dump())
+    driver = with_session(FEED, noted, feed=Answered([why, ok("b", missing=1), ok("c", missing=1)]))
+    assert len(driver.error(ends).facts["workers"]) == 3
+    assert driver.phases == ["survey", "feed", "session", "abort"]
+
+
+def test_nobody_is_fed_who_can_not_have_all_of_it() -> None:
+    driver = with_session(FEED, FEEDING)
+    driver.members = {**MEMBERS, "a": "another"}
+    driver.error(UpdateAborted)
+    assert driver.phases == ["survey", "session", "abort"]
+    driver = with_session(FEED, ARMED)
+    assert driver.error(InvalidRequest).facts["field"] == "update_id"
+    assert driver.phases == ["survey"], "the other one stays"
+    assert Driver(FEED).error(UpdateAborted).facts["field"] == "update_id"
+
+
+def test_the_last_part_is_asked_for_what_is_missing() -> None:
+    driver = with_session(Call("complete", "", version="late"), FEEDING, prepare=received())
+    assert driver.outcome().version.label == "late"
+    assert driver.phases[:4] == ["survey", "feed", "prepare", "recheck"]
+    assert driver.one(Ask, "feed").body["last"] is True
+    missing = bad("a", InvalidWeights("2 missing"))
+    driver = with_session(Call("complete", ""), FEEDING, feed=Answered([missing]))
+    driver.error(InvalidWeights)
+    assert driver.phases == ["survey", "feed", "session", "abort"]
+
+
+def test_what_is_fed_takes_several_calls() -> None:
+    driver = Driver(replace(prepare(transport=FED), kind="update"))
+    assert driver.error(InvalidRequest).facts["field"] == "transport.fed"
+    assert driver.phases == []

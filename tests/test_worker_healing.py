@@ -21,6 +21,8 @@ from worker.staging import model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 
 def update_of(directory: Path, version: str, **policy: Any) -> dict[str, Any]:
     return {

@@ -9,7 +9,8 @@ import pytest
 from rl_plane.errors import FenceRequired, InvalidRequest, NotAdmitted, StaleFence, WrongIncarnation
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
-from worker.state import Reason, WorkerState
+from worker.generation import _names
+from worker.state import Reason, TokenLoad, TokenShare, WorkerState
 
 V0 = WeightVersion("run", 0, "initial", "blake3:" + "0" * 64)
 V1 = WeightVersion("run", 1, "one", "blake3:" + "1" * 64)
@@ -120,3 +121,37 @@ def test_lost_weights_are_no_version_and_close() -> None:
     assert state.admission()["reasons"] == ["behind: reset"]
     state.hold(V1)
     assert not state.admission()["open"], "holding is not yet the committed version"
+
+
+# ---- load ----
+
+
+def test_a_request_weighs_its_prompt_then_what_was_made_too() -> None:
+    load = TokenLoad()
+    one, other, never = TokenShare(load, 100), TokenShare(load, 7), TokenShare(load, 3)
+    assert (load.running, load.waiting) == (0, 110)
+    one.made(1, 90)  # a guess was put right
+    other.made(2, None)
+    assert (load.running, load.waiting) == (100, 3)
+    one.made(5, None)
+    assert load.running == 105
+    one.gone()
+    never.gone()
+    assert (load.running, load.waiting) == (9, 0)
+    other.gone()
+    assert (load.running, load.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("stream_id", "names"),
+    [
+        ("cmpl-ab", {"cmpl-ab"}),
+        ("cmpl-ab-3", {"cmpl-ab-3", "cmpl-ab"}),
+        ("cmpl-ab-3.12", {"cmpl-ab-3.12", "cmpl-ab-3", "cmpl-ab"}),
+        ("cmpl-ab.1", {"cmpl-ab.1", "cmpl-ab"}),
+        ("r1", {"r1"}),
+        (".1", {".1"}),
+    ],
+)
+def test_a_reply_and_a_choice_name_what_is_tried_for_them(stream_id: str, names: set[str]) -> None:
+    assert set(_names(stream_id)) == names

@@ -57,11 +57,12 @@ def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
 
 def run(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
-    served = committed = refused = failed = 0
+    served = committed = refused = failed = migrated = 0
     reached: Counter[str] = Counter()
     guard = f" --without {arguments.without}" if arguments.without else ""
     for result in _results(arguments.first, arguments.seeds, arguments.jobs):
         served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
+        migrated += result.migrated
         reached.update(result.reached)
         if arguments.trace or (result.violation is not None and not arguments.go_on):
             print("\n".join(result.trace))
@@ -73,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return 1
     print(
         f"{arguments.seeds} seeds {'clean' if not failed else f'with {failed} failures'} in "
-        f"{time.monotonic() - start:.0f} s: {served} completions, {committed} updates committed, "
-        f"{refused} refused or aborted"
+        f"{time.monotonic() - start:.0f} s: {served} completions, {migrated} of them by several workers, "
+        f"{committed} updates committed, {refused} refused or aborted"
     )
     if arguments.without:
         return 1 if failed else 0

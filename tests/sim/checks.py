@@ -244,9 +244,16 @@ class Checks:
             self.fail("I3", f"{process.name} admits a request to {held.version.label}, and {record} is served")
 
     def completed(
-        self, frontend: str, prompt: list[int], tokens: Sequence[int], spans: Sequence[VersionSpan], start: float
+        self,
+        frontend: str,
+        prompt: list[int],
+        tokens: list[int],
+        spans: Sequence[VersionSpan],
+        start: float,
+        seams: Sequence[int] = (0,),
     ) -> None:
-        """Whatever a frontend delivers was made by committed weights, and says which."""
+        """Whatever a frontend delivers was made by committed weights, and says which. `seams`: where each of its
+        workers began, with all before it as a prompt."""
         if not spans or spans[0].start != 0 or spans[-1].end != len(tokens):
             self.fail("I3", f"{len(tokens)} tokens came with the spans {spans}")
             return
@@ -259,7 +266,9 @@ class Checks:
                 self.fail("I3", f"{frontend} delivers tokens of {base} and {adapter}, which were never committed")
             adapter_digest = adapter.digest if adapter is not None else None
             for position in range(span.start, span.end):
-                if tokens[position] != fake_token(span.digest, prompt, position, 512, adapter_digest):
+                seam = max(at for at in seams if at <= position)
+                given = prompt + tokens[:seam]
+                if tokens[position] != fake_token(span.digest, given, position - seam, 512, adapter_digest):
                     self.fail("I3", f"{frontend}: token {position} was not made by {span.version}")
             if not self.recovering(start):
                 self._check_age(frontend, base, name, adapter, start)

@@ -107,6 +107,8 @@ class Result:
     refused: int
     reached: frozenset[str]
     """Transitions of the machines."""
+    migrated: int = 0
+    """Of those served, that went on at another worker."""
 
 
 class _NoCanary:
@@ -168,9 +170,8 @@ def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) ->
             world.checks.fail("I5", str(error))
     loop.bury(world.all_processes)
     checks = world.checks
-    return Result(
-        seed, checks.violation, world.trace, world.served, world.committed, world.refused, frozenset(reached)
-    )
+    counts = world.served, world.committed, world.refused
+    return Result(seed, checks.violation, world.trace, *counts, frozenset(reached), world.migrated)
 
 
 async def _life(world: World) -> None:

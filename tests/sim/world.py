@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from frontend.attempts import Accepted
+from frontend.demands import Demands
 from frontend.options import FrontendOptions
 from frontend.process import Frontend
 from rl_plane.client import RlClient
@@ -78,6 +80,8 @@ class World:
         self.outage_s = 0.0
         """How long the server was away, all together."""
         self.served = self.committed = self.refused = 0
+        self.migrated = 0
+        """Choices that went on at another worker."""
 
     def say(self, text: str) -> None:
         self.trace.append(f"{self.loop.now - 1000:9.4f} {text}")
@@ -237,18 +241,22 @@ class World:
         request = GenerateRequest(
             id=f"r{next(self.numbers)}", prompt_token_ids=prompt, max_tokens=tokens_wanted, adapter=adapter
         )
+        number = next(self.numbers)
+        demands = Demands(migrate=number % 2 == 0, one_version=number % 3 == 0)
         tokens: list[int] = []
         spans: list[Any] = []
+        seams: dict[int, None] = {}  # where each worker began, in order
         start = self.loop.now
         by: Process | None = None
         try:
-            async for event in coordinator.frontend.engines.generate(request):
+            async for event in coordinator.frontend.engines.generate(request, demands=demands):
                 if isinstance(event, GenerateDelta):
                     tokens += event.token_ids
                     spans = list(event.spans) or spans
                     if event.finish_reason in ("abort", "error"):
                         return
-                else:
+                elif isinstance(event, Accepted):
+                    seams[event.at] = None
                     by = self.workers[event.instance_id][0]
         except PlaneError as error:
             self.say(f"generate: {error.code}")
@@ -256,7 +264,10 @@ class World:
                 self.checks.failed_stream(process, by, f"{error.code}: {error.message}", start)
             return
         self.served += 1
-        self.checks.completed(process.name, prompt, tokens, spans, start)
+        self.migrated += len(seams) > 1
+        if demands.one_version and len(spans) > 1:
+            self.checks.fail("I3", f"{process.name} delivers tokens of several versions, and one was demanded")
+        self.checks.completed(process.name, prompt, tokens, spans, start, list(seams))
 
 
 # ---- what is put into the product, to watch it and to connect it ----

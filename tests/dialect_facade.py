@@ -1,0 +1,82 @@
+"""A facade that speaks trainers' dialects, and what its fleet is seen to serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from frontend.options import FrontendOptions
+from frontend.process import started
+from worker.tiny_model import witness_next_token
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+PROMPT = [5, 6, 7]
+TOKENS = 12
+HEAL_S = 60.0
+
+
+@asynccontextmanager
+async def facade(plane: Plane, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """One listener for everything, as trainers' clients have one base URL."""
+    own = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admission_wait_s=HEAL_S, **options
+    )
+    async with started(own) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=180) as client:
+        yield client
+
+
+def refused(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error, in the shape that every dialect has."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-length"] == str(len(response.content))
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert (body["status"], body["success"]) == ("error", False)
+    assert body["message"].startswith(body["error"]["message"])
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+def fine(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-length"] == str(len(response.content))
+    assert "transfer-encoding" not in response.headers
+    assert response.headers["content-type"] == "application/json"
+    return response.json()
+
+
+def witnessed(seed: int, count: int = TOKENS) -> list[int]:
+    """What a witness says after the prompt."""
+    tokens, token = [], PROMPT[-1]
+    for _ in range(count):
+        token = witness_next_token(seed, token)
+        tokens.append(token)
+    return tokens
+
+
+async def proven(http: httpx.AsyncClient, ids: Iterable[str], seed: int, label: str | None = None) -> None:
+    """The tokens of each worker are those of this witness, under this label."""
+    for one in ids:
+        body = {
+            "prompt": "",
+            "prompt_token_ids": PROMPT,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "return_token_ids": True,
+            "nvext": {"instance_id": one},
+        }
+        (choice,) = fine(await http.post("/v1/completions", json=body))["choices"]
+        assert choice["token_ids"] == witnessed(seed), one
+        (span,) = choice["weight_versions"]
+        assert label in (None, span["version"])
+
+
+async def served(http: httpx.AsyncClient) -> list[tuple[bool, str | None]]:
+    """Of each worker: may it generate, and under which label."""
+    rows = fine(await http.get("/v1/rl/state"))["workers"]
+    return [(row["admission"]["open"], row["applied_weight_version"]) for row in rows]

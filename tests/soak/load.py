@@ -1,0 +1,333 @@
+"""Clients that ask for tokens without an end, in every way there is, and give what they get to the checker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.soak.checker import Checker, Delivered, Fault, check_partial
+from worker.tiny_model import VOCAB_SIZE
+
+REPLY_S = 45.0
+"""For each byte of a reply: a frontend holds a request back for up to 10 s, and a fleet heals meanwhile."""
+BACK_OFF_S = 0.2
+"""After an answer that says "not now"."""
+TRANSIENT = frozenset(
+    {
+        "unavailable",
+        "not_admitted",
+        "no_workers",
+        "worker_lost",
+        "stale_weights",
+        "engine_died",
+        "deadline_exceeded",
+    }
+)
+"""What a client may be told while processes die."""
+KINDS = ("stream", "stream", "unary", "unary", "many", "many_streamed", "leaves", "leaves_unary")
+"""`many`: n > 1; `leaves`: the client is gone before the end."""
+DEMANDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"migrate": True},
+    {"migrate": True},
+    {"one_version": True, "on_stale": "cut"},
+    {"one_version": True, "on_stale": "wait"},
+    {"min_version": None},
+)
+"""What a request says of the weights; the oldest version that will do is the one that is served when it begins."""
+SESSION = "X-Session-ID"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request; it follows from its client's name and number."""
+
+    name: str
+    kind: str
+    chat: bool
+    adapter: str | None
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int
+    frontend: int
+    leaves_after: int
+    """Chunks, or hundredths of a second."""
+    demands: int
+    """Of DEMANDS."""
+    session: str | None
+
+    @property
+    def streamed(self) -> bool:
+        return self.kind in ("stream", "many_streamed", "leaves")
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.session is None else {SESSION: self.session}
+
+    def body(self, served: int) -> dict[str, Any]:
+        """`served`: the newest version that is served for sure."""
+        demands = DEMANDS[self.demands]
+        body: dict[str, Any] = {
+            **(demands if "min_version" not in demands else {"min_version": served}),
+            "prompt_token_ids": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "n": self.n,
+            "return_token_ids": True,
+            "stream": self.streamed,
+        }
+        return body if self.adapter is None else {**body, "model": self.adapter}
+
+
+def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence[str]) -> Ask:
+    """The client's request number `number`, of those that this seed makes."""
+    chance = random.Random(f"{seed} {client} {number}")
+    kind = chance.choice(KINDS)
+    long = kind in ("stream", "leaves") and chance.random() < 0.5
+    adapter = chance.choice([None, None, *adapters])
+    return Ask(
+        name=f"{client}#{number}",
+        kind=kind,
+        chat=chance.random() < 0.5,
+        adapter=adapter,
+        prompt=tuple(chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 24))),
+        max_tokens=chance.randint(120, 400) if long else chance.randint(1, 48),
+        n=chance.randint(2, 4) if kind.startswith("many") else 1,
+        frontend=chance.randrange(frontends),
+        leaves_after=chance.randint(1, 20),
+        demands=chance.randrange(len(DEMANDS)),
+        session=client if chance.random() < 0.5 else None,
+    )
+
+
+@dataclass(slots=True)
+class Floors:
+    """The newest version that is served for sure, of the base (None) and of each adapter."""
+
+    sequences: dict[str | None, int] = field(default_factory=dict)
+
+    def raise_to(self, name: str | None, sequence: int) -> None:
+        self.sequences[name] = max(sequence, self.sequences.get(name, 0))
+
+
+@dataclass(slots=True)
+class Told:
+    """What one request has brought so far."""
+
+    tokens: dict[int, list[int]]
+    spans: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
+    finished: dict[int, str] = field(default_factory=dict)
+    workers: dict[int, str] = field(default_factory=dict)
+    logprobs: Counter[int] = field(default_factory=Counter)
+    error: dict[str, Any] | None = None
+
+    def take(self, choice: Mapping[str, Any]) -> None:
+        index = choice["index"]
+        tokens = choice["token_ids"]
+        self.tokens.setdefault(index, []).extend(tokens)
+        self.workers[index] = choice["instance_id"]
+        self.logprobs[index] += _logprobs(choice.get("logprobs"))
+        if "weight_versions" in choice:
+            self.spans[index] = choice["weight_versions"]
+        if choice["finish_reason"] is not None:
+            self.finished[index] = choice["finish_reason"]
+
+
+def _logprobs(told: Any) -> int:
+    if told is None:
+        return 0
+    return len(told["content"] if "content" in told else told["token_logprobs"])
+
+
+class Clients:
+    """`faults` grows; `excuse(frontend, since)` says whether something was killed that explains a broken reply."""
+
+    def __init__(
+        self,
+        urls: Sequence[Callable[[], str]],
+        checker: Checker,
+        floors: Floors,
+        adapters: Mapping[str, bool],
+        excuse: Callable[[int | None, float], bool],
+        *,
+        clients: int,
+        seed: int,
+    ) -> None:
+        """`adapters`: name → is it always there?"""
+        self.faults: list[Fault] = []
+        self.done: Counter[str] = Counter()
+        """Requests that came to a good end, by client."""
+        self.by_kind: Counter[str] = Counter()
+        self.trouble: Counter[str] = Counter()
+        """What else clients were told."""
+        self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
+        self._excuse, self._seed = excuse, seed
+        self._stop = asyncio.Event()
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(REPLY_S), trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+        self._tasks = [asyncio.create_task(self._forever(f"client{number}")) for number in range(clients)]
+
+    @property
+    def clients(self) -> int:
+        return len(self._tasks)
+
+    async def stop(self) -> None:
+        """Each ends what it has begun."""
+        self._stop.set()
+        await asyncio.gather(*self._tasks)
+        await self._http.aclose()
+
+    async def _forever(self, client: str) -> None:
+        number = 0
+        while not self._stop.is_set():
+            ask = draw(client, number, self._seed, len(self._urls), sorted(self._adapters))
+            number += 1
+            try:
+                good = await self._one(ask)
+            except Exception as error:  # an answer that can't be read is a fault, and the others go on
+                self.faults.append(
+                    Fault("wrong", ask.name, "", "", f"unreadable: {type(error).__name__}: {error}")
+                )
+                good = False
+            self.done[client] += good
+            if not good:
+                await asyncio.sleep(BACK_OFF_S)
+
+    async def _one(self, ask: Ask) -> bool:
+        began, floor = time.monotonic(), dict(self._floors.sequences)
+        told, left = Told({index: [] for index in range(ask.n)}), False
+        body = ask.body(floor.get(None, 0))
+        try:
+            left = await (self._stream(ask, body, told) if ask.streamed else self._unary(ask, body, told))
+        except httpx.TransportError as error:
+            self._lost(ask, began, error)
+        if told.error is not None:
+            self._refused(ask, began, told)
+        for index in told.tokens:
+            self._deliver(ask, told, index, floor)
+        whole = len(told.finished) == ask.n
+        if not whole and told.error is None and not left and not self._excuse(ask.frontend, began):
+            self._fault(ask, "lost", f"{len(told.finished)} of {ask.n} choices came to an end, without an error")
+        self.by_kind[ask.kind] += whole or left
+        return whole or left
+
+    async def _unary(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
+        """Whether the client left."""
+        post = self._http.post(self._urls[ask.frontend]() + ask.path, json=asked, headers=ask.headers)
+        if ask.kind == "leaves_unary":
+            try:
+                async with asyncio.timeout(ask.leaves_after / 100):
+                    response = await post
+            except TimeoutError:
+                return True
+        else:
+            response = await post
+        body = response.json()
+        if response.status_code != 200:
+            told.error = body["error"]
+            for partial in _partials(body["error"]):
+                told.tokens[partial["index"]] = list(partial["token_ids"])
+                told.spans[partial["index"]] = partial["weight_versions"]
+                told.workers[partial["index"]] = partial["instance_id"]
+            return False
+        if sorted(choice["index"] for choice in body["choices"]) != list(range(ask.n)):
+            self._fault(ask, "wrong", f"choices {[choice['index'] for choice in body['choices']]} of {ask.n}")
+        for choice in body["choices"]:
+            told.take(choice)
+        return False
+
+    async def _stream(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
+        url, chunks, ended = self._urls[ask.frontend]() + ask.path, 0, False
+        async with self._http.stream("POST", url, json=asked, headers=ask.headers) as response:
+            if response.status_code != 200:
+                told.error = json.loads(await response.aread())["error"]
+                return False
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if ended:
+                    self._fault(ask, "wrong", "something came after [DONE]")
+                if line == "data: [DONE]":
+                    ended = True
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    told.error = chunk["error"]
+                    self._check_partials(ask, told)
+                    return False
+                for choice in chunk["choices"]:
+                    told.take(choice)
+                chunks += 1
+                if ask.kind == "leaves" and chunks == ask.leaves_after:
+                    return len(told.finished) < ask.n
+        return False
+
+    # ---- judging ----
+
+    def _deliver(self, ask: Ask, told: Told, index: int, floor: Mapping[str | None, int]) -> None:
+        got = self._got(ask, told, index, floor)
+        if got.tokens or got.spans is not None:
+            self.faults += self._checker.take(got)
+
+    def _got(self, ask: Ask, told: Told, index: int, floor: Mapping[str | None, int]) -> Delivered:
+        return Delivered(
+            request=f"{ask.name} ({ask.kind}, choice {index})",
+            worker=told.workers.get(index, ""),
+            prompt=ask.prompt,
+            tokens=told.tokens[index],
+            spans=told.spans.get(index),
+            max_tokens=ask.max_tokens,
+            finish_reason=told.finished.get(index),
+            floor=floor,
+            adapter=ask.adapter,
+            logprobs=told.logprobs[index] if index in told.finished else None,
+            one_version="one_version" in DEMANDS[ask.demands],
+        )
+
+    def _check_partials(self, ask: Ask, told: Told) -> None:
+        """Of a stream's error; its labels are those of what came."""
+        for partial in _partials(told.error or {}):
+            index = partial["index"]
+            self.faults += check_partial(self._got(ask, told, index, {}), partial["token_ids"])
+            told.spans.setdefault(index, partial["weight_versions"])
+
+    def _refused(self, ask: Ask, began: float, told: Told) -> None:
+        assert told.error is not None
+        code = str(told.error.get("code"))
+        self.trouble[code] += 1
+        gone = code == "not_found" and ask.adapter is not None and not self._adapters[ask.adapter]
+        unmet = code == "demand_unmet" and DEMANDS[ask.demands].get("on_stale") == "wait"
+        if code not in TRANSIENT and not gone and not unmet:
+            self._fault(ask, "refused", f"{code}: {told.error.get('message')}")
+        elif code in ("worker_lost", "engine_died") and not self._excuse(None, began):
+            self._fault(ask, "refused", f"{code}, and nobody was killed: {told.error.get('message')}")
+
+    def _lost(self, ask: Ask, began: float, error: httpx.TransportError) -> None:
+        self.trouble[type(error).__name__] += 1
+        if not self._excuse(ask.frontend, began):
+            self._fault(
+                ask, "lost", f"its connection broke, and its frontend lives: {type(error).__name__}: {error}"
+            )
+
+    def _fault(self, ask: Ask, kind: str, words: str) -> None:
+        self.faults.append(Fault(kind, f"{ask.name} ({ask.kind})", "", "", words))
+
+
+def _partials(error: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if "partials" in error:
+        return list(error["partials"])
+    return [error["partial"]] if "partial" in error else []

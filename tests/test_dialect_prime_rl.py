@@ -1,0 +1,187 @@
+"""prime-rl's dialect: the calls of its client in their order, with its bodies, time-outs and retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.dialect_facade import facade, fine, refused, served
+from worker.engines.fake_model import make_fake_adapter
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+UPDATE_READ_S = 720.0
+READ_S = 300.0
+RETRIES = 10
+
+
+@dataclass
+class PrimeRl:
+    """The calls of its orchestrator, which reads statuses only and repeats a call after any 5xx."""
+
+    http: httpx.AsyncClient
+    base: str = ""
+    asked: int = 0
+
+    async def admin(self, path: str, read_s: float = READ_S, **more: Any) -> httpx.Response:
+        for _ in range(RETRIES):
+            self.asked += 1
+            timeout = httpx.Timeout(connect=10, read=read_s, write=60, pool=10)
+            response = await self.http.post(self.base + path, timeout=timeout, **more)
+            if response.status_code < 500:
+                break
+        response.raise_for_status()
+        return response
+
+    async def start(self, model: str) -> None:
+        fine(await self.http.get(self.base + "/health"))
+        models = fine(await self.http.get(self.base + "/v1/models"))
+        assert any(one["id"] == model for one in models["data"])
+
+    async def update(self, weight_dir: Path | None) -> None:
+        await self.admin("/pause", params={"mode": "keep", "clear_cache": "false"})
+        try:
+            if weight_dir is not None:
+                (weight_dir / "NCCL_READY").touch()
+            told = weight_dir.as_posix() if weight_dir is not None else None
+            await self.admin("/update_weights", UPDATE_READ_S, json={"weight_dir": told})
+        finally:
+            await self.admin("/resume")
+
+
+@pytest_asyncio.fixture
+async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+        yield http
+
+
+async def label_of(http: httpx.AsyncClient) -> str:
+    reply = fine(await http.get("/v1/rl/weight_version"))
+    return str(reply["version"]["label"])
+
+
+@pytest.mark.parametrize("base", ["", "/v1/rl"])
+async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base: str) -> None:
+    prime = PrimeRl(http, base)
+    (model,) = [one["id"] for one in fine(await http.get("/v1/models"))["data"]]
+    await prime.start(model)
+    for step in (1, 2):
+        await prime.update(plane.model(step))
+        states = await served(http)
+        assert states == [(True, str(step))] * 2
+    assert prime.asked == 6
+    rows = fine(await http.get("/v1/rl/state"))["workers"]
+    assert {row["pause_state"] for row in rows} == {"running"}
+    # An adapter, without a pause; its name again replaces it.
+    for seed in (1, 2):
+        path = make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model())
+        await prime.admin("/load_lora_adapter", json={"lora_name": "policy", "lora_path": path.as_posix()})
+    assert [one["id"] for one in fine(await http.get(base + "/v1/models"))["data"]] == [model, "policy"]
+    await prime.admin("/v1/unload_lora_adapter", json={"lora_name": "policy"})
+    refused(await http.post(base + "/v1/unload_lora_adapter", json={"lora_name": "policy"}), 404)
+
+
+async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> None:
+    body = {"weight_dir": str(plane.model(1)), "weight_version": "step_1", "reset_prefix_cache": False}
+    reply = fine(await http.post("/v1/rl/update_weights", json=body))
+    assert (reply["status"], reply["weight_version"]) == ("ok", "step_1")
+    assert await label_of(http) == "step_1"
+    body = {"weight_dir": str(plane.model(2)), "weight_version": "step_2", "skip_prefix_cache_reset": True}
+    fine(await http.post("/update_weights", json=body))
+    assert await label_of(http) == "step_2"
+    # The facade's own body goes where it always went.
+    own = {"transport": {"backend": "filesystem", "path": str(plane.model(3))}, "version": "step_3"}
+    assert fine(await http.post("/v1/rl/update_weights", json=own))["version"]["label"] == "step_3"
+    assert (await http.post("/v1/rl/update_weights")).json()["error"]["field"] == "transport"
+
+
+@pytest.mark.parametrize("body", [{}, {"weight_dir": None}, {"weight_dir": ""}])
+async def test_no_directory_means_the_broadcaster(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    before = await served(http)
+    error = refused(await http.post("/update_weights", json=body), 409)
+    assert error["field"] == "weight_dir"
+    assert await served(http) == before
+
+
+async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: httpx.AsyncClient) -> None:
+    """Its client repeats whatever is 5xx; none of these is."""
+    before = fine(await http.get("/v1/rl/state"))["version"]
+    nccl = {
+        "host": "127.0.0.1",
+        "port": 29501,
+        "rank_offset": 0,
+        "inference_world_size": 2,
+        "timeout": 30,
+        "quantize_in_weight_transfer": False,
+    }
+    for path, body, status, field in [
+        ("/init_broadcaster", nccl, 400, "backend"),
+        ("/init_broadcaster", {**nccl, "backend": "mpi"}, 400, "init_info.backend"),
+        ("/init_broadcaster", {**nccl, "backend": "gloo", "inference_world_size": 3}, 400, "world_size"),
+        ("/init_broadcaster", {**nccl, "backend": "gloo", "quantize_in_weight_transfer": True}, 400, None),
+        ("/init_broadcaster", {"host": "x"}, 400, "port"),
+        ("/update_weights", {"weight_dir": "/etc"}, 400, "transport.path"),
+        ("/update_weights", {"weight_dir": 3}, 400, "weight_dir"),
+        ("/update_weights", {"weight_dir": str(plane.tmp / "weights" / "none")}, 400, "transport.path"),
+        ("/load_lora_adapter", {"lora_name": "a"}, 400, "lora_path"),
+        # Not there yet: its client waits for the shared file system.
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": str(plane.tmp / "weights" / "none")}, 404, None),
+    ]:
+        error = refused(await http.post(path, json=body), status)
+        assert field in (None, error["field"]), (path, body)
+        assert error["fix"]
+    assert fine(await http.get("/v1/rl/state"))["version"] == before
+
+
+async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:
+    """After 720 s the client asks again, while the first is still under way."""
+    plane.spawn_copies(2, stage_delay_s=1.0)
+    async with facade(plane) as http:
+        body = {"weight_dir": str(plane.model(1))}
+        replies = await asyncio.gather(*(http.post("/update_weights", json=body) for _ in range(3)))
+        assert len({fine(reply)["version"]["sequence"] for reply in replies}) == 1
+        assert fine(replies[0])["version"]["sequence"] == 1
+
+
+async def test_a_worker_that_dies_in_an_update_fails_it_for_all_with_no_5xx(plane: Plane) -> None:
+    doomed, _ = plane.spawn_many(2, stage_delay_s=5.0)
+    async with facade(plane) as http:
+        prime = PrimeRl(http)
+        update = asyncio.create_task(prime.update(plane.model(1)))
+
+        async def preparing() -> bool:
+            updates = fine(await http.get("/v1/rl/updates"))["updates"]
+            return bool(updates[0]["outcome"] == "running")
+
+        await plane.until(preparing)
+        doomed.kill()
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            await update
+        assert refused(caught.value.response, 409)["code"] in ("update_aborted", "conflict")
+        assert await served(http) == [(True, "initial")]
+
+
+async def test_discovery_as_dynamos_clients_read_it(plane: Plane, http: httpx.AsyncClient) -> None:
+    root = str(http.base_url).rstrip("/")
+    found = fine(await http.get("/v1/rl/workers"))
+    assert (found["protocol_version"], found["namespace"]) == (1, plane.namespace)
+    for row in found["workers"]:
+        assert (row["admin_base_url"], row["component"], row["transport"]) == (root, plane.component, "nats")
+        assert row["request_plane_url"] == f"{plane.namespace}.{plane.component}.rl.{row['instance_id']}"
+        assert {"pause", "resume", "update_weights"} <= set(row["routes"])
+        assert row["world_size"] == 1
+        assert len(row["instance_id"]) == 16, "our own fields stay"
+    # A client that would steer each worker by itself takes the fleet for one.
+    (one,) = fine(await http.get("/fleet/v1/rl/workers"))["workers"]
+    assert (one["instance_id"], one["world_size"], one["admin_base_url"]) == (0, 2, root)
+    assert one["model"] == fine(await http.get("/v1/models"))["data"][0]["id"]
+    assert "error" not in one

@@ -1,0 +1,207 @@
+"""SGLang's admin routes over a fleet of `fake` workers: what each answers, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from frontend.dialects import routes
+from tests.dialect_facade import facade, fine, refused, served
+from worker.engines.fake import make_fake_adapter
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_reported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "_reported", set())
+
+
+async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
+    ids = plane.spawn_copies(2)
+    async with facade(plane) as http:
+        for path in ("/server_info", "/get_server_info"):
+            told = fine(await http.get(path))
+            assert (told["num_gpus"], told["tp_size"], told["pp_size"], told["disaggregation_mode"]) == (
+                2,
+                1,
+                1,
+                "null",
+            )
+            assert sorted(told["engines"]) == ids
+        assert "vllm_config" in fine(await http.get("/server_info?config_format=json"))
+        for path in ("/model_info", "/get_model_info"):
+            for method in ("GET", "POST"):
+                told = fine(await http.request(method, path))
+                assert (told["weight_version"], told["is_generation"]) == ("initial", True)
+        assert fine(await http.get("/get_weight_version")) == {"weight_version": "initial"}
+        assert (await http.get("/health_generate")).status_code == 200
+        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+        assert [load["instance_id"] for load in loads] == ids
+        assert sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads) == 0
+        (one,) = fine(await http.get("/workers"))["workers"]
+        assert one["url"] == str(http.base_url).rstrip("/")
+        assert (
+            fine(await http.post("/workers", json={"url": one["url"], "worker_type": "regular"}))["url"]
+            == one["url"]
+        )
+        assert refused(await http.post("/workers", json={"url": "http://elsewhere"}), 400)["field"] == "url"
+
+
+async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    ids = plane.spawn_copies(2)
+    async with facade(plane) as http:
+        for mode, kept in ((None, "abort"), ("retract", "keep"), ("in_place", "keep"), ("abort", "abort")):
+            told = await http.post("/pause_generation", json={} if mode is None else {"mode": mode})
+            assert fine(told)["status"] == "ok"
+            rows = fine(await http.get("/v1/rl/state"))["workers"]
+            assert [row["pause"]["mode"] for row in rows] == [kept, kept]
+            flushed = await http.get("/flush_cache?timeout=1")
+            assert (flushed.status_code, flushed.text.split(".")[0]) == (200, "Cache flushed")
+            assert flushed.headers["content-length"] == str(len(flushed.content))
+            assert (await http.post("/flush_cache")).status_code == 200
+            assert fine(await http.post("/continue_generation", json={}))["status"] == "ok"
+        assert refused(await http.post("/pause_generation", json={"mode": "sleep"}), 400)["field"] == "mode"
+        body: dict[str, Any]
+        for body in ({"abort_all": True}, {"rid": "unknown"}, {"rid": ""}, {}):
+            answer = await http.post("/abort_request", json=body)
+            assert (answer.status_code, answer.content) == (200, b"")
+        caplog.clear()
+        for _ in range(2):
+            fine(await http.post("/continue_generation", json={"torch_empty_cache": False, "pigeon": 1}))
+        assert [("torch_empty_cache" in one, "pigeon" in one) for one in caplog.messages] == [
+            (False, True),
+            (True, False),
+        ]
+        assert await served(http) == [(True, "initial")] * len(ids)
+
+
+async def test_weights_from_disk(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+
+        async def update(seed: int, **body: Any) -> httpx.Response:
+            return await http.post(
+                "/update_weights_from_disk", json={"model_path": str(plane.model(seed)), **body}
+            )
+
+        told = fine(await update(1, weight_version="one", flush_cache=False, is_async=True, token_step=3))
+        assert (told["success"], told["num_paused_requests"], told["weight_version"]) == (True, 0, "one")
+        assert told["message"].count("Succeeded") == 2
+        assert " | " in told["message"]
+        assert await served(http) == [(True, "one")] * 2
+        assert fine(await update(2, token_step=7, abort_all_requests=True))["weight_version"] == "step_7"
+        assert fine(await update(1, weight_version="kept", keep_pause=True))["success"]
+        rows = fine(await http.get("/v1/rl/state"))["workers"]
+        assert {row["pause_state"] for row in rows} == {"paused"}
+        fine(await http.post("/continue_generation", json={}))
+        assert fine(await http.get("/get_weight_version")) == {"weight_version": "kept"}
+        # Named anew: the same weights once more.
+        told = fine(
+            await http.post("/update_weight_version", json={"new_version": "new", "abort_all_requests": True})
+        )
+        assert (told["success"], told["new_version"]) == (True, "new")
+        assert await served(http) == [(True, "new")] * 2
+        for name in ("dummy", ""):
+            error = refused(await update(1, load_format=name), 501)
+            assert (error["field"], repr(name) in error["message"]) == ("load_format", True)
+        nowhere = await http.post("/update_weights_from_disk", json={"model_path": "/nowhere"})
+        assert refused(nowhere, 400)["field"] == "transport.path"
+        assert await served(http) == [(True, "new")] * 2
+
+
+async def test_what_is_refused_by_name(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": "1",
+        "rank_offset": 1,
+        "group_name": "g",
+        "backend": "gloo",
+    }
+    part = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "group_name": "g"}
+    async with facade(plane) as http:
+        for path, body, status, field in (
+            ("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc:///tmp/x"}}, 501, "zmq_handles"),
+            ("/get_weights_by_name", {"name": "lm_head.weight"}, 501, "name"),
+            ("/init_weights_update_group", {**group, "world_size": 9}, 400, "world_size"),
+            ("/init_weights_update_group", {**group, "world_size": 3, "rank_offset": 2}, 400, "world_size"),
+            ("/init_weights_update_group", {**group, "world_size": 3, "backend": "pigeon"}, 400, "backend"),
+            ("/destroy_weights_update_group", {"group_name": "g"}, 400, "group_name"),
+            ("/update_weights_from_distributed", part, 400, "transport.group"),
+            ("/update_weights_from_distributed", {**part, "load_format": "delta"}, 501, "load_format"),
+            ("/update_weights_from_distributed", {**part, "selector": "draft"}, 501, "selector"),
+            ("/update_weights_from_distributed", {}, 400, "names"),
+            ("/begin_weight_update", {"selector": "draft"}, 501, "selector"),
+            ("/complete_weights_update", {}, 409, None),
+            ("/unload_lora_adapter", {"lora_name": "none"}, 400, "lora_name"),
+            ("/weights_checker", {"action": "weigh"}, 400, "action"),
+            ("/weights_checker", {"skip_tensor_list": ["w"]}, 400, "skip_tensor_list"),
+        ):
+            error = refused(await http.post(path, json=body), status)
+            assert error.get("field") == field, (path, error)
+        fine(await http.post("/begin_weight_update", json={}))
+        told = fine(await http.post("/end_weight_update", json={}))
+        assert "nothing has changed" in told["message"]
+        assert await served(http) == [(True, "initial")] * 2
+
+
+async def test_tensors_in_the_body(plane: Plane) -> None:
+    """Safetensors, never a pickle."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    data = (plane.model(1) / "model.safetensors").read_bytes()
+    good = base64.b64encode(data).decode()
+    async with facade(plane) as http:
+        bad: dict[str, Any]
+        for bad, status in (
+            ({"serialized_named_tensors": [base64.b64encode(pickle.dumps([("w", 1)])).decode()]}, 501),
+            ({"serialized_named_tensors": [good], "load_format": "flattened_bucket"}, 501),
+            ({"serialized_named_tensors": [good, good[:-8]]}, 501),
+            ({"serialized_named_tensors": ["%%"]}, 400),
+            ({"serialized_named_tensors": [base64.b64encode(data[:-8]).decode()]}, 400),
+            ({"serialized_named_tensors": []}, 400),
+        ):
+            error = refused(await http.post(path, json=bad), status)
+            assert error["field"] in ("load_format", "serialized_named_tensors")
+            if status == 501:
+                assert "update_weights_from_distributed" in error["fix"]
+        part = {"serialized_named_tensors": [good, good], "load_format": "safetensors", "weight_version": "one"}
+        assert fine(await http.post(path, json=part))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+        # While the fleet is paused, it waits; twice is too often.
+        fine(await http.post("/pause_generation", json={"mode": "retract"}))
+        fine(await http.post(path, json=part))
+        refused(await http.post(path, json=part), 400)
+        fine(await http.post(path, json={**part, "weight_version": "two"}))
+        assert [one[1] for one in await served(http)] == ["one"] * 2
+        fine(await http.post("/continue_generation", json={}))
+        assert await served(http) == [(True, "two")] * 2
+
+
+async def test_checks_adapters_and_memory(plane: Plane) -> None:
+    ids = plane.spawn_copies(2)
+    model = plane.model()
+    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, model)
+    async with facade(plane) as http:
+        for method in ("GET", "POST"):
+            told = fine(await http.request(method, "/weights_checker"))
+            assert (told["success"], [rank["instance_id"] for rank in told["ranks"]]) == (True, ids)
+            assert {rank["checksum"] for rank in told["ranks"]} == {told["per_engine_checksum"]}
+        assert await served(http) == [(True, "initial")] * 2
+        fine(await http.post("/weights_checker", json={"action": "snapshot"}))
+        fine(await http.post("/weights_checker", json={"action": "compare"}))
+        body = {"lora_name": "a", "lora_path": str(adapter), "pinned": True}
+        assert list(fine(await http.post("/load_lora_adapter", json=body))["loaded_adapters"]) == ["a"]
+        told = fine(await http.post("/unload_lora_adapter", json={"lora_name": "a"}))
+        assert (told["success"], told["loaded_adapters"]) == (True, {})
+        fine(await http.post("/pause_generation", json={"mode": "retract"}))
+        for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            answer = await http.post(path, json={"tags": None})
+            assert fine(answer) is None
+        fine(await http.post("/continue_generation", json={}))

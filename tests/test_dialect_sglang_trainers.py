@@ -1,0 +1,358 @@
+"""The calls of trainers that speak to SGLang, in their order and with their bodies: over real models, with a real torch
+group of a trainer in another process. The tokens tell what is served."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from rl_plane.errors import EngineFailed
+from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, served
+from tests.fed_trainer import HOST, FedTrainer, parts_of
+from tests.test_fed_updates import GLOO_S, free_port
+from tests.test_hf_fleet import Witnesses
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+    from tests.group_trainer import Trainer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+WORKERS = 2
+BUCKETS = 4
+ENDS_S = 30.0
+"""Every side has its error by then."""
+
+
+class Replay:
+    """A trainer that takes the facade for one SGLang server."""
+
+    def __init__(self, http: httpx.AsyncClient, trainer: Trainer) -> None:
+        self.http = http
+        self.trainer = trainer
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """As `requests.post(url, json=payload or {})`, then `raise_for_status` and `json`."""
+        return fine(await self.http.post(path, json=body or {}))
+
+    async def flush(self) -> None:
+        """As slime: each second, at most sixty times."""
+        for _ in range(60):
+            if (await self.http.get("/flush_cache")).status_code == 200:
+                return
+            await asyncio.sleep(1)
+        raise AssertionError("the cache was never flushed")
+
+    async def form(self, group: str, port_type: type = int) -> httpx.Response:
+        ranks = fine(await self.http.get("/server_info"))["num_gpus"]
+        port = free_port()
+        asked = {
+            "master_address": HOST,
+            "master_port": port_type(port),
+            "rank_offset": 1,
+            "world_size": ranks + 1,
+            "group_name": group,
+            "backend": "gloo",
+        }
+        told = {"group": group, "port": port, "world_size": ranks + 1, "timeout_s": GLOO_S}
+        reply, _ = await asyncio.gather(
+            self.http.post("/init_weights_update_group", json=asked),
+            self.trainer.do("form", told),
+        )
+        return reply
+
+    async def leave(self, group: str) -> None:
+        await self.post("/destroy_weights_update_group", {"group_name": group})
+        await self.trainer.do("leave", group)
+
+    async def send(self, group: str, directory: Path, part: dict[str, Any], **body: Any) -> httpx.Response:
+        """The call and the broadcasts, side by side as trainers do it."""
+        layout = "flat" if body.get("load_format") == "flattened_bucket" else "each"
+        told = {"group": group, "directory": str(directory), "part": {**part, "layout": layout}}
+        reply, _ = await asyncio.gather(
+            self.http.post("/update_weights_from_distributed", json={**part, "group_name": group, **body}),
+            self.trainer.do("send", told),
+        )
+        return reply
+
+
+async def test_trainers_that_speak_to_sglang(plane: Plane) -> None:
+    witnesses = Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            for one in (_slime, _miles, _areal, _two_phases, _without_a_pause, _from_disk, _verl, _nemo_rl):
+                print(one.__name__)
+                await one(replay, witnesses, ids)
+
+
+async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """A group for each stage of the trainer's pipeline; each bucket by a call; one step after another."""
+    http = replay.http
+    info = fine(await http.get("/server_info"))
+    assert (info["num_gpus"], info["tp_size"], info["disaggregation_mode"]) == (WORKERS, 1, "null")
+    assert (await http.get("/health_generate", timeout=5)).status_code == 200
+    groups = ("slime-pp_0", "slime-pp_1")
+    for group in groups:
+        assert fine(await replay.form(group))["success"] is True
+    for step, seed in ((1, 2), (2, 3)):
+        directory = witnesses.base(seed)
+        assert (await replay.post("/pause_generation"))["status"] == "ok"
+        await replay.flush()
+        for number, part in enumerate(parts_of(directory, BUCKETS)):
+            body = {"flush_cache": False, "weight_version": str(step)}
+            reply = await replay.send(groups[number % 2], directory, part, **body)
+            assert fine(reply)["success"] is True
+            assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
+        await replay.post("/continue_generation")
+        await proven(http, ids, seed, str(step))
+    # An abort of what runs, as before an evaluation.
+    (worker,) = fine(await http.get("/workers"))["workers"]
+    assert (await http.post(f"{worker['url']}/abort_request", json={"abort_all": True})).status_code == 200
+    loads = fine(await http.get(f"{worker['url']}/v1/loads?include=core"))["loads"]
+    assert sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads) == 0
+    for group in groups:
+        await replay.leave(group)
+
+
+async def _miles(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """Within begin and end, named between them, in flattened buckets."""
+    http, directory = replay.http, witnesses.base(1)
+    assert (await http.get("/health_generate")).status_code == 200
+    assert fine(await http.get("/get_server_info"))["num_gpus"] == WORKERS
+    assert fine(await replay.form("miles"))["success"] is True
+    await replay.post("/pause_generation", {"mode": "retract"})
+    await replay.flush()
+    assert (await replay.post("/begin_weight_update", {"selector": "all"}))["success"] is True
+    for part in parts_of(directory, BUCKETS):
+        body = {"load_format": "flattened_bucket", "flush_cache": False, "abort_all_requests": False}
+        assert fine(await replay.send("miles", directory, part, **body))["success"] is True
+    named = await replay.post("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
+    assert named["new_version"] == "7"
+    assert (await replay.post("/end_weight_update"))["success"] is True
+    assert fine(await http.get("/model_info"))["weight_version"] == "7"
+    await replay.post("/continue_generation")
+    await proven(http, ids, 1, "7")
+    await replay.leave("miles")
+
+
+async def _areal(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """Its port is a text; requests that run are aborted, and sent again by it."""
+    http, directory = replay.http, witnesses.base(2)
+    assert (await http.get("/health")).status_code == 200
+    assert fine(await replay.form("update_weight_group", port_type=str))["success"] is True
+    await replay.post("/pause_generation")
+    for part in parts_of(directory, BUCKETS):
+        assert fine(await replay.send("update_weight_group", directory, part, abort_all_requests=True))["success"]
+    await replay.post("/continue_generation")
+    await proven(http, ids, 2)
+    await replay.leave("update_weight_group")
+
+
+async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """SGLang-Omni: all buckets are announced at once, and broadcast without a call."""
+    http, directory = replay.http, witnesses.base(3)
+    assert fine(await replay.form("weight_sync_group"))["success"] is True
+    buckets = parts_of(directory, BUCKETS)
+    body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "weight_sync_group"}
+    assert await replay.post("/prepare_weights_update", body) == {"status": "ready", "message": ""}
+    for part in buckets:
+        told = {"group": "weight_sync_group", "directory": str(directory), "part": part}
+        await replay.trainer.do("send", told)
+    done = await replay.post("/complete_weights_update", {"group_name": "weight_sync_group", "flush_cache": False})
+    assert (done["success"], done["num_buckets_received"]) == (True, len(buckets))
+    await proven(http, ids, 3)
+    await replay.leave("weight_sync_group")
+
+
+async def _without_a_pause(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """The call that makes it whole commits."""
+    http, directory = replay.http, witnesses.base(1)
+    await replay.form("bare")
+    first, *parts, last = parts_of(directory, BUCKETS)
+    # A client that waits no longer sends the same call again: it is the same.
+    body = {**first, "group_name": "bare"}
+    told = {"group": "bare", "directory": str(directory), "part": first}
+    calls = (http.post("/update_weights_from_distributed", json=body) for _ in range(2))
+    one, other, _ = await asyncio.gather(*calls, replay.trainer.do("send", told))
+    assert fine(one) == fine(other)
+    for part in parts:
+        assert "missing" in fine(await replay.send("bare", directory, part))["message"]
+        await proven(http, ids, 3)
+    reply = fine(await replay.send("bare", directory, last, weight_version="whole"))
+    assert (reply["success"], reply["weight_version"]) == (True, "whole")
+    await proven(http, ids, 1, "whole")
+    (all_of_it,) = parts_of(directory, 1)
+    assert fine(await replay.send("bare", directory, all_of_it))["success"] is True
+    await replay.leave("bare")
+
+
+async def _from_disk(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """slime's other way: the version is looked at before it goes on."""
+    http = replay.http
+    await replay.post("/pause_generation")
+    await replay.flush()
+    body = {"model_path": str(witnesses.base(2)), "weight_version": "9", "load_format": None}
+    assert (await replay.post("/update_weights_from_disk", body))["success"] is True
+    assert fine(await http.get("/get_weight_version"))["weight_version"] == "9"
+    await replay.post("/continue_generation")
+    await proven(http, ids, 2, "9")
+
+
+def payload(tensors: dict[str, Any]) -> list[str]:
+    """What stands for SGLang's pickles: one safetensors file."""
+    from safetensors.torch import save
+
+    return [base64.b64encode(save(tensors)).decode()]
+
+
+def buckets_of(directory: Path, count: int) -> list[dict[str, Any]]:
+    from safetensors.torch import load_file
+
+    tensors = load_file(directory / "model.safetensors")
+    return [{name: tensors[name] for name in part["names"]} for part in parts_of(directory, count)]
+
+
+async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """Tensors in the body, bucket by bucket, then a flush; adapters likewise."""
+    http, directory = replay.http, witnesses.base(3)
+    for bucket in buckets_of(directory, BUCKETS):
+        await proven(http, ids, 2, "9")
+        body = {"serialized_named_tensors": payload(bucket), "load_format": "safetensors", "flush_cache": False}
+        assert (await replay.post("/update_weights_from_tensor", body))["success"] is True
+    assert (await http.get("/flush_cache")).status_code == 200
+    await proven(http, ids, 3)
+    adapter = witnesses.adapter(1)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_adapter(adapter)
+    for _ in range(2):
+        names = [model["id"] for model in fine(await http.get("/v1/models"))["data"]]
+        if "verl" in names:
+            await replay.post("/unload_lora_adapter", {"lora_name": "verl"})
+        body = {"lora_name": "verl", "config_dict": config, "serialized_named_tensors": payload(tensors)}
+        told = await replay.post("/load_lora_adapter_from_tensors", body)
+        assert (told["success"], list(told["loaded_adapters"])) == (True, ["verl"])
+    await replay.post("/unload_lora_adapter", {"lora_name": "verl"})
+
+
+def load_adapter(directory: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = load_file(directory / "adapter_model.safetensors")
+    return found
+
+
+async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
+    """Likewise, of a server that it has registered with a router; paused, it is committed by going on."""
+    http = replay.http
+    assert (await http.get("/health_generate")).status_code == 200
+    (own,) = fine(await http.get("/workers"))["workers"]
+    await replay.post("/workers", {"url": own["url"], "worker_type": "regular"})
+    await replay.post("/pause_generation", {"mode": "retract"})
+    for bucket in buckets_of(witnesses.base(1), BUCKETS):
+        body = {
+            "serialized_named_tensors": payload(bucket),
+            "load_format": "safetensors",
+            "weight_version": "nemo",
+        }
+        await replay.post("/update_weights_from_tensor", body)
+    assert (await http.get("/flush_cache")).status_code == 200
+    await replay.post("/continue_generation")
+    await proven(http, ids, 1, "nemo")
+
+
+async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None:
+    """The trainer has an error, the fleet what it served before; the same trainer goes on with who is left."""
+    witnesses = Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("first"))["success"] is True
+            await replay.post("/pause_generation")
+            directory = witnesses.base(2)
+            first, second, *_ = parts_of(directory, BUCKETS)
+            fine(await replay.send("first", directory, first))
+            doomed = plane.spawned[0]
+            doomed.kill()
+            told = {"group": "first", "directory": str(directory), "part": second}
+            async with asyncio.timeout(ENDS_S):
+                call = http.post("/update_weights_from_distributed", json={**second, "group_name": "first"})
+                sent = asyncio.create_task(trainer.do("send", told))
+                refused(await call, 409)
+                with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
+                    await sent
+            await replay.post("/continue_generation")
+            left = [one for one in ids if one != doomed.instance_id]
+            await plane.until(lambda: _are(http, left), HEAL_S)
+            await proven(http, left, 1)
+            await replay.form("second")
+            await replay.post("/pause_generation")
+            for part in parts_of(directory, BUCKETS):
+                fine(await replay.send("second", directory, part, weight_version="after"))
+            await replay.post("/continue_generation")
+            await proven(http, left, 2, "after")
+
+
+async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:
+    """A trainer whose count is wrong is told so at once; one that dies on the way leaves workers that are looked after
+    before they get requests again."""
+    witnesses = Witnesses(plane)
+    await asyncio.to_thread(witnesses.spawn, 1)
+    worker = plane.spawned[0].process.pid
+    async with facade(plane) as http:
+        with FedTrainer(plane) as trainer:
+            replay = Replay(http, trainer)
+            port = free_port()
+            body = {
+                "master_address": HOST,
+                "rank_offset": 1,
+                "group_name": "g",
+                "backend": "gloo",
+                "master_port": port,
+            }
+            error = refused(await http.post("/init_weights_update_group", json={**body, "world_size": 3}), 400)
+            assert error["field"] == "world_size"
+            # A rank of the trainer's own is missing, so that nobody gets further than the store.
+            held = asyncio.create_task(
+                http.post("/init_weights_update_group", json={**body, "world_size": 3, "rank_offset": 2})
+            )
+            formed = asyncio.create_task(
+                trainer.do("form", {"group": "g", "port": port, "world_size": 3, "timeout_s": GLOO_S})
+            )
+            await plane.until(lambda: _has_come(worker, port), HEAL_S)
+            trainer.kill()
+            async with asyncio.timeout(ENDS_S):
+                refused(await held, 409)
+            with pytest.raises(AssertionError):
+                await formed
+            assert [one[0] for one in await served(http)] == [False]
+            (row,) = fine(await http.get("/v1/rl/state"))["workers"]
+            assert row["admission"]["reasons"][0].startswith("disabled")
+            fine(await http.post(f"/v1/rl/workers/{row['instance_id']}/enable"))
+        with FedTrainer(plane) as trainer:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("again"))["success"] is True
+            assert [one[0] for one in await served(http)] == [True]
+
+
+async def _are(http: httpx.AsyncClient, ids: list[str]) -> bool:
+    return [row["instance_id"] for row in fine(await http.get("/v1/rl/state"))["workers"]] == ids
+
+
+def _has_come(process: int, port: int) -> bool:
+    """To the trainer's store: before, it would wait for a trainer that may be late."""
+    lines = psutil.Process(process).net_connections("tcp")
+    return any(line.raddr and line.raddr.port == port and line.status == "ESTABLISHED" for line in lines)

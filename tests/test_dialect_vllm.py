@@ -1,0 +1,241 @@
+"""vLLM's dialect, route by route, over a fleet of processes without torch; and SkyRL's calls in their order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest_asyncio
+
+from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from worker.engines.fake_model import make_fake_adapter
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+
+@pytest_asyncio.fixture
+async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    plane.spawn_copies(3, token_delay_s=0.01)
+    async with facade(plane) as http:
+        yield http
+
+
+async def streaming(http: httpx.AsyncClient, begun: asyncio.Event, tokens: int = 4000) -> list[int]:
+    """A long request; the tokens that came until it ended."""
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": tokens}, "stream": True}
+    count = []
+    async with http.stream("POST", "/inference/v1/generate", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                begun.set()
+                count.append(1)
+    return count
+
+
+async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.AsyncClient) -> None:
+    assert fine(await http.request("GET", "/get_world_size", json={})) == {"world_size": 3}
+    assert fine(await http.get("/get_world_size?include_dp=false")) == {"world_size": 3}
+    assert fine(await http.get("/weight_info")) == {"weight_version": "initial"}
+    assert fine(await http.get("/is_paused")) == {"is_paused": False}
+    assert fine(await http.get("/is_sleeping")) == {"is_sleeping": False}
+    (model,) = fine(await http.get("/v1/models"))["data"]
+    config = fine(await http.get("/server_info?config_format=json"))["vllm_config"]
+    assert config["model_config"]["model"] == model["id"]
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["max_model_len"] == model["max_model_len"]
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["parallel_config"]["world_size"] == 3
+    assert config["weight_transfer_config"] == {"backend": "gloo"}
+    assert isinstance(fine(await http.get("/server_info?config_format=text"))["vllm_config"], str)
+
+
+async def test_pause_ends_running_requests_unless_told_otherwise(http: httpx.AsyncClient) -> None:
+    begun = asyncio.Event()
+    stream = asyncio.create_task(streaming(http, begun))
+    await begun.wait()
+    assert fine(await http.post("/pause")) == {"status": "paused"}
+    assert 0 < len(await stream) < 4000
+    assert fine(await http.get("/is_paused")) == {"is_paused": True}
+    assert fine(await http.post("/resume")) == {"status": "resumed"}
+    begun.clear()
+    stream = asyncio.create_task(streaming(http, begun, 60))
+    await begun.wait()
+    assert fine(await http.post("/pause?mode=keep")) == {"status": "paused"}
+    assert not stream.done()
+    assert fine(await http.post("/resume", json={})) == {"status": "resumed"}
+    assert len(await stream) >= 60
+    refused(await http.post("/pause?mode=hard"), 400)
+    assert fine(await http.get("/is_paused")) == {"is_paused": False}
+
+
+async def test_requests_are_ended_and_counted_over_the_fleet(http: httpx.AsyncClient) -> None:
+    events = [asyncio.Event() for _ in range(3)]
+    streams = [asyncio.create_task(streaming(http, event)) for event in events]
+    for event in events:
+        await event.wait()
+    assert fine(await http.post("/abort_requests", json={})) == {"status": "aborted", "aborted": 3}
+    for stream in streams:
+        assert len(await stream) < 4000
+    assert fine(await http.post("/abort_requests", json={"request_ids": ["nobody"]}))["aborted"] == 0
+
+
+async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
+    reply = fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": False}))
+    assert reply["success"] is True
+    assert refused(await http.post("/reset_prefix_cache?reset_external=true"), 501)["field"] == "reset_external"
+    checksums = fine(await http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+    assert len(checksums) == 3
+    assert len(set(checksums.values())) == 1
+    same = {"action": "compare", "baseline": checksums}
+    assert fine(await http.post("/weight_checker", json=same)) == {"match": True, "mismatches": []}
+    one = sorted(checksums)[0]
+    other = {"action": "compare", "baseline": {**checksums, one: "x"}}
+    assert fine(await http.post("/weight_checker", json=other)) == {"match": False, "mismatches": [one]}
+    refused(await http.post("/weight_checker", json={"action": "compare"}), 400)
+    refused(await http.post("/weight_checker", json={"action": "guess"}), 400)
+    # Asleep, nobody serves; the weights are not trusted when they are back.
+    assert fine(await http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
+    assert fine(await http.get("/is_sleeping")) == {"is_sleeping": True}
+    assert not any(admitted for admitted, _ in await served(http))
+    assert fine(await http.post("/wake_up?tags=weights"))["status"] == "sleeping"
+    assert fine(await http.post("/wake_up?tags=kv_cache")) == {"status": "awake", "tags": ["kv_cache"]}
+    assert fine(await http.get("/is_sleeping")) == {"is_sleeping": False}
+    assert fine(await http.get("/is_paused")) == {"is_paused": False}
+    assert fine(await http.post("/sleep?level=0"))["status"] == "sleeping"
+    assert fine(await http.get("/is_paused")) == {"is_paused": True}
+    refused(await http.post("/sleep?level=3"), 400)
+
+
+async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:
+    paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
+    body = {"lora_name": "a", "lora_path": str(paths[0])}
+    assert "added" in fine(await http.post("/v1/load_lora_adapter", json=body))["message"]
+    assert refused(await http.post("/v1/load_lora_adapter", json=body), 400)["field"] == "lora_name"
+    again = {"lora_name": "a", "lora_path": str(paths[1]), "load_inplace": True}
+    fine(await http.post("/v1/load_lora_adapter", json=again))
+    assert [one["id"] for one in fine(await http.get("/v1/models"))["data"]][1:] == ["a"]
+    missing = {"lora_name": "b", "lora_path": str(plane.tmp / "weights" / "none")}
+    refused(await http.post("/v1/load_lora_adapter", json=missing), 404)
+    fine(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": None}))
+    refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}), 404)
+
+
+async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: httpx.AsyncClient) -> None:
+    """vLLM's session without a group: `update_info` names a directory."""
+    fine(await http.post("/start_weight_update"))
+    assert await served(http) == [(True, "initial")] * 3
+    fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+    assert await served(http) == [(True, "initial")] * 3
+    second = {"update_info": {"weight_dir": str(plane.model(2))}}
+    refused(await http.post("/update_weights", json=second), 409)
+    reply = fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
+    assert reply["version"]["label"] == "step_1"
+    assert await served(http) == [(True, "step_1")] * 3
+    assert fine(await http.get("/weight_info")) == {"weight_version": "step_1"}
+    # A repeated finish, whose first answer was lost, is answered again; nothing is committed twice.
+    again = fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
+    assert again["version"] == reply["version"]
+    # Named between start and finish.
+    fine(await http.post("/start_weight_update", json={"is_checkpoint_format": True}))
+    fine(await http.post("/update_weights", json={"update_info": [{"weight_dir": str(plane.model(2))}]}))
+    named = fine(await http.post("/update_weight_version", json={"new_version": "step_2"}))
+    assert named == {"success": True, "new_version": "step_2"}
+    fine(await http.post("/finish_weight_update", content=b"null"))
+    assert await served(http) == [(True, "step_2")] * 3
+    fine(await http.post("/update_weight_version", json={"new_version": "step_2"}))
+    error = refused(await http.post("/update_weight_version", json={"new_version": "other"}), 409)
+    assert "'step_2'" in error["message"]
+
+
+async def test_what_another_holds_is_a_503_that_may_be_repeated(plane: Plane, http: httpx.AsyncClient) -> None:
+    fine(await http.post("/start_weight_update"))
+    fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+    other = {"weight_dir": str(plane.model(2))}
+    response = await http.post("/update_weights", json=other)
+    assert refused(response, 503)["code"] == "locked"
+    assert int(response.headers["retry-after"]) >= 1
+    fine(await http.post("/finish_weight_update"))
+    fine(await http.post("/update_weights", json=other))
+    assert await served(http) == [(True, "2")] * 3
+
+
+async def test_what_is_out_of_order_or_impossible_is_refused_by_name(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    tcp = {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 4}
+    for path, body, status, field in [
+        ("/finish_weight_update", {}, 409, "update_id"),
+        ("/update_weights", {"update_info": {"names": [], "dtype_names": [], "shapes": []}}, 409, "update_info"),
+        ("/update_weights", {"update_info": {"names": []}}, 400, "update_info.dtype_names"),
+        ("/update_weights", {"update_info": [{"names": ["a"]}, {"names": ["b"]}]}, 501, "update_info"),
+        ("/update_weights", {"update_info": {"ipc_handles_pickled": "gASV"}}, 501, None),
+        ("/update_weights", {"update_info": {"weight_dir": str(plane.model(1))}}, 409, None),
+        ("/start_draft_weight_update", {}, 501, "path"),
+        ("/init_weight_transfer_engine", {}, 400, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, 400, "init_info.world_size"),
+        ("/init_weight_transfer_engine", {"init_info": tcp}, 501, "init_info.backend"),
+        ("/init_weight_transfer_engine", {"init_info": {**tcp, "backend": "mooncake"}}, 501, None),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**tcp, "backend": "gloo", "world_size": 5}},
+            400,
+            "world_size",
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {**tcp, "nccl_unique_id_b64": "AA=="}}, 501, None),
+        ("/collective_rpc", {"method": "reset_weights"}, 501, "method"),
+        ("/collective_rpc", {"method": "skyrl_wake_preserved", "kwargs": {"tags": ["weights"]}}, 501, "method"),
+        ("/collective_rpc", {}, 400, "method"),
+        ("/collective_rpc", {"method": "update_weights_nccl"}, 400, "kwargs.update_info"),
+    ]:
+        error = refused(await http.post(path, json=body), status)
+        assert field in (None, error["field"]), (path, body, error)
+        assert error["fix"], (path, body)
+    assert await served(http) == [(True, "initial")] * 3
+    assert len(fine(await http.get("/v1/rl/updates"))["updates"]) == 1
+
+
+async def test_skyrl_step_by_step(plane: Plane, http: httpx.AsyncClient) -> None:
+    """Its client has no time-outs and does not repeat; it needs `Content-Length`, JSON, and a real bool."""
+    assert fine(await http.request("GET", "/get_world_size", json={}))["world_size"] == 3
+    for step in (1, 2):
+        fine(await http.post("/pause?mode=keep&clear_cache=false"))
+        try:
+            assert fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": False})) == {
+                "success": True
+            }
+            start = {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}}
+            assert fine(await http.post("/collective_rpc", json=start)) == {"results": [None] * 3}
+            info = {"weight_dir": str(plane.model(step))}
+            update = {"method": "update_weights_nccl", "kwargs": {"update_info": info}}
+            fine(await http.post("/collective_rpc", json=update))
+            fine(await http.post("/collective_rpc", json={"method": "skyrl_finish_weight_update"}))
+        finally:
+            fine(await http.post("/resume"))
+        assert await served(http) == [(True, str(step))] * 3
+
+
+async def test_versions_that_differ_are_an_error_that_names_them(plane: Plane, http: httpx.AsyncClient) -> None:
+    """A hung worker makes reading answers say who it is, at once."""
+    hung = plane.spawn()
+    assert fine(await http.get("/get_world_size")) == {"world_size": 4}
+    hung.stop()
+    try:
+        error = refused(await http.get("/get_world_size"), 503)
+        assert hung.instance_id in error["message"]
+        rows = (await http.get("/get_world_size")).json()["workers"]
+        assert {row["instance_id"] for row in rows if row["status"] == "error"} == {hung.instance_id}
+    finally:
+        hung.go_on()
+    await plane.until(lambda: _size(http, 4))
+
+
+async def _size(http: httpx.AsyncClient, ranks: int) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        response = await http.get("/get_world_size")
+        body: dict[str, Any] = response.json()
+        return response.status_code == 200 and body["world_size"] == ranks
+    return False

@@ -1,0 +1,255 @@
+"""Trainers' dialects on the facade's listener: who may ask, which are on, and what they share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from frontend.dialects.common import begun
+from frontend.dialects.routes import Ask, Fields, add_route, close_routes, report, take
+from frontend.http import make_app
+from frontend.options import FrontendOptions
+from frontend.process import started
+from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported, WorkerLost
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+KEY = "a-key"
+
+
+@asynccontextmanager
+async def facade(plane: Plane, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    own = FrontendOptions(
+        plane.url, plane.namespace, plane.component, rl_port=0, http_port=None, admission_wait_s=5.0, **options
+    )
+    async with started(own) as urls, httpx.AsyncClient(base_url=urls["rl_url"], timeout=60) as client:
+        yield client
+
+
+# ---- the mount, over a real fleet ----
+
+
+async def test_one_listener_is_a_whole_engine(plane: Plane) -> None:
+    worker = plane.spawn()
+    async with facade(plane) as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        models = (await http.get("/v1/models")).json()
+        assert (await http.get("/v1/rl/v1/models")).json() == models
+        body = {"prompt_token_ids": [1, 2, 3], "prompt": "", "max_tokens": 4, "return_token_ids": True}
+        made = (await http.post("/v1/completions", json={**body, "model": models["data"][0]["id"]})).json()
+        assert len(made["choices"][0]["token_ids"]) == 4
+        assert made["nvext"]["instance_id"] == worker.instance_id
+        schema = (await http.get("/openapi.json")).json()
+        assert {"/pause", "/init_broadcaster", "/v1/rl/init_broadcaster", "/v1/completions"} <= schema[
+            "paths"
+        ].keys()
+        missing = {part.split('"')[0] for part in json.dumps(schema).split('"#/components/schemas/')[1:]} - schema[
+            "components"
+        ]["schemas"].keys()
+        assert not missing
+
+
+async def test_the_listeners_key_is_asked_for_in_every_dialect(plane: Plane) -> None:
+    plane.spawn()
+    async with facade(plane, admin_key=KEY) as http:
+        assert (await http.get("/health")).status_code == 200
+        for method, path in (
+            ("POST", "/pause"),
+            ("POST", "/update_weights"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("GET", "/get_world_size"),
+            ("GET", "/v1/rl/v1/models"),
+        ):
+            assert (await http.request(method, path)).status_code == 401, path
+        for auth in (None, httpx.BasicAuth("trainer", KEY)):
+            headers = {"Authorization": f"Bearer {KEY}"} if auth is None else {}
+            answer = await http.get("/get_world_size", headers=headers, auth=auth)
+            assert (answer.status_code, answer.json()) == (200, {"world_size": 1})
+        # A browser that knows the password does not lend it to another site's page.
+        for header in ({"Origin": "https://example.org"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = await http.get("/get_world_size", headers=header, auth=httpx.BasicAuth("", KEY))
+            assert answer.status_code == 401
+        own = {"Origin": str(http.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+        assert (await http.get("/get_world_size", headers=own, auth=httpx.BasicAuth("", KEY))).status_code == 200
+        for wrong in (httpx.BasicAuth(KEY, ""), httpx.BasicAuth("", KEY + "x")):
+            assert (await http.get("/get_world_size", auth=wrong)).status_code == 401
+        assert (await http.get("/get_world_size", headers={"Authorization": "Basic %%"})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("dialects", "there", "absent"),
+    [
+        ((), [], ["/pause", "/get_world_size", "/init_broadcaster", "/v1/models", "/health", "/generate"]),
+        (("vllm",), ["/pause", "/get_world_size", "/v1/models"], ["/init_broadcaster", "/v1/rl/v1/models"]),
+        (("prime-rl",), ["/pause", "/init_broadcaster", "/v1/load_lora_adapter"], ["/get_world_size", "/sleep"]),
+    ],
+)
+async def test_each_dialect_can_be_switched_off(
+    plane: Plane, dialects: tuple[str, ...], there: list[str], absent: list[str]
+) -> None:
+    plane.spawn()
+    async with facade(plane, dialects=dialects) as http:
+        for path in there:
+            statuses = {(await http.request(method, path)).status_code for method in ("GET", "POST")}
+            assert statuses - {404, 405}, path
+        for path in absent:
+            assert {(await http.request(method, path)).status_code for method in ("GET", "POST")} == {404}, path
+        assert (await http.get("/v1/rl/state")).status_code == 200
+
+
+async def test_an_unknown_dialect_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no dialect 'tgi'"):
+        FrontendOptions(dialects=("tgi",))
+
+
+def test_the_command_line_names_dialects() -> None:
+    assert resolve(["dialects"], {}, {})["dialects"] == DIALECTS == FrontendOptions().dialects
+    for given in ({"RL_PLANE_DIALECTS": "vllm,prime-rl"}, {"RL_PLANE_DIALECTS": "none"}):
+        (text,) = given.values()
+        assert resolve(["dialects"], {}, given)["dialects"] == tuple(text.split(","))
+        values = resolve(["dialects"], {}, given)
+        assert for_child(values, {})[0] == [f"--dialects={name}" for name in values["dialects"]]
+    with pytest.raises(BadSetting, match="tgi"):
+        resolve(["dialects"], {"dialects": ["tgi"]}, {})
+
+
+# ---- the table of routes ----
+
+
+class Numbers(Fields):
+    number: int = 0
+    tags: list[str] | None = None
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    return make_app("test", None, frozenset())
+
+
+@asynccontextmanager
+async def speaking(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        yield client
+    await close_routes(app)
+
+
+async def test_a_shared_path_is_told_apart_by_its_body(app: FastAPI) -> None:
+    def named(name: str) -> Any:
+        async def answer(ask: Ask) -> Any:
+            return name
+
+        return answer
+
+    add_route(app, ["POST"], "/x", named("rest"), summary="")
+    add_route(app, ["POST"], "/x", named("a"), summary="", claims=lambda ask: ask.has("a"))
+    add_route(app, ["GET", "POST"], "/y", named("b"), summary="", claims=lambda ask: ask.has("b"))
+    async with speaking(app) as http:
+        assert (await http.post("/x", json={"a": 1})).json() == "a"
+        assert (await http.post("/x?a=1")).json() == "a"
+        assert (await http.post("/x", json={"b": 1})).json() == "rest"
+        assert (await http.post("/x")).json() == "rest"
+        assert (await http.get("/y?b=1")).json() == "b"
+        assert (await http.post("/y", json={})).status_code == 400
+
+
+async def test_bodies_are_read_as_clients_send_them(app: FastAPI) -> None:
+    async def numbers(ask: Ask) -> Any:
+        return take(Numbers, ask).model_dump()
+
+    async def nothing(ask: Ask) -> Any:
+        return None
+
+    add_route(app, ["GET", "POST"], "/numbers", numbers, summary="", fields=Numbers)
+    add_route(app, ["POST"], "/nothing", nothing, summary="")
+    async with speaking(app) as http:
+        for content in (b"", b"{}", b"null", b" null\n"):
+            assert (await http.post("/numbers", content=content)).json() == {"number": 0, "tags": None}
+        assert (await http.request("GET", "/numbers", json={"number": 3})).json()["number"] == 3
+        assert (await http.post("/numbers?number=3&tags=a&tags=b")).json() == {"number": 3, "tags": ["a", "b"]}
+        for content in (b"[]", b"1", b"{", b'{"number": "x"}'):
+            refused = await http.post("/numbers", content=content)
+            assert refused.status_code == 400
+            assert refused.json()["success"] is False
+            assert refused.json()["message"] == refused.json()["error"]["message"]
+            assert refused.headers["content-length"] == str(len(refused.content))
+        assert (await http.post("/nothing%0A")).status_code in (200, 404)  # a path is matched by its route alone
+        answer = await http.post("/nothing")
+        assert (answer.content, answer.headers["content-length"]) == (b"null", "4")
+
+
+async def test_an_unknown_field_is_told_of_once(app: FastAPI, caplog: pytest.LogCaptureFixture) -> None:
+    async def numbers(ask: Ask) -> Any:
+        return take(Numbers, ask).number
+
+    add_route(app, ["POST"], "/told", numbers, summary="", fields=Numbers)
+    caplog.set_level(logging.WARNING, "frontend.dialects")
+    async with speaking(app) as http:
+        for _ in range(3):
+            assert (await http.post("/told", json={"number": 1, "colour": "red"})).json() == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "/told: the field 'colour' has no effect: it is not known here, and is dropped"
+    ]
+
+
+async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
+    started_, let_go, runs = asyncio.Semaphore(0), asyncio.Event(), []
+
+    async def slow(ask: Ask) -> Any:
+        runs.append(ask.body)
+        started_.release()
+        await let_go.wait()
+        return len(runs)
+
+    add_route(app, ["POST"], "/slow", slow, summary="", once=True)
+    async with speaking(app) as http:
+        first = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        await started_.acquire()
+        gone = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        await asyncio.sleep(0)
+        gone.cancel()  # its caller goes; the call goes on
+        again = asyncio.create_task(http.post("/slow", json={"a": 1}))
+        other = asyncio.create_task(http.post("/slow", json={"a": 2}))
+        await started_.acquire()
+        let_go.set()
+        assert [(await one).json() for one in (first, again, other)] == [2, 2, 2]
+        assert runs == [{"a": 1}, {"a": 2}]
+        assert (await http.post("/slow", json={"a": 1})).json() == 3
+
+
+# ---- what may be repeated ----
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (EngineFailed("x"), 409),
+        (WorkerLost("x", retry_after_s=1.0), 409),
+        (Locked("x"), 503),
+        (Unsupported("x"), 501),
+        (InvalidRequest("x"), 400),
+    ],
+)
+def test_once_a_transfer_may_have_begun_nobody_is_asked_to_repeat_it(raised: Any, status: int) -> None:
+    with pytest.raises(type(raised) if status != 409 else Conflict) as caught, begun():
+        raise raised
+    assert caught.value.http_status == status
+    if status == 409:
+        assert caught.value.facts == {"cause": raised.code}
+
+
+def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("frontend.dialects.routes._reported", {("/full", str(each)) for each in range(1000)})
+    report("/x", "y")
+    assert not caplog.records

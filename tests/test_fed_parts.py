@@ -1,0 +1,111 @@
+"""What a part of a fed update is, and where its ranks are. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import InvalidRequest
+from rl_plane.fleet_replies import group_places
+from rl_plane.membership import Member, Snapshot
+from rl_plane.ops import FeedUpdate, UpdateWeights
+from rl_plane.torch_group import Place
+from worker.transports.fed import chunks
+
+SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
+"""Bytes of each tensor."""
+
+
+def part(**more: Any) -> FeedUpdate:
+    described = {"names": list(SIZES), "dtypes": ["uint8"] * 5, "shapes": [[size] for size in SIZES.values()]}
+    return FeedUpdate.model_validate({"update_id": "u", **described, **more})
+
+
+@pytest.mark.parametrize(
+    ("layout", "cut"),
+    [
+        ({"layout": "each"}, ["a", "b", "c", "d", "e"]),
+        ({"layout": "flat"}, ["abcde"]),
+        ({"layout": "packed"}, ["abcde"]),
+        ({"layout": "packed", "bucket_bytes": 4}, ["ab", "cde"]),
+        ({"layout": "packed", "bucket_bytes": 14}, ["abc", "de"]),
+        ({"layout": "packed", "bucket_bytes": 1}, ["a", "b", "cd", "e"]),
+    ],
+)
+def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> None:
+    """`packed`: behind the tensor that makes it larger than the bucket, as vLLM's producer cuts."""
+    assert ["".join(name for name, _ in one) for one in chunks(part(**layout))] == cut
+    assert chunks(part(names=[], dtypes=[], shapes=[], **layout)) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"dtypes": ["uint8"]}, "dtypes"),
+        ({"shapes": []}, "shapes"),
+        ({"names": ["a", "a", "c", "d", "e"]}, "names"),
+        ({"names": ["a b", "b", "c", "d", "e"]}, "names"),
+        ({"dtypes": ["complex64"] * 5}, "dtypes"),
+        ({"shapes": [[-1]] * 5}, "shapes"),
+        ({"shapes": [[1 << 39, 1 << 39]] * 5}, "shapes"),
+    ],
+)
+def test_a_part_that_can_not_be(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        part(**wrong)
+    assert refused.value.facts["field"] == field
+
+
+def test_dtypes_as_torch_says_them() -> None:
+    names = ["bfloat16", "torch.float32", "BF16", "float8_e4m3fn", "bool"]
+    assert [spec.dtype for spec in part(dtypes=names).specs] == ["BF16", "F32", "BF16", "F8_E4M3", "BOOL"]
+
+
+def fleet(*sizes: int) -> Snapshot:
+    members = tuple(
+        Member(f"{number:016x}", "incarnation", "server", number, number + 1, {"world_size": size})
+        for number, size in enumerate(sizes)
+    )
+    return Snapshot(1, "print", members)
+
+
+def test_each_worker_has_its_place_behind_the_trainers() -> None:
+    first, second, third = (f"{number:016x}" for number in range(3))
+    own = {"form": "torch", "world_size": 8, "rank_offset": 2}
+    wrong: dict[str, Any]
+    assert group_places(fleet(1, 4, 1), own) == {
+        "world_size": 8,
+        "rank_offset": 2,
+        "fleet_ranks": 6,
+        "rank_offsets": {first: 2, second: 3, third: 7},
+    }
+    for wrong, field in (
+        ({"world_size": 7}, "world_size"),
+        ({"rank_offset": 0}, "rank_offset"),
+        ({"rank_offsets": {}}, "rank_offsets"),
+        ({"fleet_ranks": 6}, "fleet_ranks"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            group_places(fleet(1, 4, 1), {**own, **wrong})
+        assert refused.value.facts["field"] == field
+    config = {"group": "g", "master_address": "h", "master_port": 1, **own, "fleet_ranks": 6}
+    assert Place.of_worker(config, "gloo").form == "torch"
+    for wrong in ({"form": "round"}, {"lifeline_port": 5}, {"fleet_ranks": 0}):
+        with pytest.raises(InvalidRequest):
+            Place.of_worker({**config, **wrong}, "gloo")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target": {"kind": "lora", "op": "load", "name": "a"}},
+        {"policy": {"staging": "none"}},
+        {"encoding": "delta", "base": "blake3:" + "0" * 64, "digest": "blake3:" + "0" * 64},
+    ],
+)
+def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
+    fed = {"transport": {"backend": "gloo", "group": "g", "fed": True}}
+    assert UpdateWeights.model_validate(fed).fed
+    with pytest.raises(InvalidRequest, match="full one"):
+        UpdateWeights.model_validate({**fed, **wrong})

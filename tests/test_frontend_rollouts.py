@@ -1,0 +1,536 @@
+"""Sessions, capabilities, demands on versions, and choices that go on at another worker: over `fake` workers, whose
+tokens tell which weights made them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from frontend import committed
+from tests.scripted_worker import Script, Stream
+from tests.test_frontend_committed import record, rolling, span
+from tests.test_frontend_generation import (
+    PROMPT,
+    ask,
+    error_of,
+    frontend,
+    next_event,
+    tokens_under,
+    until_running,
+    update,
+)
+from tests.test_frontend_labels import always, staged
+from worker.engines.fake import fake_token
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.conftest import Plane, Spawned
+
+PACE_S = 0.02
+"""Per token, where something is to happen meanwhile."""
+LONG = 2000
+"""Tokens that no test waits for."""
+
+CANT = """
+import worker.engines.fake as fake
+from dataclasses import replace
+honest = fake.FakeEngine.start
+async def lacking(self):
+    return replace(await honest(self), capabilities={"generate:min_tokens": "it can't count"})
+fake.FakeEngine.start = lacking
+"""
+
+
+@pytest_asyncio.fixture
+async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    async with frontend(plane, admission_wait_s=20.0) as client:
+        yield client
+
+
+async def ready(plane: Plane, count: int) -> None:
+    await (await plane.client()).run("ready", {"min_workers": count, "wait_s": 30})
+
+
+async def by_whom(http: httpx.AsyncClient, **headers: str) -> str:
+    response = await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}, headers=headers)
+    assert response.status_code == 200, response.text
+    return str(response.json()["nvext"]["instance_id"])
+
+
+class Streaming:
+    """A streamed request, read event by event."""
+
+    def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.last: dict[str, Any] = {}
+        """The last choice."""
+        self.error: dict[str, Any] | None = None
+        asked = {"prompt_token_ids": PROMPT, "stream": True, "return_token_ids": True, **body}
+        self._request = http.stream("POST", "/v1/completions", json=asked)
+
+    async def __aenter__(self) -> Streaming:
+        response = await self._request.__aenter__()
+        assert response.status_code == 200, await response.aread()
+        self._lines = response.aiter_lines()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._request.__aexit__(*error)
+
+    async def until(self, holds: Callable[[Streaming], bool]) -> Streaming:
+        while not holds(self):
+            assert await self.more(), "it ended"
+        return self
+
+    async def more(self) -> bool:
+        event = await next_event(self._lines)
+        if event is None or event == "[DONE]":
+            return False
+        if "error" in event:
+            self.error = event["error"]
+            return False
+        (self.last,) = event["choices"]
+        self.tokens += self.last["token_ids"]
+        self.logprobs += self.last["logprobs"]["token_logprobs"]
+        return True
+
+    async def end(self) -> Streaming:
+        while await self.more():
+            pass
+        return self
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.last["weight_versions"]
+        return found
+
+
+# ---- sessions ----
+
+
+async def test_a_session_has_one_worker_until_that_is_gone(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = plane.spawn_many(3)
+    await ready(plane, 3)
+    for header in ("X-Session-ID", "X-SMG-Routing-Key"):
+        assert len({await by_whom(http, **{header: header}) for _ in range(6)}) == 1
+    assert {await by_whom(http) for _ in range(6)} == {worker.instance_id for worker in workers}
+    first = await by_whom(http, **{"X-Session-ID": "s"})
+    next(worker for worker in workers if worker.instance_id == first).kill()
+    second = await by_whom(http, **{"X-Session-ID": "s"})
+    assert second != first
+    assert {await by_whom(http, **{"X-Session-ID": "s"}) for _ in range(4)} == {second}
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [second]})
+    assert await by_whom(http, **{"X-Session-ID": "s"}) not in (first, second)
+    too_long = await http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Session-ID": "s" * 300})
+    assert error_of(too_long, 400)["field"] == "X-Session-ID"
+
+
+async def test_workers_report_the_tokens_that_they_have(plane: Plane, http: httpx.AsyncClient) -> None:
+    worker = plane.spawn(token_delay_s=PACE_S)
+    client = await plane.client()
+
+    async def state() -> dict[str, Any]:
+        return dict((await client.call(worker.instance_id, "state")).body)
+
+    async with Streaming(http, max_tokens=LONG) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 5)
+        told = await state()
+        assert told["running_tokens"] >= len(PROMPT) + 5
+        assert told["waiting_tokens"] == 0
+    await until_running(plane, client, worker.instance_id, 0)
+    assert (await state())["running_tokens"] == 0
+    fleet = await plane.fleet()
+    await fleet.run("pause")
+    waiting = asyncio.create_task(ask(http, prompt_token_ids=[5] * 70))
+    await until_running(plane, client, worker.instance_id, 1)
+    assert (await state())["waiting_tokens"] == 70
+    await fleet.run("resume")
+    await waiting
+
+
+# ---- what engines lack ----
+
+
+async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: httpx.AsyncClient) -> None:
+    lacking = plane.spawn_many(2, patch=CANT)
+    await ready(plane, 2)
+    body = {"prompt_token_ids": PROMPT, "min_tokens": 1}
+    error = error_of(await http.post("/v1/completions", json=body), 501)
+    assert (error["field"], error["message"]) == ("min_tokens", "it can't count")
+    able = plane.spawn()
+    await ready(plane, 3)
+    for _ in range(4):
+        assert (await ask(http, min_tokens=1))["nvext"]["instance_id"] == able.instance_id
+    pinned = {**body, "nvext": {"instance_id": lacking[0].instance_id}}
+    assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
+
+
+# ---- too much at once ----
+
+
+async def test_a_full_fleet_is_told_at_once(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = plane.spawn(token_delay_s=PACE_S)
+    monkeypatch.setattr("frontend.routing.MAX_STREAMS", 1)
+    async with Streaming(http, max_tokens=LONG) as stream:
+        await stream.more()
+        response = await http.post("/v1/completions", json={"prompt": "hi"})
+        error = error_of(response, 429)
+        assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
+    client = await plane.client()
+    await until_running(plane, client, worker.instance_id, 0)
+    monkeypatch.undo()
+    await ask(http)
+
+
+async def test_a_full_worker_is_left_for_another_and_then_told(plane: Plane) -> None:
+    one = "import worker.generation as generation; generation.MAX_STREAMS = 1"
+    plane.spawn_many(2, patch=one, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    async with (
+        frontend(plane, admission_wait_s=0.3) as http,
+        Streaming(http, max_tokens=LONG) as first,
+        Streaming(http, max_tokens=LONG, nvext={"instance_id": (await other_than(http, first))}) as second,
+    ):
+        await first.more()
+        await second.more()
+        assert first.last["instance_id"] != second.last["instance_id"]
+        assert error_of(await http.post("/v1/completions", json={"prompt": "hi"}), 429)["code"] == "overloaded"
+
+
+async def other_than(http: httpx.AsyncClient, stream: Streaming) -> str:
+    """A worker that takes a request beside this one."""
+    await stream.more()
+    return await by_whom(http)
+
+
+async def test_frontends_see_each_others_load(plane: Plane, http: httpx.AsyncClient) -> None:
+    busy, idle = plane.spawn_many(2, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    body = {"max_tokens": LONG, "n": 4, "nvext": {"instance_id": busy.instance_id}}
+    async with frontend(plane) as other, Streaming(http, **body) as stream:
+        await stream.more()
+
+        async def spared() -> bool:
+            return {await by_whom(other) for _ in range(6)} == {idle.instance_id}
+
+        await plane.until(spared)
+
+
+# ---- demands ----
+
+
+def kept(go: asyncio.Event) -> Script:
+    """The first request's tokens are made by 1 before `go`, and come after it; what comes later is made by 2."""
+    first = [True]
+
+    async def script(stream: Stream) -> None:
+        if first.pop() if first else False:
+            await go.wait()
+            await stream.send([1], span(1, 0, 1), end=True)
+        else:
+            await stream.send([2], span(2, 0, 1), end=True)
+
+    return script
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
+async def test_what_is_too_old_before_it_came_is_made_anew(plane: Plane, on_stale: str) -> None:
+    go = asyncio.Event()
+    async with staged(plane) as stage:
+        worker = await stage.worker(kept(go), record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(stage.ask(max_lag=0, on_stale=on_stale))
+        await plane.until(lambda: worker.requests)
+        await stage.decide(record(2))
+        await worker.hold(record(2))
+        go.set()
+        reply = await asking
+        if on_stale == "refuse":
+            assert reply.json()["error"]["code"] == "demand_unmet"
+            assert "partial" not in reply.json()["error"]
+        else:
+            (choice,) = reply.json()["choices"]
+            assert (choice["token_ids"], choice["weight_versions"][0]["sequence"]) == ([2], 2)
+
+
+@pytest.mark.parametrize("demand", [{"min_version": 2}, {"min_version": "step_2"}, {"max_lag": 0}])
+async def test_while_an_update_rolls_those_that_have_it_get_what_demands_it(
+    plane: Plane, demand: dict[str, Any]
+) -> None:
+    async with staged(plane) as stage:
+        old = await stage.worker(always(1, base=1), record(1))
+        await stage.worker(always(2, base=2), record(2))
+        await stage.decide(rolling(record(2), record(1)))
+        for _ in range(4):
+            reply = await stage.ask(**demand)
+            assert reply.json()["choices"][0]["token_ids"] == [2]
+        assert not old.requests
+        pinned = {**demand, "on_stale": "refuse", "nvext": {"instance_id": old.instance_id}}
+        assert (await stage.ask(**pinned)).json()["error"]["code"] == "demand_unmet"
+
+
+async def test_a_choice_leaves_a_worker_that_missed_an_update(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.2)
+    told = asyncio.Event()
+
+    async def behind(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        told.set()
+        while True:
+            await stream.send([1])
+            await asyncio.sleep(PACE_S)
+
+    async with staged(plane) as stage:
+        await stage.worker(behind, record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(
+            stage.ask(prompt=None, prompt_token_ids=PROMPT, migrate=True, max_tokens=LONG)
+        )
+        async with asyncio.timeout(10):
+            await told.wait()
+        other = await stage.worker(always(2, base=2), record(2))
+        await stage.decide(record(2))
+        (choice,) = (await asking).json()["choices"]
+        made = choice["token_ids"]
+        assert made == [1] * (len(made) - 1) + [2]
+        assert other.requests[0]["request"]["prompt_token_ids"] == PROMPT + made[:-1]
+        assert [span["sequence"] for span in choice["weight_versions"]] == [1, 2]
+        assert [maker["end"] for maker in choice["instances"]] == [len(made) - 1, len(made)]
+
+
+async def test_a_request_waits_for_the_version_that_it_demands(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn_many(2)
+    await update(plane, 1)
+    for met in ("step_1", 1, 0, "initial"):
+        assert (await ask(http, min_version=met))["choices"]
+    waiting = [
+        asyncio.create_task(ask(http, max_tokens=1, **body))
+        for body in ({"min_version": "step_2"}, {"nvext": {"min_version": 2, "on_stale": "cut"}})
+    ]
+    for asked in ("step_2", 2):
+        body = {"prompt": "hi", "min_version": asked, "on_stale": "refuse"}
+        error = error_of(await http.post("/v1/completions", json=body), 503)
+        assert (error["code"], error["field"]) == ("demand_unmet", "min_version")
+    assert not any(task.done() for task in waiting)
+    version = await update(plane, 2)
+    for reply in await asyncio.gather(*waiting):
+        assert reply["nvext"]["weight_version"] == version
+
+
+async def test_a_demand_waits_within_its_bound(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    await ask(http)
+    monkeypatch.setattr("frontend.picking.STALE_WAIT_S", 0.2)
+    async with frontend(plane, admission_wait_s=0.1) as hasty:
+        error = error_of(await hasty.post("/v1/completions", json={"prompt": "hi", "min_version": 9}), 503)
+    assert error["code"] == "demand_unmet"
+    assert "sequence 0 is served" in error["message"]
+
+
+async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Plane) -> None:
+    plane.spawn()
+    for seed in (1, 2, 3):
+        await update(plane, seed)
+    async with frontend(plane) as http:
+        refusing = {"prompt": "hi", "on_stale": "refuse"}
+        assert (await http.post("/v1/completions", json={**refusing, "min_version": "step_1"})).status_code == 200
+        unknown = await http.post("/v1/completions", json={**refusing, "min_version": "step_4"})
+        assert "no version 'step_4'" in error_of(unknown, 503)["message"]
+
+
+@pytest.mark.parametrize("demand", [{"one_version": True}, {"max_lag": 0}])
+async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
+    plane: Plane, http: httpx.AsyncClient, demand: dict[str, Any]
+) -> None:
+    worker = plane.spawn(token_delay_s=PACE_S)
+    digest = (await ask(http))["nvext"]["weight_version"]["digest"]
+    client = await plane.client()
+    cut = {"prompt_token_ids": PROMPT, "max_tokens": LONG, "return_token_ids": True, "on_stale": "cut", **demand}
+    whole = asyncio.create_task(http.post("/v1/completions", json=cut))
+    refused = asyncio.create_task(http.post("/v1/completions", json={**cut, "on_stale": None}))
+    native = {"token_ids": PROMPT, "sampling_params": {"max_tokens": LONG}, "on_stale": "cut", **demand}
+    vllm = asyncio.create_task(http.post("/inference/v1/generate", json=native))
+    async with Streaming(http, **cut) as stream:
+        await until_running(plane, client, worker.instance_id, 4)
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await update(plane, 1)
+        await stream.end()
+    assert stream.error is None
+    choices = [stream.last, (await whole).json()["choices"][0], (await vllm).json()["choices"][0]]
+    for choice in choices:
+        assert choice["finish_reason"] == "abort"
+        assert choice["cut"]["demand"] == next(iter(demand))
+        (span,) = choice["weight_versions"]
+        made = stream.tokens if choice is stream.last else choice["token_ids"]
+        assert (span["digest"], span["end"]) == (digest, len(made))
+        assert made == tokens_under(digest, 0, len(made))
+    error = error_of(await refused, 503)
+    assert (error["code"], error["field"]) == ("demand_unmet", next(iter(demand)))
+    partial = error["partial"]["token_ids"]
+    assert partial == tokens_under(digest, 0, len(partial))
+    assert partial
+    await until_running(plane, client, worker.instance_id, 0)
+
+
+async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    plane.spawn(token_delay_s=PACE_S)
+    async with Streaming(http, max_tokens=60, max_lag=1, min_version=0) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        await update(plane, 1)
+        await stream.end()
+    assert (len(stream.tokens), stream.last["finish_reason"], "cut" in stream.last) == (60, "length", False)
+    assert [span["sequence"] for span in stream.spans] == [0, 1]
+
+
+# ---- going on elsewhere ----
+
+
+def continued_under(digest: str, parts: list[int]) -> list[int]:
+    """So many tokens by each worker, each asked for the prompt and the tokens before."""
+    made: list[int] = []
+    for count in parts:
+        made += [fake_token(digest, PROMPT + made, position) for position in range(count)]
+    return made
+
+
+def worker_of(workers: list[Spawned], instance_id: str) -> Spawned:
+    return next(worker for worker in workers if worker.instance_id == instance_id)
+
+
+async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = plane.spawn_many(3, token_delay_s=PACE_S)
+    await ready(plane, 3)
+    digest = (await ask(http))["nvext"]["weight_version"]["digest"]
+    body = {"max_tokens": 120, "seed": 5, "n": 1, "migrate": True}
+    async with Streaming(http, **body) as stream:
+        for count in (5, 40):  # two of the three die
+            await stream.until(lambda stream, count=count: len(stream.tokens) >= count)  # type: ignore[misc]
+            worker_of(workers, stream.last["instance_id"]).kill()
+        await stream.end()
+    assert stream.error is None
+    assert stream.last["finish_reason"] == "length"
+    makers = stream.last["instances"]
+    assert [maker["start"] for maker in makers] == [0, *(maker["end"] for maker in makers[:-1])]
+    assert makers[-1]["end"] == 120
+    assert len({maker["instance_id"] for maker in makers}) == 3
+    assert stream.last["instance_id"] == makers[-1]["instance_id"]
+    assert stream.tokens == continued_under(digest, [maker["end"] - maker["start"] for maker in makers])
+    assert len(stream.logprobs) == 120
+    (span,) = stream.spans
+    assert (span["digest"], span["start"], span["end"]) == (digest, 0, 120)
+
+
+async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = plane.spawn_many(2, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    client = await plane.client()
+    asked = {"max_tokens": 80, "n": 4, "nvext": {"migrate": True}, "return_token_ids": True, "prompt_logprobs": 1}
+    asking = asyncio.create_task(ask(http, **asked))
+    doomed = workers[0]
+
+    async def has_tokens() -> bool:
+        state = (await client.call(doomed.instance_id, "state")).body
+        return int(state["running_tokens"]) >= 2 * (len(PROMPT) + 5)
+
+    await plane.until(has_tokens)
+    doomed.kill()
+    reply = await asking
+    moved = [choice for choice in reply["choices"] if "instances" in choice]
+    assert len(moved) == 2
+    for choice in reply["choices"]:
+        (span,) = choice["weight_versions"]
+        parts = [maker["end"] - maker["start"] for maker in choice.get("instances", [])] or [80]
+        assert choice["token_ids"] == continued_under(span["digest"], parts)
+        assert len(choice["logprobs"]["token_logprobs"]) == 80
+        assert len(choice["prompt_logprobs"]) == len(PROMPT)
+        assert choice["instance_id"] == workers[1].instance_id
+    assert reply["prompt_token_ids"] == PROMPT
+    assert reply["usage"]["prompt_tokens"] == len(PROMPT)
+
+
+async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    doomed, other = plane.spawn_many(2, token_delay_s=PACE_S)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [other.instance_id]})
+    body = {"max_tokens": 40, "migrate": True}
+    async with Streaming(http, **body) as stream, Streaming(http, **body, one_version=True) as pure:
+        for one in (stream, pure):
+            await one.until(lambda one: len(one.tokens) >= 5)
+        doomed.kill()
+        new = await update(plane, 1)
+        await fleet.run("enable", {"workers": [other.instance_id]})
+        await stream.end()
+        await pure.end()
+    old, made = stream.spans[0]["digest"], stream.spans[0]["end"]
+    assert [(span["digest"], span["start"], span["end"]) for span in stream.spans] == [
+        (old, 0, made),
+        (new["digest"], made, 40),
+    ]
+    assert [maker["start"] for maker in stream.last["instances"]] == [0, made]
+    after = [fake_token(new["digest"], PROMPT + stream.tokens[:made], at) for at in range(40 - made)]
+    assert stream.tokens == tokens_under(old, 0, made) + after
+    assert pure.error is not None
+    assert (pure.error["code"], pure.error["field"]) == ("demand_unmet", "one_version")
+    assert pure.error["partial"]["token_ids"] == pure.tokens == tokens_under(old, 0, len(pure.tokens))
+
+
+async def test_a_reply_is_aborted_by_its_id_with_all_its_choices_wherever_they_are(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    workers = plane.spawn_many(3, token_delay_s=PACE_S)
+    await ready(plane, 3)
+    client, fleet = await plane.client(), await plane.fleet()
+    body = {"prompt_token_ids": PROMPT, "max_tokens": LONG, "n": 3, "migrate": True, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        first, made = await next_event(lines), {0: 0, 1: 0, 2: 0}
+        while min(made.values()) < 3:
+            made[(await next_event(lines))["choices"][0]["index"]] += 1
+        workers[0].kill()
+        others = [worker.instance_id for worker in workers[1:]]
+
+        async def moved() -> bool:
+            states = [(await client.call(one, "state")).body for one in others]
+            return sum(int(state["running"]) for state in states) == 3
+
+        await plane.until(moved)
+        await fleet.run("abort_requests", {"request_ids": [first["id"]]})
+        ends = []
+        while (event := await next_event(lines)) != "[DONE]":
+            ends += [choice for choice in event["choices"] if choice["finish_reason"]]
+    assert sorted(choice["index"] for choice in ends) == [0, 1, 2]
+    assert {choice["finish_reason"] for choice in ends} == {"abort"}
+    assert sum("instances" in choice for choice in ends) == 1
+
+
+async def test_a_choice_that_may_go_nowhere_ends_with_its_tokens(plane: Plane) -> None:
+    only = plane.spawn(token_delay_s=PACE_S)
+    async with (
+        frontend(plane, admission_wait_s=0.5) as http,
+        Streaming(http, max_tokens=LONG, migrate=True) as one,
+    ):
+        await one.until(lambda stream: len(stream.tokens) >= 3)
+        only.kill()
+        await one.end()
+    assert one.error is not None
+    assert one.error["code"] == "no_workers"
+    assert one.error["partial"]["token_ids"] == one.tokens

@@ -1,0 +1,39 @@
+"""A reply's messages: what a slow reader finds is joined, and parted where one message could not carry it."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from rl_plane.generation import GenerateDelta, VersionSpan
+from worker.generation import MAX_TOP_ROWS, _in_parts, _joined
+
+
+def span(start: int, end: int) -> VersionSpan:
+    return VersionSpan(version="v", sequence=start, digest="d", run="r", start=start, end=end)
+
+
+@pytest.mark.parametrize("count", [1, MAX_TOP_ROWS // 20, 2 * (MAX_TOP_ROWS // 20) + 5])
+def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
+    made = 100  # before these
+    top = [((1 << 31) - 1, -1.5)] * 20
+    whole = GenerateDelta(
+        token_ids=list(range(count)),
+        logprobs=[-float(one) for one in range(count)],
+        top_logprobs=[top] * count,
+        text="text",
+        finish_reason="stop",
+        stop_string="t",
+        spans=[span(0, 40), span(40, made + count)],
+        prompt_token_ids=[1],
+    )
+    parts = list(_in_parts(whole, made))
+    assert len(parts) == 1 + (count - 1) // (MAX_TOP_ROWS // 20)
+    told = made
+    for part in parts:
+        assert len(msgpack.packb(part.model_dump())) < 900_000
+        told += len(part.token_ids)
+        assert [(one.start, one.end) for one in part.spans] == [(0, 40), (40, told)]
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert [part.prompt_token_ids for part in parts] == [[1]] + [None] * (len(parts) - 1)
+    assert _joined(parts).model_copy(update={"spans": whole.spans}) == whole

@@ -1,0 +1,319 @@
+"""Partial rollouts: enough of them now, the rest later from where they were stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_plane import (
+    Gathered,
+    InvalidRequest,
+    NotAdmitted,
+    PlaneError,
+    Rollout,
+    Unlabelled,
+    WorkerLost,
+    gather_enough,
+)
+from rl_plane.rollouts import OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+SPAN = {"version": "one", "sequence": 1, "digest": "blake3:1", "run": "r"}
+LATER = {"version": "two", "sequence": 2, "digest": "blake3:2", "run": "r"}
+
+
+def reply(
+    body: Mapping[str, Any], tokens: list[int], reason: str = "length", spans: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """What a frontend says to this body. `spans`: of all tokens; None: one."""
+    choice = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": [-0.1] * len(tokens)},
+        "weight_versions": [{**SPAN, "start": 0, "end": len(tokens)}] if spans is None else spans,
+        "finish_reason": reason,
+    }
+    return {"prompt_token_ids": body["prompt_token_ids"], "choices": [choice]}
+
+
+def taken(rollout: Rollout, tokens: list[int], reason: str, **more: Any) -> Rollout:
+    after, error = rollout.with_reply(200, reply(rollout.body(), tokens, reason, **more))
+    assert error is None
+    return after
+
+
+def failed(error: PlaneError) -> tuple[int, dict[str, Any]]:
+    return error.http_status, {"error": error.to_wire()}
+
+
+# ---- one rollout ----
+
+
+def test_the_next_part_goes_on_from_the_tokens_before() -> None:
+    first = Rollout([5, 6], 10, {"temperature": 0.5, "seed": 7, "min_tokens": 4}, key="a")
+    assert first.body() == {
+        "prompt_token_ids": [5, 6],
+        "max_tokens": 10,
+        "return_token_ids": True,
+        "temperature": 0.5,
+        "seed": 7,
+        "min_tokens": 4,
+    }
+    second = taken(first, [1, 2, 3], "abort")
+    body = second.body()
+    assert (body["prompt_token_ids"], body["max_tokens"]) == ([5, 6, 1, 2, 3], 7)
+    assert (body["seed"], body["min_tokens"]) == (7 + 3 * SEED_STEP, 1)
+    assert (second.finish_reason, second.left, second.key) == (None, 7, "a")
+    third = taken(second, [4, 9], "stop", spans=[{**SPAN, "start": 0, "end": 1}, {**LATER, "start": 1, "end": 2}])
+    assert (third.token_ids, third.finish_reason) == ([1, 2, 3, 4, 9], "stop")
+    assert third.logprobs == [-0.1] * 5
+    assert third.weight_versions == [{**SPAN, "start": 0, "end": 4}, {**LATER, "start": 4, "end": 5}]
+
+
+def test_an_error_brings_its_tokens() -> None:
+    lost = WorkerLost("gone", partial={
+        "token_ids": [1, 2], "logprobs": [-1.0, -2.0], "finish_reason": None,
+        "weight_versions": [{**SPAN, "start": 0, "end": 2}],
+    })  # fmt: skip
+    after, error = Rollout([5], 4).with_reply(*failed(lost))
+    assert isinstance(error, WorkerLost)
+    assert (after.token_ids, after.logprobs, after.finish_reason) == ([1, 2], [-1.0, -2.0], None)
+    same, error = after.with_reply(*failed(NotAdmitted("closed")))
+    assert isinstance(error, NotAdmitted)
+    assert same is after
+
+
+def test_with_its_last_token_a_rollout_has_ended() -> None:
+    assert taken(Rollout([5], 2), [1, 2], "abort").finish_reason == "length"
+    assert taken(Rollout([5], 2), [], "abort").finish_reason is None
+
+
+@pytest.mark.parametrize("name", sorted(OWN | OF_ONE_PROMPT))
+def test_what_a_part_would_mean_otherwise_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Rollout([5], 2, {name: 1})
+    assert caught.value.facts["field"] == name
+
+
+@pytest.mark.parametrize(("prompt", "budget", "field"), [([], 4, "prompt_token_ids"), ([5], 0, "max_tokens")])
+def test_a_rollout_has_a_prompt_and_a_budget(prompt: list[int], budget: int, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Rollout(prompt, budget)
+    assert caught.value.facts["field"] == field
+
+
+def test_tokens_without_logprobs_or_labels_are_not_joined() -> None:
+    rollout = Rollout([5], 4)
+    told = reply(rollout.body(), [1, 2])
+    for key, value in (("logprobs", {"token_logprobs": [-0.1]}), ("weight_versions", [])):
+        with pytest.raises(Unlabelled):
+            rollout.with_reply(200, {**told, "choices": [{**told["choices"][0], key: value}]})
+    with pytest.raises(InvalidRequest, match="not the one that was sent"):
+        rollout.with_reply(200, {**told, "prompt_token_ids": [5, 5]})
+
+
+# ---- enough of them ----
+
+
+class Answers:
+    """Answers a request at once if its prompt is in `at_once`, else when it is stopped, with one token."""
+
+    def __init__(self, at_once: set[int]) -> None:
+        self.at_once = at_once
+        self.stopped = asyncio.Event()
+        self.asked: list[int] = []
+        self.all_asked = asyncio.Event()
+
+    async def call(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        first = body["prompt_token_ids"][0]
+        self.asked.append(first)
+        if len(self.asked) == 4:
+            self.all_asked.set()
+        if first in self.at_once:
+            return 200, reply(body, [1] * body["max_tokens"])
+        await self.stopped.wait()
+        return 200, reply(body, [1], "abort")
+
+    async def stop(self) -> None:
+        self.stopped.set()
+
+
+def keys(rollouts: list[Rollout]) -> list[Any]:
+    return [one.key for one in rollouts]
+
+
+def four() -> list[Rollout]:
+    return [Rollout([number], 3, key=number) for number in range(4)]
+
+
+async def test_the_rest_are_parked_with_their_tokens_and_go_on() -> None:
+    answers = Answers({0, 2})
+    got = await gather_enough(four(), answers.call, answers.stop, enough=2, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed) == ([0, 2], [1, 3], [])
+    assert [one.token_ids for one in got.parked] == [[1], [1]]
+    answers = Answers({1, 3})
+    got = await gather_enough(got.parked, answers.call, answers.stop, enough=2, timeout_s=10)
+    assert not answers.stopped.is_set()
+    assert [one.token_ids for one in got.finished] == [[1, 1, 1]] * 2
+    assert [one.weight_versions for one in got.finished] == [[{**SPAN, "start": 0, "end": 3}]] * 2
+
+
+async def test_when_the_time_is_over_there_are_fewer() -> None:
+    answers = Answers({0})
+    got = await gather_enough(four(), answers.call, answers.stop, enough=4, timeout_s=0.05)
+    assert (keys(got.finished), keys(got.parked)) == ([0], [1, 2, 3])
+
+
+async def test_who_does_not_come_back_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.STOPPED_S", 0.05)
+    answers = Answers({0})
+
+    async def stop() -> None:
+        """Nobody hears it."""
+
+    got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert keys(got.parked) == [1, 2, 3]
+    assert [list(one.token_ids) for one in got.parked] == [[]] * 3
+
+
+async def test_what_the_plane_can_do_later_is_asked_again() -> None:
+    told: list[Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]] = [
+        lambda body: failed(NotAdmitted("an update", retry_after_s=0.0)),
+        lambda body: (200, reply(body, [1], "abort")),
+        lambda body: (200, reply(body, [1] * body["max_tokens"])),
+    ]
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return told.pop(0)(body)
+
+    got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
+    assert [one.token_ids for one in got.finished] == [[1, 1, 1]]
+
+
+async def never(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    return failed(NotAdmitted("never", retry_after_s=0.0))
+
+
+async def refused(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    return failed(InvalidRequest("no", field="top_p", fix="x"))
+
+
+async def broken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise OSError("connection reset")
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [(never, f"in {TRIES} tries"), (refused, "no"), (broken, "connection reset")],
+    ids=["never", "refused", "broken"],
+)
+async def test_one_that_fails_takes_nobody_with_it(bad: Call, why: str) -> None:
+    good = Answers({0, 1, 3})
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return await (bad if body["prompt_token_ids"][0] == 2 else good.call)(body)
+
+    got = await gather_enough(four(), call, good.stop, enough=4, timeout_s=10)
+    assert sorted(keys(got.finished)) == [0, 1, 3]
+    ((rollout, error),) = got.failed
+    assert rollout.key == 2
+    assert why in str(error)
+
+
+@pytest.mark.parametrize("enough", [0, 5])
+async def test_enough_is_of_those_that_are_there(enough: int) -> None:
+    answers = Answers(set())
+    with pytest.raises(InvalidRequest, match="of 4 rollouts"):
+        await gather_enough(four(), answers.call, answers.stop, enough=enough, timeout_s=1)
+    assert answers.asked == []
+
+
+async def test_its_end_ends_the_requests() -> None:
+    answers = Answers(set())
+    gathering = asyncio.create_task(gather_enough(four(), answers.call, answers.stop, enough=1, timeout_s=60))
+    await answers.all_asked.wait()
+    gathering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gathering
+    assert len(asyncio.all_tasks()) == 1
+
+
+# ---- with a fleet of real models ----
+
+STARTED = 6
+"""Tokens of each long one when the short ones have ended."""
+SHORT, LONG = 4, 600
+Stopper = Callable[[], Awaitable[object]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["pause", "abort_requests"])
+async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: str) -> None:
+    pytest.importorskip("peft")
+    from tests import reference
+    from tests.test_frontend_generation import frontend
+    from tests.test_hf_fleet import START_S, Witnesses, chain
+    from tests.test_plane_update import update_of
+
+    witnesses = Witnesses(plane)
+    client = await plane.client()
+    await asyncio.to_thread(lambda: [one.wait_ready(START_S) for one in [
+        plane.spawn(ready=False, engine="hf", model=witnesses.first) for _ in range(2)
+    ]])  # fmt: skip
+    before = (await client.run("weight_version"))["version"]
+    async with frontend(plane, admission_wait_s=30) as http:
+
+        async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+            response = await http.post("/v1/completions", json=body)
+            return response.status_code, response.json()
+
+        async def stop() -> None:
+            await plane.until(long_ones_run)
+            await client.run(op, {"mode": "abort"} if op == "pause" else {})
+
+        async def long_ones_run() -> bool:
+            rows = (await client.call_all("state")).rows
+            return sum(int(row.body["running"]) for row in rows) == 4
+
+        async def gathered(rollouts: list[Rollout], enough: int) -> Gathered:
+            return await gather_enough(rollouts, call, stop, enough=enough, timeout_s=60)
+
+        rollouts = [
+            Rollout([5, 6, 7 + number], LONG if number % 2 else SHORT, {"temperature": 0}, key=number)
+            for number in range(8)
+        ]
+        got = await gathered(rollouts, 4)
+        assert (sorted(keys(got.finished)), sorted(keys(got.parked)), got.failed) == (
+            [0, 2, 4, 6],
+            [1, 3, 5, 7],
+            [],
+        )
+        parts = {one.key: len(one.token_ids) for one in got.parked}
+        after = (await client.run("update_weights", update_of(witnesses.base(2), "two")))["version"]
+        if op == "pause":
+            await client.run("resume", {})
+        rest = await gathered(got.parked, 4)
+    assert (rest.parked, rest.failed) == ([], [])
+    for one in [*got.finished, *rest.finished]:
+        first = parts.get(one.key, one.max_tokens)
+        tokens = chain(one.prompt_token_ids[-1], first, 1)
+        tokens += chain([one.prompt_token_ids[-1], *tokens][-1], one.max_tokens - first, 2)
+        assert (list(one.token_ids), one.finish_reason) == (tokens, "length")
+        ends = [(before, 0, first), (after, first, one.max_tokens)]
+        assert [(span["version"], span["sequence"], span["digest"], span["start"], span["end"]) for span in
+                one.weight_versions] == [
+            (version["label"], version["sequence"], version["digest"], start, end)
+            for version, start, end in ends if end > start
+        ]  # fmt: skip
+    assert any(0 < count < LONG for count in parts.values())
+    one = max(rest.finished, key=lambda each: parts[each.key])
+    first = parts[one.key]
+    made, prompt = list(one.token_ids), list(one.prompt_token_ids)
+    due = reference.logprobs_of(witnesses.first, prompt, made[:first])[0]
+    due += reference.logprobs_of(witnesses.base(2), [*prompt, *made[:first]], made[first:])[0]
+    assert one.logprobs == pytest.approx(due, abs=1e-3)

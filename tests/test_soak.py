@@ -1,0 +1,207 @@
+"""A minute of the soak, and its checker by faults that are made up: it must find each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.soak.chaos import DECK, schedule
+from tests.soak.checker import Checker, Delivered, Fault, Reference, check_partial
+from tests.soak.fleet import Counts
+from tests.soak.load import KINDS, draw
+from tests.soak.report import DESCRIPTORS_GROWTH, leaks
+from worker.tiny_model import permutation
+
+ROOT = Path(__file__).parent.parent
+SOAK_S = 60
+SOAK_BOUND_S = 400
+"""With starts, the end, and other tests on the same cores."""
+
+BASES = {f"base {seed}": permutation(f"witness {seed}", 64) for seed in range(3)}
+ADAPTERS = {f"adapter {seed}": permutation(f"adapter {seed}", 64) for seed in range(2)}
+COMMITTED = {
+    (None, ("run", 0)): ("zero", "base 0"),
+    (None, ("run", 1)): ("one", "base 1"),
+    ("a", ("run", 2)): ("tone", "adapter 0"),
+    (None, ("run", 3)): ("three", "base 2"),
+}
+PROMPT = [7, 9]
+
+
+def span(sequence: int, start: int, end: int, adapter: bool = False) -> dict[str, Any]:
+    label, digest = COMMITTED[None, ("run", sequence)]
+    told = {"version": label, "sequence": sequence, "digest": digest, "run": "run", "start": start, "end": end}
+    if not adapter:
+        return told
+    label, digest = COMMITTED["a", ("run", 2)]
+    return {**told, "adapter": {"name": "a", "version": label, "sequence": 2, "digest": digest}}
+
+
+def chain(*parts: tuple[str, int]) -> list[int]:
+    """So many tokens of each of these weights, one after another."""
+    tokens = list(PROMPT)
+    for digest, count in parts:
+        following = (BASES | ADAPTERS)[digest]
+        for _ in range(count):
+            tokens.append(following[tokens[-1]])
+    return tokens[len(PROMPT) :]
+
+
+def checker() -> Checker:
+    return Checker(Reference(BASES, ADAPTERS))
+
+
+GOOD = Delivered(
+    request="client0#1",
+    worker="w",
+    prompt=PROMPT,
+    tokens=chain(("base 0", 4), ("base 1", 6)),
+    spans=[span(0, 0, 4), span(1, 4, 10)],
+    max_tokens=10,
+    finish_reason="length",
+    floor={None: 0},
+    logprobs=10,
+)
+ADAPTED = replace(
+    GOOD,
+    tokens=chain(("adapter 0", 10)),
+    spans=[span(1, 0, 5, adapter=True), span(3, 5, 10, adapter=True)],
+    adapter="a",
+    floor={None: 1, "a": 2},
+)
+CUT = replace(GOOD, tokens=GOOD.tokens[:7], spans=None, finish_reason=None, logprobs=None)
+
+
+def all_of(*got: Delivered) -> list[Fault]:
+    one = checker()
+    return [*(fault for each in got for fault in one.take(each)), *one.settle(COMMITTED, final=True)]
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        GOOD,
+        ADAPTED,
+        CUT,
+        replace(CUT, tokens=ADAPTED.tokens[:3], adapter="a", floor={"a": 2}),
+        replace(
+            GOOD, tokens=GOOD.tokens[:5], spans=[span(0, 0, 4), span(1, 4, 5)], finish_reason="abort", logprobs=5
+        ),
+        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0),
+    ],
+)
+def test_what_is_right_is_no_fault(good: Delivered) -> None:
+    assert all_of(good) == []
+
+
+WITHOUT_ONE = [*GOOD.tokens[:6], *GOOD.tokens[7:]]
+TWICE = [*GOOD.tokens[:6], GOOD.tokens[5], *GOOD.tokens[6:9]]
+SHORT: dict[str, Any] = {"spans": [span(0, 0, 4), span(1, 4, 9)], "logprobs": 9}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        # tokens
+        ("lost", replace(GOOD, tokens=WITHOUT_ONE, finish_reason="abort", **SHORT)),
+        ("lost", replace(GOOD, tokens=GOOD.tokens[:9], **SHORT)),
+        ("lost", replace(GOOD, logprobs=9)),
+        ("duplicated", replace(GOOD, tokens=TWICE)),
+        ("duplicated", replace(GOOD, max_tokens=9)),
+        ("wrong", replace(GOOD, finish_reason="stop")),
+        ("wrong", replace(GOOD, tokens=[*GOOD.tokens[:9], 0])),
+        ("wrong", replace(CUT, tokens=WITHOUT_ONE)),
+        ("wrong", replace(CUT, floor={None: 3})),
+        ("wrong", replace(CUT, tokens=chain(("base 1", 3), ("base 0", 3)))),  # never goes back
+        # labels
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 5), span(1, 5, 10)])),
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 4), span(3, 4, 10)])),
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 4), span(1, 5, 10)])),
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 4), {**span(1, 4, 10), "digest": "base 9"}])),
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 4), {**span(1, 4, 10), "version": "won"}])),
+        ("mislabelled", replace(GOOD, spans=[span(0, 0, 4), {**span(1, 4, 10), "sequence": 4}])),
+        ("mislabelled", replace(GOOD, adapter="a")),
+        ("mislabelled", replace(ADAPTED, adapter=None)),
+        ("unlabelled", replace(GOOD, spans=[span(0, 0, 4), span(1, 4, 9)])),
+        ("unlabelled", replace(GOOD, spans=None)),
+        ("demand", replace(GOOD, one_version=True)),
+        ("demand", replace(ADAPTED, one_version=True)),
+        ("stale", replace(GOOD, floor={None: 1})),
+        ("stale", replace(ADAPTED, floor={"a": 3})),
+        (
+            "stale",
+            replace(GOOD, tokens=chain(("base 1", 5), ("base 0", 5)), spans=[span(1, 0, 5), span(0, 5, 10)]),
+        ),
+    ],
+)
+def test_each_fault_is_found_and_says_where(kind: str, bad: Delivered) -> None:
+    first, *_ = all_of(GOOD, bad, GOOD)
+    assert first.kind == kind, first
+    assert (first.request, first.worker) == ("client0#1", "w")
+
+
+def test_the_fault_names_the_span() -> None:
+    (first,) = all_of(replace(GOOD, tokens=TWICE))
+    assert first.span == "4–10 under one (1)"
+    assert "token 6 is" in first.words
+    assert str(first).startswith("duplicated: token 6 is")
+
+
+def test_what_the_history_does_not_explain_yet_waits() -> None:
+    one, early = checker(), {key: value for key, value in COMMITTED.items() if key[1][1] < 1}
+    assert one.take(GOOD) == one.take(CUT) == []
+    assert one.settle(early) == []
+    assert one.settle(COMMITTED) == []
+    assert one.settle({}, final=True) == []
+    assert one.take(GOOD) == one.take(CUT) == []
+    assert one.settle({}) == []
+    assert {fault.kind for fault in one.settle({}, final=True)} == {"mislabelled", "wrong"}
+
+
+def test_an_errors_tokens_are_those_that_came() -> None:
+    assert check_partial(CUT, CUT.tokens) == []
+    assert [fault.kind for fault in check_partial(CUT, GOOD.tokens)] == ["lost"]
+    assert [fault.kind for fault in check_partial(CUT, CUT.tokens[:-1])] == ["duplicated"]
+
+
+def test_growth_beyond_its_limit_is_a_fault() -> None:
+    before = {"frontend-0": Counts(30, 20, 5)}
+    assert leaks(before, {"frontend-0": Counts(30 + DESCRIPTORS_GROWTH, 20, 5)}) == []
+    (fault,) = leaks(before, {"frontend-0": Counts(31 + DESCRIPTORS_GROWTH, 20, 5)})
+    assert (fault.kind, fault.worker) == ("leak", "frontend-0")
+
+
+def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
+    steps = schedule(1, SOAK_S, adapters=True)
+    assert steps == schedule(1, SOAK_S, adapters=True) != schedule(2, SOAK_S, adapters=True)
+    assert {step.kind for step in steps} == {kind for kind, _ in DECK}
+    assert {step.kind for step in schedule(1, SOAK_S, adapters=False)} == {kind for kind, _ in DECK} - {
+        "adapter",
+        "unload",
+    }
+    asks = [draw("client0", number, 1, 2, ["a"]) for number in range(100)]
+    assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(100)]
+    assert {ask.kind for ask in asks} == set(KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_BOUND_S + 20)
+def test_a_minute_without_a_fault() -> None:
+    pytest.importorskip("peft")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.soak", "--seconds", str(SOAK_S)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SOAK_BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
+    assert "no fault" in done.stdout
