@@ -33,12 +33,15 @@ $(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(ENGINES)/clients.
 demo: setup
 	$(BIN)/rl-plane demo
 
+# Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
+# Beyond so many it is no accident.
+PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
 # Most of what is no engine's waits for somebody: four processes keep two cores busy.
-BESIDE := $(BIN)/python -m pytest -n 4 --dist loadfile -m
+BESIDE := $(PYTEST) -n 4 --dist loadfile -m
 
 test: engines lint
 	$(BESIDE) 'not engines and (not slow or parallel)'
-	$(BIN)/python -m pytest -m 'engines or (slow and not parallel)'
+	$(PYTEST) -m 'engines or (slow and not parallel)'
 
 test-fast: lint
 	$(BESIDE) 'not engines and not slow'

@@ -497,11 +497,14 @@ class RecordFollower:
         if not self._core.depends_on_coordinator():
             return
         # In this order: a session that is over was decided or aborted before, and the record tells which.
+        before = self._core.record
         fence, held = await live_fence(self._bus, self._subjects.state)
         if held and self._core.still_coordinated(fence):
             return  # as mostly; a thousand workers that read on here would take the leader's time from the update
         session = await read_session(self._bus, self._subjects.state)
         await self._read()
+        if self._core.record is not before:
+            return  # a newer decision has a coordinator of its own, which the lock as read knows nothing of
         waits = session is not None and session.live(time.time() - SESSION_GRACE_S)
         waiting_for = session.update_id if session is not None and waits else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
