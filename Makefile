@@ -36,15 +36,16 @@ demo: setup
 # Real processes on a machine that others use too: a test that fails is tried once more, and both outcomes are printed.
 # Beyond so many it is no accident.
 PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 4 --rerun-show-tracebacks
-# Most of what is no engine's waits for somebody: four processes keep two cores busy.
-BESIDE := $(PYTEST) -n 4 --dist loadfile -m
+# Most of what is no engine's waits for somebody: four processes keep two cores busy. An engine needs one core to start.
+BESIDE := $(PYTEST) --dist loadfile
 
 test: engines lint
-	$(BESIDE) 'not engines and (not slow or parallel)'
-	$(PYTEST) -m 'engines or (slow and not parallel)'
+	$(BESIDE) -n 4 -m 'not engines and (not slow or parallel)'
+	$(BESIDE) -n 2 -m '(engines or (slow and not parallel)) and not alone'
+	$(PYTEST) -m alone
 
 test-fast: lint
-	$(BESIDE) 'not engines and not slow'
+	$(BESIDE) -n 4 -m 'not engines and not slow'
 	@echo 'Left out: the tests of vLLM, SGLang and most of hf, and the slow ones (kill matrix, simulation, docs, …). make test has all.'
 
 lint: setup

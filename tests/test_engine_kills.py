@@ -24,6 +24,7 @@ CASES = [Case(engine, "kill", victim, point) for engine in ENGINES for victim in
 
 pytestmark = [
     pytest.mark.engines(*ENGINES),
+    pytest.mark.alone,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
 ]

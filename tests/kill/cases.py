@@ -227,6 +227,7 @@ class Matrix:
     def __init__(self, cases: Sequence[Case], tmp: Path, lanes: dict[Engine, int]) -> None:
         """`lanes`: engine → fleets."""
         self.took: dict[Case, float] = {}
+        self._told: set[Case] = set()
         self._seen: list[str] = []
         self._tmp = tmp
         loop = asyncio.get_running_loop()
@@ -240,6 +241,11 @@ class Matrix:
                 self._lanes.append(asyncio.create_task(self._lane(f"{engine}-{number}", own[number::count])))
 
     async def result(self, case: Case) -> None:
+        """Of one that went wrong: when it is asked for again, it runs again, on a fleet of its own."""
+        if case in self._told:
+            self._results[case] = asyncio.get_running_loop().create_future()
+            self._lanes.append(asyncio.create_task(self._lane(f"again-{len(self._lanes)}", [case])))
+        self._told.add(case)
         await asyncio.shield(self._results[case])
 
     async def close(self) -> None:
