@@ -101,6 +101,8 @@ class VllmEngine(Tokenizing):
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
         self._paused = False
+        self._released: set[str] = set()
+        """Memory tags that were released."""
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
@@ -575,6 +577,7 @@ class VllmEngine(Tokenizing):
             raise InvalidRequest(
                 "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
             )
+        self._released.update(tags)
         if "weights" in tags:
             await self._alive(llm.sleep(level=1))
         else:
@@ -582,7 +585,9 @@ class VllmEngine(Tokenizing):
 
     async def resume_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
-        await self._alive(llm.wake_up(tags))
+        self._released.difference_update(tags)
+        # `sleep` has taken the KV cache too, also where only the weights were named.
+        await self._alive(llm.wake_up(tags if self._released else None))
         if self._paused:  # waking up lets the scheduler go on
             await self._freeze("keep")
 
