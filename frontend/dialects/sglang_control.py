@@ -14,7 +14,7 @@ from starlette.responses import Response
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import joined, members
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang_updates import Updates
+from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 
 FLUSH_AGAIN_S = 0.2
