@@ -411,6 +411,8 @@ def test_released_memory_is_waited_for() -> None:
     assert "resume_memory" in reasons(core)["behind"]
     with pytest.raises(Conflict, match="released"):
         core.commit_step(R1)
+    core.state.released = {"kv_cache"}
+    assert core.next(0.0) == Wait(), "it is closed anyway"
     core.state.released = set()
     assert isinstance(core.next(0.0), Fetch)
 
@@ -421,19 +423,24 @@ def test_weights_that_are_back_take_an_update_while_the_kv_cache_is_released() -
     core.state.release(["weights", "kv_cache"])
     core.state.take_back(["weights"])
     core.state.lose_weights("the weights were released")
-    assert isinstance(core.next(0.0), Fetch), "whoever comes first, it or an update"
+    assert core.next(0.0) == Wait(), "it is closed, and an update is about to come: nothing is fetched for that"
     core.learnt(R1, 2, 0.0)
+    assert core.next(0.0) == Wait()
     stage(core, R1)
     swap = core.commit_step(R1)
     assert isinstance(swap, Swap)
     core.swapping(swap)
     core.swapped(swap, 0.0)
-    assert core.learnt(R1.opened(), 3, 0.0) is False
-    core.leader_said(R1.opened(), 3, 0.0, LINE, 0.0)
+    assert core.learnt(R1.opened(), 3, 0.0)
     assert reasons(core) == {"memory": "released: kv_cache"}
     assert (core.state.version, core.state.sequence, core.state.may_run) == (R1.version, 1, False)
     core.state.take_back(["kv_cache"])
     assert (reasons(core), core.state.may_run) == ({}, True)
+    core.state.release(["weights", "kv_cache"])
+    core.state.take_back(["weights"])
+    core.state.lose_weights("the weights were released")
+    core.state.take_back(["kv_cache"])
+    assert isinstance(core.next(0.0), Fetch), "no update has come"
 
 
 def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_its_coordinator() -> None:

@@ -77,7 +77,7 @@ def _wait(self: WorkerCore, until: float | None) -> str:
         return "Wait for the commit" if staged and until != self._next_try else "Wait to try again"
     if self.record is not None and self.record.rolling_from is not None and self._may_serve_the_old():
         return "Wait for its turn"
-    return "Wait for memory" if "weights" in self.state.released and self._missing() is not None else "Wait"
+    return "Wait for memory" if self.state.released and self._missing() is not None else "Wait"
 
 
 def _leader_said(self: WorkerCore, args: Any, result: Any) -> str:
