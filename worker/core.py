@@ -351,7 +351,9 @@ class WorkerCore:
         if staged is not None and self._is_left(staged):
             return Drop(staged.update_id)  # staging holds one at a time
         if self.state.released:
-            return Wait()  # who brought the weights back alone is about to send new ones, and nobody is served before
+            return (
+                Wait()
+            )  # who brought the weights back alone is about to send new ones, and nobody is served before
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
