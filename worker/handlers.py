@@ -151,6 +151,8 @@ class OpHandlers:
             capabilities=dict(self._info.capabilities),
             deterministic=self._info.deterministic,
             memory_saver=self._info.memory_saver,
+            max_adapters=self._info.max_adapters,
+            max_lora_rank=self._info.max_lora_rank,
             tensors=len(spec),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),

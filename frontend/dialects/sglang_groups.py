@@ -63,6 +63,7 @@ class Groups:
             "master_port": fields.master_port,
             "world_size": fields.world_size,
             "rank_offset": fields.rank_offset,
+            "timeout_s": self._plane.feed_timeout_s,
         }
         try:
             with begun():

@@ -102,6 +102,8 @@ class EngineInfo:
     memory_saver: bool = False
     max_adapters: int | None = None
     """That may be loaded at once. None: as many as there is memory for."""
+    max_lora_rank: int | None = None
+    """None: any."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""

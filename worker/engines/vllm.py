@@ -195,6 +195,7 @@ class VllmEngine(Tokenizing):
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
+            max_lora_rank=self._lora_rank(),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -524,6 +525,10 @@ class VllmEngine(Tokenizing):
             return None
         # On a CPU the last slot is kept empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
+
+    def _lora_rank(self) -> int | None:
+        limits = self._llm.vllm_config.lora_config
+        return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """In the place of the one with its number, if there is one; that stays if this one does not load."""
