@@ -15,7 +15,7 @@ from typing import Any
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun
-from rl_plane.errors import InvalidRequest, InvalidWeights, PayloadTooLarge, Unsupported
+from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
@@ -148,4 +148,8 @@ class HeldTensors:
                 "policy": policy,
                 **({} if label is None else {"version": label}),
             }
-            return await self._plane.calls.run("update_weights", body)
+            try:
+                return await self._plane.calls.run("update_weights", body)
+            except Locked:  # it has not begun: who asks once more commits it
+                self._tensors, self._policy, self._label = tensors, policy, label
+                raise

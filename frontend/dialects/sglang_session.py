@@ -113,6 +113,7 @@ class Updates:
             "shapes": fields.shapes,
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
+            "timeout_s": self._plane.feed_timeout_s,
         }
         with begun():
             reply = await self._plane.calls.run("feed_weights_update", part)
@@ -147,6 +148,10 @@ class Updates:
             return await self.held.commit()
         session = await self.session()
         return None if session is None else await self.commit(session.update_id)
+
+    async def is_open(self) -> bool:
+        """Is something still to be committed?"""
+        return len(self.held) > 0 or await self.session() is not None
 
     async def commit(self, update_id: str) -> dict[str, Any]:
         label = self._label[1] if self._label is not None and self._label[0] == update_id else None
@@ -206,7 +211,11 @@ class Updates:
             [one for bucket in fields.buckets for one in getattr(bucket, name)]
             for name in ("names", "dtypes", "shapes")
         ]
-        part = {**dict(zip(("names", "dtypes", "shapes"), every, strict=True)), "group": fields.group_name}
+        part = {
+            **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
+            "group": fields.group_name,
+            "timeout_s": self._plane.feed_timeout_s,
+        }
         call = self._plane.calls.run("feed_weights_update", {"update_id": update_id, **part})
         task = asyncio.create_task(call, name="two-phase update")
         task.add_done_callback(
