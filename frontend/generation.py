@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from frontend.caller_ids import CallerIds
 from frontend.committed import Committed
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
@@ -39,6 +40,8 @@ MAX_IN_FLIGHT = 4096
 EVENTS_QUEUE = 64
 """Deltas of all choices that a slow reader may be behind; then the workers are held back."""
 DONE = b"[DONE]"
+CALLER_ID = "x-request-id"
+"""The header by which a caller names its request, to end it by that name."""
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key")
 """The first that is there counts."""
 MAX_SESSION_CHARS = 256
@@ -106,6 +109,7 @@ class Generation:
         """Finished calls by `ok`, `disconnected` or the error's code."""
         self.in_flight = 0
         """Choices under way."""
+        self.caller_ids = CallerIds()
         self._engines = engines
         self._view = view
         self._committed = committed
@@ -185,7 +189,7 @@ class Generation:
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         models = await self._models(plan.model)
         model, created = self._check_model(models, plan.model), int(time.time())
-        plan = replace(plan, session=session_of(request.headers))
+        plan = replace(plan, session=session_of(request.headers), caller_id=request.headers.get(CALLER_ID, ""))
         if model in models.adapters:
             plan = plan.with_adapter(model)
         choices = [Choice(index) for index in range(len(plan.requests))]
@@ -233,8 +237,10 @@ class Generation:
             raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
         self.in_flight += count
         outcome = "disconnected"
+        named = [name for name in (plan.id, plan.caller_id) if name]
         try:
-            yield
+            with self.caller_ids.under(named, plan.made_id):
+                yield
             outcome = "ok"
         except PlaneError as error:
             outcome = error.code

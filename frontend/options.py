@@ -8,6 +8,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.settings import DIALECTS
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
+from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000
@@ -36,6 +37,8 @@ class FrontendOptions:
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
     """How long a generation request waits for a worker that takes it."""
+    feed_timeout_s: float = FEED_TIMEOUT_S
+    """How long one call's tensors may take until every rank has them, where a trainer's dialect has no word for it."""
 
     def __post_init__(self) -> None:
         for name in self.dialects:
@@ -45,6 +48,12 @@ class FrontendOptions:
                     field="dialects",
                     fix=f"name some of {', '.join(DIALECTS)}",
                 )
+        if not 0 < self.feed_timeout_s <= MAX_FEED_TIMEOUT_S:
+            raise InvalidRequest(
+                f"feed_timeout_s is {self.feed_timeout_s!r}",
+                field="feed_timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_FEED_TIMEOUT_S:g}",
+            )
 
     @property
     def speaks(self) -> bool:

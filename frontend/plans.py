@@ -53,10 +53,18 @@ class Plan:
     demands: Demands = NO_DEMANDS
     session: str | None = None
     """Its name, as the request's headers have it."""
+    caller_id: str = ""
+    """Likewise the request's own."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """A GenerateRequest's field → the caller's name for it, where that is another."""
     batch: int | None = None
     """How many prompts. None: one, which does not come in a list."""
+
+    @property
+    def made_id(self) -> str:
+        """By which workers know all of it."""
+        first = self.requests[0].id
+        return first if len(self.requests) == 1 else first.removesuffix("-0")
 
     @property
     def n(self) -> int:

@@ -54,6 +54,7 @@ class Frontend:
         self.view = view
         self.delivers = options.http_port is not None or options.speaks
         """Tokens. A frontend that does not is not waited for by updates."""
+        self.feed_timeout_s = options.feed_timeout_s
         self.status = FleetStatus(client, view)
         self.events = FleetEvents(view, self.status)
         self.committed = Committed(view)
@@ -103,7 +104,8 @@ class Frontend:
             yield frontend
 
     def spoken(self, dialects: tuple[str, ...]) -> Spoken:
-        return Spoken(dialects, DialectPlane(self.calls, self.view, self.generation), self.tokens)
+        plane = DialectPlane(self.calls, self.view, self.generation, self.feed_timeout_s)
+        return Spoken(dialects, plane, self.tokens)
 
     def metrics(self) -> str:
         snapshot = self.view.snapshot()

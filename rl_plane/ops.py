@@ -30,7 +30,9 @@ PUSHED = frozenset({"gloo", "nccl"})
 `complete_weights_update` waits for what they have received."""
 
 FEED_TIMEOUT_S = 300.0
-"""Of one part of a fed update: so long nobody waits for a trainer that has announced it."""
+"""Of one part of a fed update, unless it says otherwise: nobody waits so long for a trainer that has announced it."""
+MAX_FEED_TIMEOUT_S = 3600.0
+"""As long as the most patient trainer (AReaL) waits for the answer. The fleet's lock is held meanwhile."""
 MAX_FED_TENSORS = 1 << 18
 """Twice the tensors of the largest public checkpoints."""
 DEFAULT_PACKED_BYTES = 1 << 30
@@ -146,6 +148,10 @@ class DescribeReply(TypedDict):
     """The same tokens whatever else is in the batch."""
     memory_saver: bool
     """Memory can be released and resumed."""
+    max_adapters: int | None
+    """That may be loaded at once; None: as many as there is memory for."""
+    max_lora_rank: int | None
+    """None: any."""
     tensors: int
     weight_bytes: int
     version: VersionReply | None
@@ -311,7 +317,7 @@ class Part(Body):
     """Of layout `packed`."""
     group: str | None = Field(None, min_length=1, max_length=256, pattern=PRINTABLE)
     """In which they are broadcast; None: the one that the update was prepared with."""
-    timeout_s: float = Field(FEED_TIMEOUT_S, gt=0, le=FEED_TIMEOUT_S)
+    timeout_s: float = Field(FEED_TIMEOUT_S, gt=0, le=MAX_FEED_TIMEOUT_S)
     """Until every rank has them."""
 
     @property

@@ -24,7 +24,7 @@ from rl_plane.fleet import LOST_RETRIES
 from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, OPS, UpdatePolicy, op_named
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, FEED_TIMEOUT_S, OPS, UpdatePolicy, op_named
 from rl_plane.rows import WorkerRow
 
 MARGIN_S = 20.0
@@ -277,7 +277,7 @@ class CallBounds:
         return call_bound_s(op, {**body, "policy": policy})
 
 
-WORKER_OPS = {"enable": "set_admission", "disable": "set_admission", "feed_weights_update": "feed_update"}
+WORKER_OPS = {"enable": "set_admission", "disable": "set_admission"}
 """Those that are not called as the fleet's."""
 
 
@@ -293,6 +293,8 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
             + _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
             + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
         )
+    if op == "feed_weights_update":
+        return wait_s + _number(body.get("timeout_s"), FEED_TIMEOUT_S) + ENGINE_S
     if op not in FLEET_OPS:
         return wait_s
     worker_op = WORKER_OPS.get(op, op)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.ops import parse_body
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, parse_body
 
 GROUP = "vllm"
 """How a trainer's group is called: vLLM's clients form one, without a name."""
@@ -48,6 +48,8 @@ class InitInfo(Part):
     world_size: int = Field(ge=2)
     """They, and every rank of the fleet."""
     timeout_s: float | None = Field(None, gt=0)
+    """How long each `update_weights` may take until every rank has its tensors, at most an hour. None: as the receiving
+    side was started (a frontend's `--feed-timeout-s`; 300)."""
     packed: bool = False
     packed_buffer_size_bytes: int = Field(PACKED_BYTES, gt=0, le=MAX_PACKED_BYTES)
     packed_num_buffers: int = Field(2, ge=1)
@@ -74,16 +76,24 @@ class Transfer:
     group: str
     packed: bool
     bucket_bytes: int
+    timeout_s: float
+    """Of each part."""
 
     @property
     def transport(self) -> dict[str, Any]:
         return {"backend": self.backend, "group": self.group, "fed": True}
 
     @classmethod
-    def of(cls, info: InitInfo, group: str) -> Transfer:
-        """`group`: its name, where the trainer has given none."""
+    def of(cls, info: InitInfo, group: str, timeout_s: float = FEED_TIMEOUT_S) -> Transfer:
+        """`group`, `timeout_s`: where the trainer has given none."""
         assert info.backend is not None
-        return cls(info.backend, info.group_name or group, info.packed, info.packed_buffer_size_bytes)
+        return cls(
+            info.backend,
+            info.group_name or group,
+            info.packed,
+            info.packed_buffer_size_bytes,
+            min(info.timeout_s or timeout_s, MAX_FEED_TIMEOUT_S),
+        )
 
 
 def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
@@ -120,18 +130,17 @@ def check_init(info: InitInfo, devices: Mapping[str, str]) -> None:
             )
 
 
-def init_body(info: InitInfo, group: str) -> dict[str, Any]:
+def init_body(info: InitInfo, transfer: Transfer) -> dict[str, Any]:
     """Of `init_transport`."""
-    timeout = {} if info.timeout_s is None else {"timeout_s": info.timeout_s}
     return {
-        "backend": info.backend,
+        "backend": transfer.backend,
         "form": "torch",
-        "group": info.group_name or group,
+        "group": transfer.group,
         "master_address": info.master_address,
         "master_port": info.master_port,
         "world_size": info.world_size,
         "rank_offset": info.rank_offset,
-        **timeout,
+        "timeout_s": transfer.timeout_s,
     }
 
 
@@ -162,7 +171,24 @@ def feed_body(part: UpdateInfo, transfer: Transfer) -> dict[str, Any]:
     """Of `feed_weights_update`."""
     packed = transfer.packed if part.packed is None else part.packed
     layout = {"layout": "packed", "bucket_bytes": transfer.bucket_bytes} if packed else {"layout": "each"}
-    return {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes, **layout}
+    told = {"names": part.names, "dtypes": part.dtype_names, "shapes": part.shapes}
+    return {**told, **layout, "timeout_s": transfer.timeout_s}
+
+
+def under_way(update_id: str) -> Conflict:
+    """Of a second `start_weight_update`, which vLLM refuses too: who began the first is to say what becomes of it."""
+    return Conflict(
+        "a weight update is under way: start_weight_update was called before",
+        holder=update_id,
+        fix="finish_weight_update commits it; init_weight_transfer_engine drops it; silence ends it after some minutes",
+    )
+
+
+def begun_before(error: Locked, update_id: str | None) -> PlaneError:
+    """The same error, unless the caller's own update is what holds the fleet."""
+    if update_id is None or error.facts.get("holder") != update_id:
+        return error
+    return under_way(update_id)
 
 
 def unknown_of(model: type[Part], given: Iterable[str]) -> list[str]:

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from frontend.dialects import routes
-from tests.dialect_facade import facade, fine, refused, served
-from worker.engines.fake import make_fake_adapter
+from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
+from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -205,3 +206,90 @@ async def test_checks_adapters_and_memory(plane: Plane) -> None:
             answer = await http.post(path, json={"tags": None})
             assert fine(answer) is None
         fine(await http.post("/continue_generation", json={}))
+
+
+async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
+    """verl's order, slime's, and verl's for adapters: memory goes after the rollout, the weights come back, then the
+    new ones, and last the KV cache."""
+    ids = plane.spawn_copies(2)
+    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
+    async with facade(plane) as http:
+
+        async def post(path: str, **body: Any) -> Any:
+            return fine(await http.post(path, json=body))
+
+        async def send(step: int) -> None:
+            data = base64.b64encode((plane.model(step) / "model.safetensors").read_bytes()).decode()
+            body = {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": str(step)}
+            await post("/update_weights_from_tensor", **body, flush_cache=False)
+
+        async def makes(step: int) -> None:
+            assert await served(http) == [(True, str(step))] * 2
+            digest = model_digest(plane.model(step))
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "temperature": 0}}
+            for _ in ids:
+                reply = await post("/generate", **body)
+                assert reply["output_ids"] == [fake_token(digest, PROMPT, place) for place in range(3)]
+
+        for step in (1, 2):  # verl: nothing is paused
+            await post("/release_memory_occupation", tags=["kv_cache", "weights"])
+            early = await http.post("/update_weights_from_disk", json={"model_path": str(plane.model())})
+            refused(early, 409)
+            assert [row["error"]["field"] for row in early.json()["workers"]] == ["memory"] * 2
+            await post("/resume_memory_occupation", tags=["weights"])
+            await send(step)
+            assert (await http.get("/flush_cache")).status_code == 200
+            assert await served(http) == [(False, str(step))] * 2
+            await post("/resume_memory_occupation", tags=["kv_cache"])
+            await makes(step)
+        for step in (3, 4):  # slime: paused around the update, and on again before the KV cache is back
+            assert (await http.get("/flush_cache")).status_code == 200
+            await post("/release_memory_occupation")
+            await post("/resume_memory_occupation", tags=["weights"])
+            await post("/pause_generation")
+            assert (await http.get("/flush_cache")).status_code == 200
+            await send(step)
+            told = await post("/continue_generation")
+            assert told["weight_version"] == str(step)
+            assert await served(http) == [(False, str(step))] * 2
+            await post("/resume_memory_occupation", tags=["kv_cache"])
+            await post("/resume_memory_occupation", tags=["cuda_graph"])
+            await makes(step)
+        await post("/release_memory_occupation", tags=["kv_cache"])
+        await post("/load_lora_adapter", lora_name="a", lora_path=str(adapter))
+        assert await served(http) == [(False, "4")] * 2
+        await post("/resume_memory_occupation", tags=["kv_cache"])
+        await makes(4)
+
+
+async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
+    """`continue_generation` commits. Where that fails, nothing of the update is left, so the fleet goes on as it was;
+    where it has not begun, the update is still here, and the error says for how long the fleet stands still."""
+    plane.spawn_copies(2)
+    part = tensors_of(plane, 1)
+    async with facade(plane) as http:
+        fine(await http.post("/pause_generation", json={}))
+        wrong = tensors_of(plane, 1, nbytes=2048)
+        fine(await http.post("/update_weights_from_tensor", json=wrong))
+        error = refused(await http.post("/continue_generation", json={}), 400)
+        assert "goes on by the committed version" in error["message"]
+        assert fine(await http.get("/is_paused")) == {"is_paused": False}
+        assert await served(http) == [(True, "initial")] * 2
+        # Another one holds the fleet.
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=part))
+        other = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}}
+        prepared = fine(await http.post("/v1/rl/prepare_weights_update", json=other))
+        error = refused(await http.post("/continue_generation", json={}), 503)
+        assert (error["code"], len(error["paused_for_s"])) == ("locked", 2)
+        fine(await http.post("/v1/rl/abort_weights_update", json={"update_id": prepared["update_id"]}))
+        assert fine(await http.post("/continue_generation", json={}))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+        assert fine(await http.get("/is_paused")) == {"is_paused": False}
+
+
+def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
+    """A body of `update_weights_from_tensor`."""
+    directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
+    data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
+    return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}

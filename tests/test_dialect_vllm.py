@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest_asyncio
 
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
-from worker.engines.fake_model import make_fake_adapter
+from worker.engines.fake_model import fake_token, make_fake_adapter
+from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -24,11 +26,19 @@ async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-async def streaming(http: httpx.AsyncClient, begun: asyncio.Event, tokens: int = 4000) -> list[int]:
+async def streaming(
+    http: httpx.AsyncClient,
+    begun: asyncio.Event,
+    tokens: int = 4000,
+    path: str = "/inference/v1/generate",
+    body: dict[str, Any] | None = None,
+    headers: dict[str, str] | None = None,
+) -> list[int]:
     """A long request; the tokens that came until it ended."""
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": tokens}, "stream": True}
+    body = body or {"token_ids": PROMPT, "sampling_params": {"max_tokens": tokens}}
     count = []
-    async with http.stream("POST", "/inference/v1/generate", json=body) as response:
+    async with http.stream("POST", path, json={**body, "stream": True}, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 begun.set()
@@ -50,6 +60,9 @@ async def test_what_clients_ask_before_they_begin(plane: Plane, http: httpx.Asyn
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert config["parallel_config"]["world_size"] == 3
     assert config["weight_transfer_config"] == {"backend": "gloo"}
+    # What a client compares before it brings adapters alone: of the workers that have least.
+    assert config["lora_config"]["max_lora_rank"] == 512
+    assert config["lora_config"]["max_loras"] == 512
     assert isinstance(fine(await http.get("/server_info?config_format=text"))["vllm_config"], str)
 
 
@@ -83,6 +96,39 @@ async def test_requests_are_ended_and_counted_over_the_fleet(http: httpx.AsyncCl
     assert fine(await http.post("/abort_requests", json={"request_ids": ["nobody"]}))["aborted"] == 0
 
 
+async def test_a_caller_ends_its_request_by_its_own_name(http: httpx.AsyncClient) -> None:
+    """By vLLM's field, by SGLang's, and by the header."""
+    events = [asyncio.Event() for _ in range(4)]
+    long, longs = {"max_tokens": 4000}, {"max_new_tokens": 4000}
+    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("/inference/v1/generate", {"token_ids": PROMPT, "request_id": "mine", "sampling_params": long}, {}),
+        ("/generate", {"input_ids": PROMPT, "rid": "yours", "sampling_params": longs}, {}),
+        ("/v1/completions", {"prompt": "a", **long}, {"X-Request-Id": "theirs"}),
+        ("/v1/completions", {"prompt": "a", **long}, {}),
+    ]
+    streams = [
+        asyncio.create_task(streaming(http, event, path=path, body=body, headers=headers))
+        for event, (path, body, headers) in zip(events, asked, strict=True)
+    ]
+    async with asyncio.timeout(30):
+        for event in events:
+            await event.wait()
+    for name, path, body in (
+        ("mine", "/abort_requests", {"request_ids": ["mine", "nobody"]}),
+        ("yours", "/abort_request", {"rid": "yours"}),
+        ("theirs", "/abort_requests", {"request_ids": ["theirs"]}),
+    ):
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, name
+        if path == "/abort_requests":
+            assert answer.json()["aborted"] == 1, name
+        assert len(await streams.pop(0)) < 4000, name
+    (other,) = streams
+    assert not other.done()
+    assert fine(await http.post("/abort_requests", json={}))["aborted"] == 1
+    await other
+
+
 async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     reply = fine(await http.post("/reset_prefix_cache", json={"reset_running_requests": False}))
     assert reply["success"] is True
@@ -108,6 +154,78 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     assert fine(await http.post("/sleep?level=0"))["status"] == "sleeping"
     assert fine(await http.get("/is_paused")) == {"is_paused": True}
     refused(await http.post("/sleep?level=3"), 400)
+
+
+async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    """As SkyRL does when its trainer has the same GPU. The KV cache comes last."""
+    update = {"update_info": {"weight_dir": str(plane.model(1))}}
+    fine(await http.post("/sleep?level=2"))
+    fine(await http.post("/start_weight_update"))
+    assert refused(await http.post("/update_weights", json=update), 409)["message"]
+    assert fine(await http.post("/wake_up?tags=weights"))["status"] == "sleeping"
+    fine(await http.post("/pause?mode=keep&clear_cache=false"))
+    fine(await http.post("/start_weight_update"))
+    fine(await http.post("/update_weights", json=update))
+    fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
+    fine(await http.post("/resume"))
+    assert await served(http) == [(False, "step_1")] * 3
+    assert fine(await http.get("/is_sleeping")) == {"is_sleeping": True}
+    assert fine(await http.post("/wake_up?tags=kv_cache"))["status"] == "awake"
+    assert await served(http) == [(True, "step_1")] * 3
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}}
+    (choice,) = fine(await http.post("/inference/v1/generate", json=body))["choices"]
+    assert choice["token_ids"] == [fake_token(model_digest(plane.model(1)), PROMPT, place) for place in range(3)]
+
+
+async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient) -> None:
+    """As upstream. What was begun is its trainer's: it is neither dropped nor committed behind its back."""
+    update = {"update_info": {"weight_dir": str(plane.model(1))}}
+    fine(await http.post("/start_weight_update", headers={"Idempotency-Key": "one"}))
+    assert "finish_weight_update" in refused(await http.post("/start_weight_update"), 409)["fix"]
+    fine(await http.post("/start_weight_update", headers={"Idempotency-Key": "one"}))  # its answer was lost
+    fine(await http.post("/update_weights", json=update))
+    refused(await http.post("/start_weight_update"), 409)
+    fine(await http.post("/finish_weight_update", json={"weight_version": "step_1"}))
+    assert await served(http) == [(True, "step_1")] * 3
+    # One that failed is over, and so is one that was aborted by other means.
+    fine(await http.post("/start_weight_update"))
+    refused(await http.post("/update_weights", json={"update_info": {"weight_dir": "/nowhere"}}), 400)
+    fine(await http.post("/start_weight_update"))
+    fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(2))}}))
+    fine(await http.post("/v1/rl/abort_weights_update", json={}))
+    fine(await http.post("/start_weight_update"))
+    fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(2))}}))
+    fine(await http.post("/finish_weight_update", json={"weight_version": "step_2"}))
+    assert await served(http) == [(True, "step_2")] * 3
+
+
+STUBBORN = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineFailed
+go_on = fake.FakeEngine.resume
+async def resume(self):
+    if Path({flag!r}).exists():
+        raise EngineFailed("it does not go on")
+    await go_on(self)
+fake.FakeEngine.resume = resume
+"""
+
+
+async def test_who_is_left_paused_is_named_with_the_time_that_is_left(plane: Plane) -> None:
+    flag = plane.tmp / "stubborn"
+    flag.touch()
+    one = plane.spawn(patch=STUBBORN.format(flag=str(flag)))
+    plane.spawn()
+    async with facade(plane) as http:
+        fine(await http.post("/pause"))
+        error = refused(await http.post("/resume"), 409)
+        assert list(error["paused_for_s"]) == [one.instance_id]
+        assert 0 < error["paused_for_s"][one.instance_id] <= DEFAULT_PAUSE_LEASE_S
+        flag.unlink()
+        fine(await http.post("/resume"))
+        assert fine(await http.get("/is_paused")) == {"is_paused": False}
 
 
 async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from frontend.options import FrontendOptions
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_replies import group_places
 from rl_plane.membership import Member, Snapshot
-from rl_plane.ops import FeedUpdate, UpdateWeights
+from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights, parse_body
+from rl_plane.sync import call_bound_s
 from rl_plane.torch_group import Place
+from rl_plane.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
 from worker.transports.fed import chunks
 
 SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
@@ -19,7 +22,9 @@ SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
 
 def part(**more: Any) -> FeedUpdate:
     described = {"names": list(SIZES), "dtypes": ["uint8"] * 5, "shapes": [[size] for size in SIZES.values()]}
-    return FeedUpdate.model_validate({"update_id": "u", **described, **more})
+    parsed = parse_body(FeedUpdate, {"update_id": "u", **described, **more})
+    assert isinstance(parsed, FeedUpdate)
+    return parsed
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,8 @@ def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> Non
         ({"dtypes": ["complex64"] * 5}, "dtypes"),
         ({"shapes": [[-1]] * 5}, "shapes"),
         ({"shapes": [[1 << 39, 1 << 39]] * 5}, "shapes"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": MAX_FEED_TIMEOUT_S + 1}, "timeout_s"),
     ],
 )
 def test_a_part_that_can_not_be(wrong: dict[str, Any], field: str) -> None:
@@ -109,3 +116,31 @@ def test_what_is_fed_is_a_full_checkpoint(wrong: dict[str, Any]) -> None:
     assert UpdateWeights.model_validate(fed).fed
     with pytest.raises(InvalidRequest, match="full one"):
         UpdateWeights.model_validate({**fed, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("asked", "configured", "waited"),
+    [
+        (None, FEED_TIMEOUT_S, FEED_TIMEOUT_S),
+        (None, 3600.0, 3600.0),
+        (1200.0, FEED_TIMEOUT_S, 1200.0),
+        (20.0, 3600.0, 20.0),
+        (86_400.0, FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S),
+    ],
+)
+def test_how_long_a_part_is_waited_for(asked: float | None, configured: float, waited: float) -> None:
+    """As the trainer says when it forms its group, else as the receiving side is told; the broadcasts' own bound is the
+    same."""
+    info = InitInfo(backend="gloo", master_address="h", master_port=1, world_size=3, timeout_s=asked)
+    transfer = Transfer.of(info, "g", configured)
+    assert init_body(info, transfer)["timeout_s"] == waited
+    told = feed_body(UpdateInfo(names=["a"], dtype_names=["uint8"], shapes=[[1]]), transfer)
+    assert FeedUpdate.model_validate({"update_id": "u", **told}).timeout_s == waited
+    assert call_bound_s("feed_weights_update", told) > waited
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), MAX_FEED_TIMEOUT_S + 1])
+def test_a_bound_that_a_frontend_can_not_have(wrong: float) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        FrontendOptions(feed_timeout_s=wrong)
+    assert refused.value.facts["field"] == "feed_timeout_s"

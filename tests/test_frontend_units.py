@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from frontend.attempts import Accepted
+from frontend.caller_ids import CallerIds
 from frontend.calls import MAX_IN_FLIGHT, FleetCalls
 from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
@@ -836,3 +837,18 @@ def test_what_can_not_be_bound_is_named(host: str, port: int, key: str | None, f
         bind("rl_port", host, port, key, False)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
+
+
+def test_requests_by_the_names_that_their_callers_gave_them() -> None:
+    ids = CallerIds()
+    with ids.under(["mine", "made-1"], "made-1"), ids.under(["mine", "other"], "made-2"):
+        assert ids.made_of(["mine"]) == ["made-1", "made-2"]
+        assert ids.made_of(["other", "mine", "made-1"]) == ["made-2", "made-1"]
+        assert ids.made_of(["mine-0", "made-1-3", "nobody", "nobody-1"]) == [
+            "made-1-0",
+            "made-2-0",
+            "made-1-3",
+            "nobody",
+            "nobody-1",
+        ]
+    assert ids.made_of(["mine"]) == ["mine"], "they have ended"

@@ -644,14 +644,3 @@ async def test_enable_names_its_workers(plane: Plane) -> None:
     assert caught.value.facts["field"] == "workers"
     with pytest.raises(NotFound):
         await fleet.run("disable", {"workers": ["0" * 16]})
-
-
-async def test_an_update_is_refused_while_memory_is_released(plane: Plane) -> None:
-    fleet = await plane.fleet()
-    plane.spawn()
-    await fleet.run("release_memory", {"tags": ["kv_cache"]})
-    with pytest.raises(Conflict):
-        await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
-    assert await all_serve(fleet.client, "initial")
-    assert (await fleet.run("update_weights", update_of(plane.model(1), "one")))["excluded"] == []

@@ -111,6 +111,7 @@ def valid(core: WorkerCore) -> None:
             assert state.sequence == record.sequence
     if state.digest is None:
         assert "behind" in state.closed
+    assert bool(state.released) == ("memory" in state.closed)
     assert (state.digest is None) == (state.version is None) or (state.digest, state.sequence) == (
         core.model_digest,
         None,
@@ -408,8 +409,52 @@ def test_released_memory_is_waited_for() -> None:
     core.learnt(R1.opened(), 2, 0.0)
     assert core.next(0.0) == Wait()
     assert "resume_memory" in reasons(core)["behind"]
+    with pytest.raises(Conflict, match="released"):
+        core.commit_step(R1)
+    core.state.released = {"kv_cache"}
+    assert core.next(0.0) == Wait(), "it is closed anyway"
     core.state.released = set()
     assert isinstance(core.next(0.0), Fetch)
+
+
+def test_weights_that_are_back_take_an_update_while_the_kv_cache_is_released() -> None:
+    """As trainers on the same GPU do it; nobody is served before the KV cache is back."""
+    core = serving()
+    core.state.release(["weights", "kv_cache"])
+    core.state.take_back(["weights"])
+    core.state.lose_weights("the weights were released")
+    assert core.next(0.0) == Wait(), "it is closed, and an update is about to come: nothing is fetched for that"
+    core.learnt(R1, 2, 0.0)
+    assert core.next(0.0) == Wait()
+    stage(core, R1)
+    swap = core.commit_step(R1)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, 0.0)
+    assert core.learnt(R1.opened(), 3, 0.0)
+    assert reasons(core) == {"memory": "released: kv_cache"}
+    assert (core.state.version, core.state.sequence, core.state.may_run) == (R1.version, 1, False)
+    core.state.take_back(["kv_cache"])
+    assert (reasons(core), core.state.may_run) == ({}, True)
+    core.state.release(["weights", "kv_cache"])
+    core.state.take_back(["weights"])
+    core.state.lose_weights("the weights were released")
+    core.state.take_back(["kv_cache"])
+    assert isinstance(core.next(0.0), Fetch), "no update has come"
+
+
+def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_its_coordinator() -> None:
+    core = serving()
+    core.state.release(["kv_cache"])
+    stage(core, R1)
+    core.learnt(R1, 2, 0.0)
+    assert core.next(0.0) == Wait(COMMIT_GRACE_S)
+    assert core.coordinator_is(6, True, None) is None, "it is decided"
+    assert isinstance(core.next(COMMIT_GRACE_S), Swap)
+    hold(core, COMMIT_GRACE_S)
+    core.learnt(R1.opened(), 3, COMMIT_GRACE_S)
+    core.ticked(COMMIT_GRACE_S)
+    assert (reasons(core), core.state.version) == ({"memory": "released: kv_cache"}, R1.version)
 
 
 @pytest.mark.parametrize("fence", [5, None])
@@ -844,8 +889,14 @@ class Walk:
         self.under_way = swap
 
     def operate(self) -> None:
-        state = self.core.state
-        self.rng.choice([self.core.enabled, lambda: state.released.add("kv"), state.released.clear])()
+        state, tag = self.core.state, self.rng.choice(["weights", "kv_cache"])
+        match self.rng.randrange(3):
+            case 0:
+                self.core.enabled()
+            case 1:
+                state.release([tag])
+            case _:
+                state.take_back([tag])
         if self.rng.random() < 0.1:
             state.lose_weights("reset")
 
@@ -861,7 +912,7 @@ class Walk:
         """Nothing more goes wrong: in bounded time it holds the newest, and is open."""
         core, last = self.core, replace(after(self.known[-1].opened()).opened(), adapters={})  # all can be fetched
         self.under_way = None
-        core.state.released.clear()
+        core.state.take_back(["weights", "kv_cache"])
         if core.record is not None and core.record.run_number >= last.run_number:
             last = replace(last, run_number=core.record.run_number + 1)
         assert core.leader_said(last, 1000, self.now, LINE, self.now) is None

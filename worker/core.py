@@ -336,7 +336,7 @@ class WorkerCore:
             return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()
-        if self.state.released:
+        if "weights" in self.state.released:
             self.state.close("behind", "memory is released: the weights come back with resume_memory")
             return Wait()
         if change.version is None:
@@ -350,6 +350,10 @@ class WorkerCore:
             return Swap(staged.update_id, change.name, change.version, record.pause_mode)
         if staged is not None and self._is_left(staged):
             return Drop(staged.update_id)  # staging holds one at a time
+        if self.state.released:
+            return (
+                Wait()
+            )  # who brought the weights back alone is about to send new ones, and nobody is served before
         if now < self._next_try:
             return Wait(self._next_try)
         return self._fetch(change, now)
@@ -374,13 +378,15 @@ class WorkerCore:
         return Wait(self._next_try)
 
     def commit_step(self, record: DecisionRecord) -> Swap | Unload | Relabel | None:
-        """What a coordinator's commit has to do next; None: all is done. NotPrepared: it is not here."""
+        """What a coordinator's commit has to do next; None: all is done. NotPrepared: it is not here. Conflict: there
+        is no memory to swap it into."""
         mine = self.record
         if mine is None or mine.update_id != record.update_id:
             raise Conflict(f"another update was committed since: {mine and mine.made.label}")
         change, staged = self._missing(), self.staged
         if change is None:
             return None if self._is_whole() else Relabel(mine)
+        self.state.check_weights_here()
         if change.version is None:
             assert change.name is not None
             return Unload(change.name, record.pause_mode)

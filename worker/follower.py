@@ -294,8 +294,8 @@ class RecordFollower:
             yield
 
     async def resume(self) -> None:
-        """The caller has its turn. Weights of no version stay frozen until they are of one."""
-        if self._state.digest is not None:
+        """The caller has its turn. An engine that may not run stays frozen until it may."""
+        if self._state.may_run:
             await self._engine.run(self._adapter.resume())
         self._state.resume()
 
@@ -309,6 +309,7 @@ class RecordFollower:
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
         async with self.turn(fence):
+            self._state.check_weights_here()
             return await self._overwrite(wanted, body.pause_mode)
 
     async def arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
@@ -411,6 +412,7 @@ class RecordFollower:
                 fix="update the fleet: POST /v1/rl/update_weights, or RlClient.update_weights",
             )
         async with self.turn(fence):
+            self._state.check_weights_here()
             staged, done = self._core.staged, None
             if staged is not None and staged.update_id == wanted.update_id:
                 swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
@@ -455,7 +457,7 @@ class RecordFollower:
             raise
         finally:
             self._updates.exchanged()
-            if not was_paused and not (pause_s and swapped) and state.digest is not None:
+            if not was_paused and not (pause_s and swapped) and state.may_run:
                 await self._engine.run(self._adapter.resume())
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         await self._updates.swapped()

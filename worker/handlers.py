@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from rl_plane import ops
-from rl_plane.errors import Conflict, EngineFailed, Unsupported
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
 from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import ByRank, Handler
@@ -19,6 +19,11 @@ from worker.updates import Staging, WeightUpdates
 
 LIVENESS_TIMEOUT_S = 5.0
 """A round trip waits for one step; the slowest step that we know takes less than this."""
+
+LAST_REQUESTS_S = 1.0
+"""Requests whose last token has gone out leave the engine within a step: a trainer that has all its replies and
+releases memory at once is not to be refused for them."""
+LOOK_S = 0.01
 
 
 class OpHandlers:
@@ -146,6 +151,8 @@ class OpHandlers:
             capabilities=dict(self._info.capabilities),
             deterministic=self._info.deterministic,
             memory_saver=self._info.memory_saver,
+            max_adapters=self._info.max_adapters,
+            max_lora_rank=self._info.max_lora_rank,
             tensors=len(spec),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
@@ -199,11 +206,11 @@ class OpHandlers:
         return ByRank(ops.DoneReply(), ranks)
 
     async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
-        self._check_memory()
+        self._state.check_weights_here()
         return await self._follower.prepare(body, fence)
 
     async def _arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
-        self._check_memory()
+        self._state.check_weights_here()
         return await self._follower.arm(body, fence)
 
     async def _feed(self, body: ops.FeedUpdate, fence: int) -> ops.FedReply:
@@ -212,14 +219,6 @@ class OpHandlers:
         return ops.FedReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )
-
-    def _check_memory(self) -> None:
-        if self._state.released:
-            raise Conflict(
-                f"memory is released ({', '.join(sorted(self._state.released))})",
-                field="memory",
-                fix="resume_memory first",
-            )
 
     def _follow_record(self, body: ops.FollowRecord, fence: int) -> ops.FollowedReply:
         self._follower.learn(body.record, body.sequence)
@@ -233,12 +232,11 @@ class OpHandlers:
         return ops.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
 
     async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
-        self._check_memory()
+        self._state.check_weights_here()
         return await self._follower.take_alone(body, fence)
 
     async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
-        if "weights" in self._state.released:
-            self._check_memory()
+        self._state.check_weights_here()
         async with self._follower.turn(fence):
             if body.action == "reset_tensors":
                 await self._weights_are_gone("reset_tensors overwrote the weights")
@@ -256,34 +254,56 @@ class OpHandlers:
     # ---- memory ----
 
     async def _release_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
+        """The engine is frozen meanwhile: whatever reaches it yet waits until all memory is back."""
         self._refuse_incapable("release_memory")
+        state = self._state
         async with self._follower.turn(fence):
-            self._state.close("memory", "released: " + ", ".join(body.tags))
+            before = set(state.released)
+            froze = state.pause_mode is None and state.may_run
+            state.release(body.tags)
             self._tell()
             try:
-                await self._engine.run(self._adapter.release_memory(list(body.tags)))
-            except BaseException:
-                if not self._state.released:  # refused: it serves on
-                    self._state.open("memory")
+                await self._engine.run(self._free(body.tags, froze))
+            except (InvalidRequest, Unsupported):
+                state.take_back(state.released - before)  # it serves on; after any other error nobody knows
                 raise
             finally:
                 self._tell()
-            self._state.released |= set(body.tags)
-        return ops.MemoryReply(tags=sorted(self._state.released))
+        return ops.MemoryReply(tags=sorted(state.released))
+
+    async def _free(self, tags: Sequence[str], froze: bool) -> None:
+        """`froze`: it runs until now."""
+        if not froze:
+            await self._adapter.release_memory(list(tags))
+            return
+        give_up = time.monotonic() + LAST_REQUESTS_S
+        while any(self._adapter.load()) and time.monotonic() < give_up:  # noqa: ASYNC110 - no event tells of the last
+            await asyncio.sleep(LOOK_S)
+        if any(self._adapter.load()):
+            raise InvalidRequest(
+                "requests are running", field="tags", fix="pause first (mode wait or abort), then release memory"
+            )
+        await self._adapter.pause("keep", False)
+        try:
+            await self._adapter.release_memory(list(tags))
+        except (InvalidRequest, Unsupported):
+            await self._adapter.resume()
+            raise
 
     async def _resume_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
         self._refuse_incapable("resume_memory")
+        state = self._state
         async with self._follower.turn(fence):
             await self._engine.run(self._adapter.resume_memory(list(body.tags)))
-            weights_back = "weights" in self._state.released and "weights" in body.tags
-            self._state.released -= set(body.tags)
-            if not self._state.released:
-                self._state.open("memory")
-            if weights_back:
+            was_released = set(state.released)
+            if "weights" in was_released & set(body.tags):
                 await self._weights_are_gone("the weights were released")  # a deep sleep discards them
+            state.take_back(body.tags)
+            if was_released and state.may_run and state.pause_mode is None:
+                await self._engine.run(self._adapter.resume())
             self._follower.look()
         self._tell()
-        return ops.MemoryReply(tags=sorted(self._state.released))
+        return ops.MemoryReply(tags=sorted(state.released))
 
     def _refuse_incapable(self, op: str) -> None:
         if (reason := self._info.capabilities.get(op)) is not None:

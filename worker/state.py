@@ -5,10 +5,11 @@ Admission is not stored but follows from the reasons against it, so nothing can 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rl_plane.errors import FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
+from rl_plane.errors import Conflict, FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
 from rl_plane.ops import AdmissionState, PauseState
 from rl_plane.record import SERVING_LEASE_S
 from rl_plane.versions import VersionReply, WeightVersion
@@ -93,7 +94,7 @@ class WorkerState:
     lease_connection: tuple[str, int] | None = None
     """The connection on which the lease was confirmed: while it was down, anything may have been decided."""
     released: set[str] = field(default_factory=set)
-    """Memory tags that are released."""
+    """Memory tags that are released: without the weights' nothing is received, without all nothing generates."""
     tokens: TokenLoad = field(default_factory=TokenLoad)
 
     # ---- who may change it ----
@@ -182,6 +183,33 @@ class WorkerState:
             return PauseState(paused=False, mode=None, lease_left_s=None)
         return PauseState(paused=True, mode=self.pause_mode, lease_left_s=max(0.0, self.pause_until - now))
 
+    # ---- memory ----
+
+    @property
+    def may_run(self) -> bool:
+        """Weights of a version and all memory are here. Else the engine stays frozen, whether it is paused or not."""
+        return self.digest is not None and not self.released
+
+    def release(self, tags: Iterable[str]) -> None:
+        self.released |= set(tags)
+        self.close("memory", _released(self.released))
+
+    def take_back(self, tags: Iterable[str]) -> None:
+        self.released -= set(tags)
+        if self.released:
+            self.close("memory", _released(self.released))
+        else:
+            self.open("memory")
+
+    def check_weights_here(self) -> None:
+        """Weights can be written. The KV cache may be released still, as it is for trainers that share the GPU."""
+        if "weights" in self.released:
+            raise Conflict(
+                f"memory is released ({', '.join(sorted(self.released))})",
+                field="memory",
+                fix="resume_memory of the weights first; the KV cache may come back after the update",
+            )
+
     # ---- version ----
 
     def hold(self, version: WeightVersion) -> None:
@@ -194,3 +222,7 @@ class WorkerState:
 
     def wire_version(self) -> VersionReply | None:
         return self.version.to_wire() if self.version else None
+
+
+def _released(tags: Iterable[str]) -> str:
+    return f"released: {', '.join(sorted(tags))}"

@@ -29,6 +29,8 @@ class DialectPlane:
     calls: FleetCalls
     view: MembershipView
     generation: Generation
+    feed_timeout_s: float
+    """Of the tensors of one call, where its dialect has no word for it."""
 
 
 def mount_dialects(app: FastAPI, names: Iterable[str], plane: DialectPlane) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,29 @@ def begun() -> Iterator[None]:
             raise
         facts = {key: value for key, value in error.facts.items() if key != "retry_after_s"}
         raise Conflict(error.message, **{"cause": error.code, **facts}) from error
+
+
+async def let_go(plane: DialectPlane, request_id: str = "") -> None:
+    """Resumes the fleet. The error says whom it has left paused, and for how many seconds at most."""
+    try:
+        await plane.calls.run("resume", {}, request_id)
+    except PlaneError as error:
+        await tell_paused(plane, error)
+        raise
+
+
+async def tell_paused(plane: DialectPlane, error: PlaneError) -> None:
+    """Nobody stays paused silently: each worker resumes by itself at the end of its lease, which the error names."""
+    with contextlib.suppress(PlaneError):  # the first error is the one that counts
+        rows = (await plane.calls.run("state", {}))["workers"]
+        paused = {
+            row["instance_id"]: row["pause"]["lease_left_s"]
+            for row in rows
+            if row["status"] == "ok" and row["pause"]["paused"]
+        }
+        if paused:
+            error.facts["paused_for_s"] = paused
+            error.facts.setdefault("fix", "ask once more; each goes on by itself when its time is over")
 
 
 def joined(reply: dict[str, Any], text: str) -> str:

@@ -14,7 +14,7 @@ from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
-from rl_plane.errors import Conflict, InvalidRequest, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.ops import LABEL_CHARS, PRINTABLE
 from rl_plane.vllm_bodies import ANOTHER_WAY
 
@@ -164,8 +164,14 @@ async def _from_broadcaster(transactions: Transactions, fields: UpdateFields, as
             fix="send update_info {names, dtype_names, shapes} beside weight_dir",
         )
     await transactions.start(ask.request_id)
-    await transactions.update(fields.update_info, ask.path)
-    return await transactions.finish(fields.weight_version)
+    try:
+        await transactions.update(fields.update_info, ask.path)
+        return await transactions.finish(fields.weight_version)
+    except Locked:
+        raise
+    except PlaneError:
+        await transactions.drop()  # it was one call: nothing more comes of it
+        raise
 
 
 async def _unretried(work: Awaitable[T]) -> T:

@@ -1,6 +1,6 @@
 """SGLang's admin routes (0.5.23), and SGLang-Omni's two-phase ones: the fleet as one SGLang server.
 
-When parts of an update are committed: `sglang_updates`.
+When parts of an update are committed: `sglang_session`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.sglang_adapters import mount_adapters
 from frontend.dialects.sglang_control import mount_control
 from frontend.dialects.sglang_groups import Groups, mount_groups
+from frontend.dialects.sglang_held import HeldTensors, Store
 from frontend.dialects.sglang_info import mount_info
+from frontend.dialects.sglang_session import Updates
 from frontend.dialects.sglang_tensors import mount_tensors
-from frontend.dialects.sglang_updates import Updates, mount_updates
+from frontend.dialects.sglang_updates import mount_updates
 
 
 def mount(app: FastAPI, plane: DialectPlane) -> None:
     groups = Groups(plane)
-    updates = Updates(plane, groups)
+    store = Store(plane)
+    updates = Updates(plane, groups, HeldTensors(plane, store))
     mount_info(app, plane)
     mount_control(app, plane, updates)
-    mount_groups(app, groups, updates)
+    mount_groups(app, groups, updates.drop)
     mount_updates(app, plane, updates)
-    mount_tensors(app, plane, updates)
+    mount_tensors(app, plane, updates, store)
     mount_adapters(app, plane)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -12,15 +13,16 @@ from pydantic import Field
 from starlette.responses import Response
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import joined, members
+from frontend.dialects.common import joined, let_go, members, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang_updates import Updates
+from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
 """`timeout` of a flush: beyond it a client has gone."""
 
+MEMORY = ("weights", "kv_cache")
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -46,6 +48,7 @@ class AbortFields(Fields):
     """`/abort_request`"""
 
     rid: str | list[str] | None = None
+    """As the caller chose it (`rid`, `X-Request-Id`) for a request to this frontend, or as its reply has it."""
     abort_all: bool = False
 
 
@@ -59,7 +62,8 @@ class FlushFields(Fields):
 class MemoryFields(Fields):
     """`/release_memory_occupation` and `/resume_memory_occupation`"""
 
-    tags: list[Literal["kv_cache", "weights"]] | None = None
+    tags: list[Literal["kv_cache", "weights", "cuda_graph"]] | None = None
+    """None: all. `cuda_graph` says nothing: an engine's graphs go and come with its weights."""
 
 
 class CheckerFields(Fields):
@@ -80,8 +84,21 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         """What was sent while the fleet was paused is committed first: nobody generates by a part of it."""
         if not take(ContinueFields, ask).torch_empty_cache:
             report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
-        committed = await updates.commit_open()
-        await plane.calls.run("resume", {}, ask.request_id)
+        try:
+            committed = await updates.commit_open()
+        except PlaneError as error:
+            if await updates.is_open():
+                await tell_paused(plane, error)
+                raise
+            # It has ended, and nothing of it is left anywhere: that is no reason to stand still.
+            try:
+                await let_go(plane)
+            except PlaneError:
+                await tell_paused(plane, error)
+                raise error from None
+            told = f"{error.message}; generation goes on by the committed version"
+            raise type(error)(told, **error.facts) from error
+        await let_go(plane, ask.request_id)
         if committed is None:
             return CONTINUED
         return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
@@ -92,17 +109,18 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         if fields.abort_all:
             await plane.calls.run("abort_requests", {}, ask.request_id)
         elif any(ids):
-            await plane.calls.run("abort_requests", {"request_ids": [one for one in ids if one]}, ask.request_id)
+            named = plane.generation.caller_ids.made_of(one for one in ids if one)
+            await plane.calls.run("abort_requests", {"request_ids": named}, ask.request_id)
         return Response(status_code=200)
 
     async def flush(ask: Ask) -> Any:
         return await _flush(plane, take(FlushFields, ask).timeout)
 
     async def release(ask: Ask) -> Any:
-        await plane.calls.run("release_memory", _tags(take(MemoryFields, ask)), ask.request_id)
+        await _memory(plane, "release_memory", ask)
 
     async def resume(ask: Ask) -> Any:
-        await plane.calls.run("resume_memory", _tags(take(MemoryFields, ask)), ask.request_id)
+        await _memory(plane, "resume_memory", ask)
 
     async def check(ask: Ask) -> Any:
         fields = take(CheckerFields, ask)
@@ -141,8 +159,13 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     )
 
 
-def _tags(fields: MemoryFields) -> dict[str, Any]:
-    return {} if not fields.tags else {"tags": fields.tags}
+async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
+    asked: Sequence[str] = take(MemoryFields, ask).tags or MEMORY
+    if "cuda_graph" in asked:
+        report(ask.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
+    tags = [tag for tag in MEMORY if tag in asked]
+    if tags:
+        await plane.calls.run(op, {"tags": tags}, ask.request_id)
 
 
 async def _flush(plane: DialectPlane, timeout_s: float) -> Response:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import Field
@@ -13,9 +14,6 @@ from frontend.dialects.common import begun, joined, members
 from frontend.dialects.routes import Ask, Fields, add_route, take
 from rl_plane.errors import InvalidRequest, PlaneError
 from rl_plane.ops import PRINTABLE
-
-if TYPE_CHECKING:
-    from frontend.dialects.sglang_updates import Updates
 
 DEFAULT_GROUP = "weight_update_group"
 MAX_GROUP_CHARS = 256
@@ -65,6 +63,7 @@ class Groups:
             "master_port": fields.master_port,
             "world_size": fields.world_size,
             "rank_offset": fields.rank_offset,
+            "timeout_s": self._plane.feed_timeout_s,
         }
         try:
             with begun():
@@ -105,10 +104,12 @@ class Groups:
         return reply
 
 
-def mount_groups(app: FastAPI, groups: Groups, updates: Updates) -> None:
+def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitable[None]]) -> None:
+    """`begins_anew`: before a group is formed. What its trainer has left half sent is dropped."""
+
     async def init(ask: Ask) -> Any:
         fields = take(GroupFields, ask)
-        await updates.drop()
+        await begins_anew()
         reply = await groups.form(fields, ask.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}
 

@@ -1,70 +1,21 @@
-"""SGLang's weight updates, as transactions of the fleet.
-
-Trainers send an update as many calls, and SGLang writes each call's tensors over the served ones as they come. Here
-they are staged until the update is whole, and then committed on every worker or on none:
-
-- between `begin_weight_update` and `end_weight_update`: by `end_weight_update`;
-- while the fleet is paused: by `continue_generation`;
-- else: by the call with which no tensor is missing any more.
-
-What was staged is the fleet's own session, so any frontend can go on with it, and it ends by itself when its trainer is
-silent.
-"""
+"""SGLang's routes for weight updates. When parts of an update are committed: `sglang_session`."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, joined, served_version
+from frontend.dialects.common import begun, joined
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
-from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
-from rl_plane.ops import LABEL_CHARS, MAX_FED_TENSORS, PRINTABLE, UpdateWeights
-from rl_plane.record import UpdateSession, read_session
+from frontend.dialects.sglang_held import ANOTHER_WAY
+from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
+from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.ops import LABEL_CHARS, PRINTABLE
 
-if TYPE_CHECKING:
-    from frontend.dialects.sglang_tensors import HeldTensors
-
-ANOTHER_WAY = (
-    "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "
-    '(load_format "safetensors")'
-)
 DISK_FORMATS = (None, "auto", "safetensors")
-
-
-class Update(Fields):
-    """What every update may say"""
-
-    abort_all_requests: bool = False
-    """End running requests instead of freezing them while the weights change."""
-    weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
-    flush_cache: bool = True
-    """False changes nothing: no new request may reuse KV of older weights."""
-    torch_empty_cache: bool = False
-
-    @property
-    def policy(self) -> dict[str, Any]:
-        mode = {"pause_mode": "abort"} if self.abort_all_requests else {}
-        return {**mode, "flush_cache": self.flush_cache}
-
-
-class DistributedFields(Update):
-    """`/update_weights_from_distributed`"""
-
-    names: list[str] = Field(max_length=MAX_FED_TENSORS)
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
-    load_format: str | None = None
-    """None: a broadcast for each tensor. `flattened_bucket`: one for all."""
-    selector: Literal["target", "draft", "all"] = "all"
 
 
 class DiskFields(Update):
@@ -107,184 +58,12 @@ class ByNameFields(Fields):
     truncate_size: int = 100
 
 
-class BucketFields(Fields):
-    names: list[str] = Field(max_length=MAX_FED_TENSORS)
-    dtypes: list[str]
-    shapes: list[list[int]]
-
-
-class PrepareFields(Fields):
-    """`/prepare_weights_update`, of SGLang-Omni"""
-
-    num_buckets: int = Field(ge=1)
-    buckets: list[BucketFields]
-    group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
-
-
 class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
     group_name: str | None = None
     flush_cache: bool = False
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
-
-
-class Updates:
-    """The trainer's update, in the fleet's session."""
-
-    def __init__(self, plane: DialectPlane, groups: Groups) -> None:
-        self._plane = plane
-        self._groups = groups
-        self._begun = False
-        """By begin_weight_update, at this frontend."""
-        self._label: tuple[str, str] | None = None
-        """An update's id, and what it is called by now."""
-        self.held: HeldTensors | None = None
-        """What came in bodies."""
-        self._preparing = asyncio.Lock()
-        self._receiving: tuple[int, asyncio.Task[dict[str, Any]]] | None = None
-        """Of the two-phase form: how many buckets, and their receive."""
-
-    async def session(self) -> UpdateSession | None:
-        """The update that is fed."""
-        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        if session is None or not session.live(time.time()):
-            return None
-        return session if UpdateWeights.model_validate(session.body).fed else None
-
-    # ---- parts ----
-
-    async def take_part(self, fields: DistributedFields) -> dict[str, Any]:
-        """The reply of the part, or of the commit."""
-        async with self._preparing:  # two stages of a trainer's pipeline may begin at once
-            session = await self.session()
-            update_id = (
-                session.update_id if session is not None else await self._prepare(fields.group_name, fields)
-            )
-        if fields.weight_version is not None:
-            self._label = (update_id, fields.weight_version)
-        part = {
-            "update_id": update_id,
-            "names": fields.names,
-            "dtypes": fields.dtypes,
-            "shapes": fields.shapes,
-            "layout": "each" if fields.load_format is None else "flat",
-            "group": fields.group_name,
-        }
-        with begun():
-            reply = await self._plane.calls.run("feed_weights_update", part)
-        if reply["missing"] or await self.waits_for_more():
-            return reply
-        return await self.commit(update_id)
-
-    async def _prepare(self, group: str, fields: Update) -> str:
-        backend = await self._groups.backend_of(group)
-        body: dict[str, Any] = {
-            "transport": {"backend": backend, "group": group, "fed": True},
-            "policy": fields.policy,
-            **({} if fields.weight_version is None else {"version": fields.weight_version}),
-        }
-        with begun():
-            reply = await self._plane.calls.run("prepare_weights_update", body)
-        return str(reply["update_id"])
-
-    async def waits_for_more(self) -> bool:
-        """Until the trainer ends it, or lets the fleet go on."""
-        if self._begun:
-            return True
-        reply = await self._plane.calls.run("state", {})
-        return any(row.get("pause_state") == "paused" for row in reply["workers"])
-
-    # ---- commits ----
-
-    async def commit_open(self) -> dict[str, Any] | None:
-        """None: nothing was sent."""
-        if self.held:
-            self._begun = False
-            return await self.held.commit()
-        session = await self.session()
-        return None if session is None else await self.commit(session.update_id)
-
-    async def commit(self, update_id: str) -> dict[str, Any]:
-        label = self._label[1] if self._label is not None and self._label[0] == update_id else None
-        self._begun, self._label = False, None
-        body = {"update_id": update_id, **({} if label is None else {"version": label})}
-        with begun():
-            return await self._plane.calls.run("complete_weights_update", body)
-
-    async def begin(self) -> None:
-        if self.held or await self.session() is not None:
-            raise Conflict("a weight update has begun already", fix="end_weight_update commits it")
-        self._begun = True
-
-    async def drop(self) -> None:
-        """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
-        self._begun, self._label, self._receiving = False, None, None
-        if self.held:
-            self.held.drop()
-        session = await self.session()
-        if session is not None:
-            with contextlib.suppress(PlaneError):
-                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
-
-    async def end(self) -> dict[str, Any] | None:
-        self._begun = False
-        return await self.commit_open()
-
-    async def name(self, label: str) -> None:
-        """The update that is sent now; else the one that is served, as it can."""
-        if self.held:
-            self.held.name(label)
-            return
-        session = await self.session()
-        if session is not None:
-            self._label = (session.update_id, label)
-            return
-        served = await served_version(self._plane)
-        if served["label"] == label:
-            return
-        # The same weights once more, under another name: they are fetched again from where they came.
-        body = {"rollback": {"sequence": served["sequence"]}, "version": label}
-        with begun():
-            await self._plane.calls.run("update_weights", body)
-
-    # ---- two phases ----
-
-    async def listen(self, fields: PrepareFields) -> None:
-        if fields.num_buckets != len(fields.buckets):
-            raise InvalidRequest(
-                f"num_buckets is {fields.num_buckets}, and {len(fields.buckets)} are described",
-                field="num_buckets",
-                fix="describe each bucket",
-            )
-        if self._receiving is not None and not self._receiving[1].done():
-            raise Conflict("an update is received already", fix="complete_weights_update first")
-        update_id = await self._prepare(fields.group_name, Update())
-        every = [
-            [one for bucket in fields.buckets for one in getattr(bucket, name)]
-            for name in ("names", "dtypes", "shapes")
-        ]
-        part = {**dict(zip(("names", "dtypes", "shapes"), every, strict=True)), "group": fields.group_name}
-        call = self._plane.calls.run("feed_weights_update", {"update_id": update_id, **part})
-        task = asyncio.create_task(call, name="two-phase update")
-        task.add_done_callback(
-            lambda done: None if done.cancelled() else done.exception()
-        )  # who completes is told
-        self._receiving = (fields.num_buckets, task)
-
-    async def complete(self, label: str | None) -> tuple[int, dict[str, Any]]:
-        if self._receiving is None:
-            raise Conflict("no update is prepared", fix="prepare_weights_update first")
-        count, task = self._receiving
-        try:
-            with begun():
-                reply = await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._receiving = None
-        if label is not None:
-            self._label = (reply["update_id"], label)
-        return count, await self.commit(reply["update_id"])
 
 
 def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
+from frontend.dialects.common import let_go
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from rl_plane.errors import InvalidRequest, NotFound
 from rl_plane.ops import LABEL_CHARS, PRINTABLE
@@ -45,7 +46,7 @@ def mount_pause(app: FastAPI, plane: DialectPlane) -> None:
 
     async def resume(ask: Ask) -> Any:
         take(NoFields, ask)
-        await plane.calls.run("resume", {}, ask.request_id)
+        await let_go(plane, ask.request_id)
         return {"status": "resumed"}
 
     add_route(app, ["POST"], "/pause", pause, summary="Stop generation.", fields=PauseFields)

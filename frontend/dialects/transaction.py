@@ -7,25 +7,30 @@ group its trainer has formed, and so how the next update comes.
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, check_world, world_size
 from frontend.dialects.routes import report
 from rl_plane.errors import Conflict, Locked, PlaneError
+from rl_plane.record import read_session
+from rl_plane.update import SESSION_IDLE_S
 from rl_plane.vllm_bodies import (
     InitInfo,
     Transfer,
     UpdateInfo,
+    begun_before,
     check_init,
     feed_body,
     init_body,
     one_of_all,
     parse_part,
     parse_update,
+    under_way,
     unknown_of,
 )
 
@@ -38,6 +43,9 @@ class _Current:
     prepared: bool = False
     finished: bool = False
     label: str | None = None
+    failed: bool = False
+    """What was to come did not."""
+    started_at: float = field(default_factory=time.monotonic)
 
 
 class Transactions:
@@ -61,9 +69,12 @@ class Transactions:
         check_world(info.world_size, info.rank_offset, await world_size(self._plane))
         await self.drop()
         self.transfer = None
+        transfer = Transfer.of(info, self._group, self._plane.feed_timeout_s)
+        if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
+            report(where, "init_info.timeout_s", f"nothing is waited for longer than {transfer.timeout_s:g} s")
         with begun():
-            await self._plane.calls.run("init_transport", init_body(info, self._group))
-        self.transfer = Transfer.of(info, self._group)
+            await self._plane.calls.run("init_transport", init_body(info, transfer))
+        self.transfer = transfer
 
     async def shut_down(self) -> None:
         await self.drop()
@@ -75,13 +86,25 @@ class Transactions:
     # ---- one update ----
 
     async def start(self, request_id: str = "") -> None:
-        """With a group the fleet listens from here on; without one, the first directory says where the weights are."""
+        """With a group the fleet listens from here on; without one, the first directory says where the weights are.
+        Conflict: the one before goes on, and nobody but its trainer knows whether it is to be dropped."""
         before, current = self._current, _Current(request_id or uuid.uuid4().hex)
+        if before is not None and await self._goes_on(before):
+            if before.update_id == request_id:
+                return  # its answer was lost
+            raise under_way(before.update_id)
         if self.transfer is not None:
             await self._prepare(current, self.transfer.transport)
-        elif before is not None and before.prepared and not before.finished:
-            await self.drop()
         self._current = current
+
+    async def _goes_on(self, current: _Current) -> bool:
+        """Is what was started here still to be finished? Silence ends it."""
+        if current.finished or current.failed:
+            return False
+        if not current.prepared:
+            return time.monotonic() < current.started_at + SESSION_IDLE_S
+        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        return session is not None and session.update_id == current.update_id and session.live(time.time())
 
     async def update(self, given: Any, where: str) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
@@ -111,7 +134,9 @@ class Transactions:
                 field="update_info.weight_dir",
                 fix="start_weight_update, one directory, finish_weight_update",
             )
+        current.failed = True  # unless it comes
         await self._prepare(current, {"backend": "filesystem", "path": path})
+        current.failed = False
 
     async def finish(self, label: str | None) -> dict[str, Any]:
         """Commits. Without a label the version is called by its number. Asked again, the same answer."""
@@ -144,13 +169,7 @@ class Transactions:
         try:
             await self._plane.calls.run("prepare_weights_update", {"transport": transport}, current.update_id)
         except Locked as error:
-            if self._current is None or error.facts.get("holder") != self._current.update_id:
-                raise
-            raise Conflict(
-                "a weight update is under way: start_weight_update was called before",
-                holder=self._current.update_id,
-                fix="finish_weight_update commits it; init_weight_transfer_engine drops it",
-            ) from error
+            raise begun_before(error, self._current.update_id if self._current is not None else None) from error
         current.prepared = True
 
     def _meant(self) -> dict[str, str]:

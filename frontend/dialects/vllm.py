@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import members, same_of_all, served_version, world_size
+from frontend.dialects.common import let_go, members, same_of_all, served_version, world_size
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
@@ -19,11 +19,15 @@ from rl_plane.record import PauseMode
 from rl_plane.vllm_bodies import GROUP
 
 MEMORY = ("weights", "kv_cache")
+LARGEST_RANK = 512
+"""That vLLM itself can be started for: told where no engine of the fleet has a bound."""
+MANY_ADAPTERS = 512
+"""Likewise of how many may be loaded: a number, since clients compare it."""
 
 
 class AbortFields(Fields):
     request_ids: list[str] | None = Field(None, max_length=10_000)
-    """As this server made them, not as a caller chose them; none: all."""
+    """As replies have them, or as callers of this frontend chose them (`request_id`, `X-Request-Id`); none: all."""
 
 
 class InitFields(Fields):
@@ -151,15 +155,35 @@ async def _config(plane: DialectPlane) -> dict[str, Any]:
             "data_parallel_size": 1,
         },
         "weight_transfer_config": {"backend": "gloo"} if "gloo" in shared else None,
-        # Adapters can be loaded; how large they may be on every engine is not known here, so nothing is promised.
-        "lora_config": None,
+        "lora_config": _lora_config(rows),
+    }
+
+
+def _lora_config(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What every worker can take; None as of a server without LoRA, unless all have it."""
+    if any("prepare_update:lora" in row["capabilities"] for row in rows):
+        return None
+
+    def least(name: str, unbounded: int) -> int:
+        return min((int(row[name]) for row in rows if row[name] is not None), default=unbounded)
+
+    places = least("max_adapters", MANY_ADAPTERS)
+    return {
+        "max_lora_rank": least("max_lora_rank", LARGEST_RANK),
+        "max_loras": places,
+        "max_cpu_loras": places,
+        "fully_sharded_loras": False,
+        "lora_dtype": "auto",
+        "target_modules": None,
     }
 
 
 def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def abort_requests(ask: Ask) -> Any:
         fields = take(AbortFields, ask)
-        body = {"request_ids": fields.request_ids} if fields.request_ids else {}
+        body = (
+            {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
+        )
         reply = await plane.calls.run("abort_requests", body, ask.request_id)
         return {"status": "aborted", "aborted": sum(int(row["aborted"]) for row in reply["workers"])}
 
@@ -206,7 +230,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
         reply = await plane.calls.run("resume_memory", {"tags": fields.tags or list(MEMORY)}, ask.request_id)
         awake = not any(row["tags"] for row in reply["workers"])
         if awake:
-            await plane.calls.run("resume", {})
+            await let_go(plane)
         return {"status": "awake" if awake else "sleeping", "tags": fields.tags}
 
     add_route(app, ["POST"], "/abort_requests", abort_requests, summary="End requests now.", fields=AbortFields)

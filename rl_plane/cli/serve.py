@@ -33,7 +33,17 @@ ENGINE = (
     "drain_s",
 )
 WORKER = (*BUS, "engine", *ENGINE, "instance_id", "copies", "log_level", "json")
-LISTENERS = ("host", "rl_port", "http_port", "admin_key", "api_key", "insecure", "dialects", "liveness_timeout_s")
+LISTENERS = (
+    "host",
+    "rl_port",
+    "http_port",
+    "admin_key",
+    "api_key",
+    "insecure",
+    "dialects",
+    "feed_timeout_s",
+    "liveness_timeout_s",
+)
 FRONTEND = (*BUS, *LISTENERS, "log_level", "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

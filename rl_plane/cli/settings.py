@@ -16,7 +16,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.values import Parse, Refused
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, MAX_LEASE_S
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, MAX_LEASE_S
 
 ENV_PREFIX = "RL_PLANE_"
 
@@ -150,6 +150,13 @@ SETTINGS: dict[str, Setting] = {
             DIALECTS,
             separator=",",
             metavar="NAMES",
+        ),
+        Setting(
+            "feed_timeout_s",
+            "how long the tensors of one call in a trainer's dialect may take to reach every rank; an hour at most",
+            parse.seconds(0.001, MAX_FEED_TIMEOUT_S),
+            FEED_TIMEOUT_S,
+            metavar="SECONDS",
         ),
         Setting(
             "liveness_timeout_s",

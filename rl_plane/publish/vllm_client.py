@@ -15,12 +15,14 @@ import contextlib
 import uuid
 from typing import Any
 
-from rl_plane.errors import Conflict, PlaneError
+from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
+from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.sync import SyncRlClient
 from rl_plane.vllm_bodies import (
     GROUP,
     InitInfo,
     Transfer,
+    begun_before,
     check_init,
     feed_body,
     init_body,
@@ -33,10 +35,24 @@ from rl_plane.vllm_bodies import (
 class FleetWeightSyncClient:
     """Blocking, as the protocol is; its calls may come from several threads, one after the other."""
 
-    def __init__(self, fleet: SyncRlClient, *, policy: dict[str, Any] | None = None) -> None:
-        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md."""
+    def __init__(
+        self,
+        fleet: SyncRlClient,
+        *,
+        policy: dict[str, Any] | None = None,
+        feed_timeout_s: float = FEED_TIMEOUT_S,
+    ) -> None:
+        """`policy`: of each update; see `UpdatePolicy` in docs/reference.md. `feed_timeout_s` (at most an hour): how
+        long one `update_weights` may take, where `init_info.timeout_s` does not say."""
+        if not 0 < feed_timeout_s <= MAX_FEED_TIMEOUT_S:
+            raise InvalidRequest(
+                f"feed_timeout_s is {feed_timeout_s!r}",
+                field="feed_timeout_s",
+                fix=f"seconds, above 0 and at most {MAX_FEED_TIMEOUT_S:g}",
+            )
         self._fleet = fleet
         self._policy = policy
+        self._feed_timeout_s = feed_timeout_s
         self._transfer: Transfer | None = None
         self._update_id: str | None = None
 
@@ -47,8 +63,9 @@ class FleetWeightSyncClient:
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         self._drop()
         self._transfer = None
-        self._fleet.run("init_transport", init_body(info, GROUP))
-        self._transfer = Transfer.of(info, GROUP)
+        transfer = Transfer.of(info, GROUP, self._feed_timeout_s)
+        self._fleet.run("init_transport", init_body(info, transfer))
+        self._transfer = transfer
 
     def shutdown_weight_transfer_engine(self) -> None:
         self._drop()
@@ -57,13 +74,16 @@ class FleetWeightSyncClient:
             self._fleet.run("destroy_transport", {"backend": transfer.backend, "group": transfer.group})
 
     def start_weight_update(self) -> None:
-        """The fleet listens; generation goes on."""
+        """The fleet listens; generation goes on. Conflict: an update is under way already."""
         update_id = uuid.uuid4().hex
         body = {
             "transport": self._formed().transport,
             **({} if self._policy is None else {"policy": self._policy}),
         }
-        self._fleet.run("prepare_weights_update", body, request_id=update_id)
+        try:
+            self._fleet.run("prepare_weights_update", body, request_id=update_id)
+        except Locked as error:
+            raise begun_before(error, self._update_id) from error
         self._update_id = update_id
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:

@@ -249,6 +249,9 @@ class Trainers:
         await call(world, by, "pause", {"mode": "abort", "lease_s": 600.0})
         await call(world, by, "release_memory", {"tags": rng.choice([["weights"], ["kv_cache", "weights"]])})
         await asyncio.sleep(rng.uniform(0.0, 2.0))
+        if rng.random() < 0.5:  # as trainers do that share the GPU: the KV cache comes back last
+            await call(world, by, "resume_memory", {"tags": ["weights"]})
+            await self._update(by)
         await call(world, by, "resume_memory", {})
         await call(world, by, "resume", {})
 

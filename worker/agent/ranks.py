@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.ops import FEED_TIMEOUT_S, PreparedReply
+from rl_plane.ops import PreparedReply
 from rl_plane.versions import TensorSpec
 from worker.agent.client import AgentClient
 from worker.reception import Cancelled, Reception
@@ -66,7 +66,7 @@ class Ranks:
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}
-        bound_s = FEED_TIMEOUT_S + FEED_MARGIN_S
+        bound_s = part["timeout_s"] + FEED_MARGIN_S
         missing: list[int] = self._client.ask("feed", body, cancelled=cancelled, timeout_s=bound_s)
         return max(missing)
 

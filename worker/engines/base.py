@@ -102,6 +102,8 @@ class EngineInfo:
     memory_saver: bool = False
     max_adapters: int | None = None
     """That may be loaded at once. None: as many as there is memory for."""
+    max_lora_rank: int | None = None
+    """None: any."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""
@@ -143,7 +145,7 @@ class EngineAdapter(Protocol):
         if it was. Idempotent."""
 
     async def resume(self) -> None:
-        """Idempotent."""
+        """Idempotent. Not called while memory is released."""
 
     async def flush_cache(self) -> bool:
         """Drops the prefix cache; True only if it happened."""
@@ -221,9 +223,13 @@ class EngineAdapter(Protocol):
         `snapshot` keeps a copy; `compare`: `{rank, match, mismatches: [name]}` against it;
         `reset_tensors` overwrites the weights with noise (the worker then closes admission)."""
 
-    async def release_memory(self, tags: list[str]) -> None: ...
+    async def release_memory(self, tags: list[str]) -> None:
+        """`weights`, `kv_cache`, or both; idempotent. The engine is paused, and stays so until all memory is back.
+        While the KV cache alone is released, weights and adapters are swapped, checked and flushed as ever.
+        InvalidRequest or Unsupported: nothing was released."""
 
-    async def resume_memory(self, tags: list[str]) -> None: ...
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Idempotent. The weights that come back are taken for lost."""
 
 
 EngineFactory = Callable[[EngineOptions], EngineAdapter]

@@ -454,6 +454,8 @@ class FakeEngine:
 
     async def resume(self) -> None:
         self._held()
+        if self._released:
+            raise EngineFailed(f"memory is released ({', '.join(sorted(self._released))}): a step has no place")
         self._frozen = self._queueing = False
         self._wake()
 

@@ -151,6 +151,7 @@ class SglangEngine(Tokenizing):
             transports=self._process.ranks.transports,
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
+            max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,
         )
 
     async def close(self) -> None:

@@ -101,6 +101,8 @@ class VllmEngine(Tokenizing):
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
         self._paused = False
+        self._released: set[str] = set()
+        """Memory tags that were released."""
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
@@ -193,6 +195,7 @@ class VllmEngine(Tokenizing):
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),
+            max_lora_rank=self._lora_rank(),
         )
 
     def _lacking(self) -> dict[str, str]:
@@ -523,6 +526,10 @@ class VllmEngine(Tokenizing):
         # On a CPU the last slot is kept empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
+    def _lora_rank(self) -> int | None:
+        limits = self._llm.vllm_config.lora_config
+        return None if limits is None else int(limits.max_lora_rank)
+
     async def _add_lora(self, lora: _Lora) -> None:
         """In the place of the one with its number, if there is one; that stays if this one does not load."""
         if not await self._alive(self._running().add_lora(lora.request(anew=True))):
@@ -575,6 +582,7 @@ class VllmEngine(Tokenizing):
             raise InvalidRequest(
                 "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
             )
+        self._released.update(tags)
         if "weights" in tags:
             await self._alive(llm.sleep(level=1))
         else:
@@ -582,7 +590,9 @@ class VllmEngine(Tokenizing):
 
     async def resume_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
-        await self._alive(llm.wake_up(tags))
+        self._released.difference_update(tags)
+        # `sleep` has taken the KV cache too, also where only the weights were named.
+        await self._alive(llm.wake_up(tags if self._released else None))
         if self._paused:  # waking up lets the scheduler go on
             await self._freeze("keep")
 

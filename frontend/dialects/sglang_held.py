@@ -1,0 +1,155 @@
+"""Tensors from the body of a request, as safetensors: held here until their update is whole, then stored once in
+NATS for each rank of the fleet to fetch. `sglang_session` says when an update is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from frontend.dialects import DialectPlane
+from frontend.dialects.common import begun
+from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
+from rl_plane.manifest import Manifest, pack
+from rl_plane.publish.object_store import ObjectStoreSender
+from rl_plane.publish.packing import fill
+from rl_plane.safetensors_file import parse_header
+from rl_plane.versions import HostTensor
+
+ANOTHER_WAY = (
+    "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "
+    '(load_format "safetensors")'
+)
+MAX_HELD_BYTES = 1 << 30
+"""Of an update that is not whole yet, in this frontend's memory."""
+IDLE_S = 120.0
+"""After so much silence a trainer has left what it had begun to send."""
+BUCKET_BYTES = 32 << 20
+FIELD = "serialized_named_tensors"
+_LENGTH = struct.Struct("<Q")
+
+Tensors = Mapping[str, HostTensor]
+
+
+def read_tensors(payloads: Sequence[str]) -> Tensors:
+    """Of one file, however often it is given (a client sends one for each rank)."""
+    if any(one != payloads[0] for one in payloads):
+        raise Unsupported(
+            "each element is of one rank of one engine, and all ranks of this fleet receive the same",
+            field=FIELD,
+            fix=f"send one element, a safetensors file; or {ANOTHER_WAY}",
+        )
+    try:
+        data = memoryview(base64.b64decode(payloads[0], validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("it is not base64", field=FIELD, fix="base64 of a safetensors file") from error
+    length = _LENGTH.unpack_from(data)[0] if data.nbytes > _LENGTH.size else data.nbytes
+    if length > data.nbytes - _LENGTH.size or bytes(data[_LENGTH.size : _LENGTH.size + 1]) != b"{":
+        raise Unsupported(
+            "it is no safetensors file. SGLang's own serialized tensors are a pickle, which is never opened here",
+            field=FIELD,
+            fix=ANOTHER_WAY,
+        )
+    start = _LENGTH.size + length
+    placed, _ = parse_header(bytes(data[_LENGTH.size : start]), data.nbytes - start, file=FIELD, field=FIELD)
+    return {
+        name: HostTensor(one.spec, data[one.offset : one.offset + one.spec.nbytes]) for name, one in placed.items()
+    }
+
+
+class Store:
+    """Puts tensors into the fleet's object store."""
+
+    def __init__(self, plane: DialectPlane) -> None:
+        client = plane.calls.fleet.client
+        self._where = (client.bus.url, client.namespace, client.component)
+
+    async def put(
+        self, tensors: Tensors, publisher: str, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The `transport` of an update."""
+        raw = None if config is None else json.dumps(config).encode()
+        return await asyncio.to_thread(self._put, tensors, publisher, raw)
+
+    def _put(self, tensors: Tensors, publisher: str, config: bytes | None) -> dict[str, Any]:
+        manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), BUCKET_BYTES), config)
+        sender = ObjectStoreSender(*self._where, publisher=f"sglang-{publisher}")
+        try:
+            transport = sender.open(manifest)
+            digests: dict[str, str] = {}
+            for number in fill(manifest, iter(tensors.items()), sender.buffer, digests):
+                sender.send(number)
+            sender.finish(digests)
+        finally:
+            sender.destroy()
+        return transport
+
+
+class HeldTensors:
+    """Those of an update that is not whole yet."""
+
+    def __init__(self, plane: DialectPlane, store: Store) -> None:
+        self._plane = plane
+        self._store = store
+        self._tensors: dict[str, HostTensor] = {}
+        self._policy: dict[str, Any] = {}
+        self._label: str | None = None
+        self._at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
+        """`policy` and `label` of the update, as the newest call has them (None: as before)."""
+        self._look()
+        size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
+        if size > MAX_HELD_BYTES:
+            self.drop()
+            raise PayloadTooLarge(
+                f"the update has {size} bytes or more; at most {MAX_HELD_BYTES} are held here",
+                field=FIELD,
+                fix=ANOTHER_WAY,
+            )
+        if twice := sorted(self._tensors.keys() & tensors.keys()):
+            self.drop()
+            raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
+        self._tensors.update(tensors)
+        self._policy, self._at = policy, time.monotonic()
+        asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
+        self._label = label or self._label
+
+    def name(self, label: str) -> None:
+        self._label = label
+
+    def drop(self) -> None:
+        self._tensors, self._policy, self._label = {}, {}, None
+
+    def _look(self) -> None:
+        if self._tensors and time.monotonic() - self._at > IDLE_S:
+            self.drop()
+
+    async def is_whole(self) -> bool:
+        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        return len(self._tensors) >= max((int(row.get("tensors", 0)) for row in rows), default=0)
+
+    async def commit(self) -> dict[str, Any]:
+        tensors, policy, label = dict(self._tensors), self._policy, self._label
+        self.drop()
+        with begun():
+            transport = await self._store.put(tensors, "weights")
+            body = {
+                "transport": transport,
+                "policy": policy,
+                **({} if label is None else {"version": label}),
+            }
+            try:
+                return await self._plane.calls.run("update_weights", body)
+            except Locked:  # it has not begun: who asks once more commits it
+                self._tensors, self._policy, self._label = tensors, policy, label
+                raise

@@ -1,0 +1,150 @@
+"""A trainer that shares the GPU: memory goes, the weights come back, an update, and only then the KV cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_plane.errors import Conflict, InvalidRequest, NotAdmitted
+from tests.dialect_facade import facade, fine
+from tests.faults import Stream, Told
+from tests.test_frontend_generation import frontend
+from tests.test_plane_update import all_serve, generated, paused, states, update_of
+from worker.engines.fake_model import fake_token
+from worker.holds import VARIABLE
+from worker.staging import model_digest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rl_plane.client import RlClient
+    from tests.conftest import Plane
+
+PROMPT = [5, 6]
+TOKENS = 400
+"""At 10 ms each they take longer than a release of memory waits for the last requests to leave."""
+
+
+def made_by(directory: Path, count: int = 4) -> list[int]:
+    return [fake_token(model_digest(directory), PROMPT, position) for position in range(count)]
+
+
+async def reasons(client: RlClient) -> dict[str, list[str]]:
+    return {key: one["admission"]["reasons"] for key, one in (await states(client)).items()}
+
+
+async def test_an_update_between_the_weights_and_the_kv_cache(plane: Plane) -> None:
+    ids = plane.spawn_copies(2)
+    fleet = await plane.fleet()
+    client = fleet.client
+    for step in (1, 2):
+        directory = plane.model(step)
+        await fleet.run("release_memory")
+        told = await Told.follow(client)
+        with pytest.raises(Conflict) as refused:
+            await fleet.run("update_weights", update_of(directory, f"step_{step}"))
+        assert [row["error"]["field"] for row in refused.value.facts["workers"]] == ["memory"] * 2
+        back = await fleet.run("resume_memory", {"tags": ["weights"]})
+        assert [row["tags"] for row in back["workers"]] == [["kv_cache"]] * 2
+        reply = await fleet.run("update_weights", update_of(directory, f"step_{step}"))
+        assert (reply["version"]["label"], reply["excluded"]) == (f"step_{step}", [])
+        assert await reasons(client) == {one: ["memory: released: kv_cache"] for one in ids}
+        for one in ids:
+            with pytest.raises(NotAdmitted, match="kv_cache"):
+                await generated(client, one, PROMPT, 4)
+        assert not any(told.admitted), "nobody has opened since the memory went"
+        await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+        assert await all_serve(client, f"step_{step}")
+        for one in ids:
+            assert await generated(client, one, PROMPT, 4) == made_by(directory)
+
+
+async def test_a_caller_waits_until_the_kv_cache_is_back_or_is_told_why_not(plane: Plane) -> None:
+    plane.spawn()
+    body = {"prompt": "", "prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
+    async with facade(plane) as http:
+        fine(await http.post("/v1/rl/release_memory"))
+        fine(await http.post("/v1/rl/resume_memory", json={"tags": ["weights"]}))
+        waits = asyncio.create_task(http.post("/v1/completions", json=body))
+        fine(await http.post("/v1/rl/update_weights", json=update_of(plane.model(1), "step_1")))
+        assert not waits.done()
+        fine(await http.post("/v1/rl/resume_memory", json={"tags": ["kv_cache"]}))
+        (choice,) = fine(await waits)["choices"]
+        assert choice["token_ids"] == made_by(plane.model(1))
+        fine(await http.post("/v1/rl/release_memory", json={"tags": ["kv_cache"]}))
+    async with frontend(plane, admission_wait_s=0.1) as http:
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 503
+        assert "memory: released: kv_cache" in answer.json()["error"]["message"]
+
+
+async def test_running_requests_wait_for_all_memory_whatever_is_resumed(plane: Plane) -> None:
+    """Frozen by a pause, they go on behind the last `resume_memory`, not at `resume`: a step has no place before."""
+    one = plane.spawn(token_delay_s=0.01)
+    fleet = await plane.fleet()
+    stream = Stream(fleet.client, one.instance_id, PROMPT, TOKENS)
+    await stream.until(tokens=3)
+    with pytest.raises(InvalidRequest, match="running"):
+        await fleet.run("release_memory")
+    await stream.more()
+    await fleet.run("pause", {"mode": "keep"})
+    await fleet.run("release_memory", {"tags": ["kv_cache"]})
+    await fleet.run("resume")
+    assert await paused(fleet.client) == [False]
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    await fleet.run("update_weights", update_of(plane.model(2), "step_2", keep_pause=True))
+    await fleet.run("resume")
+    made = len(stream.tokens)
+    assert made < TOKENS
+    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+    await stream.end()
+    assert [span["version"] for span in stream.spans] == ["initial", "step_2"]
+    assert stream.spans[1]["start"] >= made - 1
+    assert await all_serve(fleet.client, "step_2")
+
+
+async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("pause", {"mode": "abort"})
+    await fleet.run("release_memory")
+    await fleet.run("resume_memory", {"tags": ["weights"]})
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    await fleet.run("resume_memory")
+    assert await paused(fleet.client) == [True]
+    assert await all_serve(fleet.client, "step_1")
+    await fleet.run("resume")
+    assert await paused(fleet.client) == [False]
+
+
+@pytest.mark.parametrize("point", ["prepare_update.after", "commit_update.before"])
+async def test_a_worker_that_dies_in_the_update_heals_and_the_other_waits_for_its_memory(
+    plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = plane.tmp / "holds"
+    holds.mkdir()
+    monkeypatch.setenv(VARIABLE, str(holds))
+    left, doomed = plane.spawn_many(2)
+    (holds / f"{point}.{doomed.instance_id}").touch()
+    fleet = await plane.fleet()
+    client = fleet.client
+    await fleet.run("release_memory")
+    await fleet.run("resume_memory", {"tags": ["weights"]})
+    told = await Told.follow(client)
+    update = asyncio.create_task(fleet.run("update_weights", update_of(plane.model(1), "step_1")))
+    await plane.until((holds / f"reached.{point}.{doomed.instance_id}").exists, 30)
+    doomed.kill()
+    assert (await update)["version"]["label"] == "step_1"
+    again = plane.spawn(instance_id=doomed.instance_id)
+
+    async def healed() -> bool:
+        return (await reasons(client)) == {again.instance_id: [], left.instance_id: ["memory: released: kv_cache"]}
+
+    await plane.until(healed, 30)
+    assert not any(left.instance_id in those for those in told.admitted)
+    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+    assert await all_serve(client, "step_1")
+    for one in (left, again):
+        assert await generated(client, one.instance_id, PROMPT, 4) == made_by(plane.model(1))
