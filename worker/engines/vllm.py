@@ -29,7 +29,7 @@ from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -53,6 +53,7 @@ _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without
 _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
+_NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -140,8 +141,11 @@ class VllmEngine(Tokenizing):
     def _build(self, directory: Path) -> None:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
+            raise InvalidRequest(_NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
         wanted = self._options.device.partition(":")[0]
         if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
@@ -206,7 +210,16 @@ class VllmEngine(Tokenizing):
             lacking["generate:prompt_logprobs"] = _FAST_PREFILL
         elif config.lora_config is not None and config.use_v2_model_runner:
             lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
+        if not config.aux_output_config.enable_return_routed_experts:
+            lacking["generate:routed_experts"] = self._no_routed_experts()
         return lacking
+
+    def _no_routed_experts(self) -> str:
+        from vllm.triton_utils import HAS_TRITON
+
+        if not self._llm.vllm_config.model_config.is_moe:
+            return NO_EXPERTS
+        return NO_ROUTED if HAS_TRITON else _NO_TRITON
 
     def _no_sleep(self) -> str | None:
         from vllm.platforms import current_platform
@@ -305,6 +318,7 @@ class VllmEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
+        refuse_cut_rows(request, "stop")
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         told: list[int] | None = prompt
         try:
@@ -326,6 +340,7 @@ class VllmEngine(Tokenizing):
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                         prompt_logprobs=piece.prompt_logprobs,
+                        routed_experts=piece.routed,
                     )
                     told = None
                     if finished:
