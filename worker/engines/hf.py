@@ -197,7 +197,7 @@ class HfEngine(Tokenizing):
         try:
             await asyncio.wrap_future(submitted)
             while not finished:
-                piece, failure = await _next_piece(stream)
+                piece, failure = await next_piece(stream)
                 ended = piece.finish_reason is not None or failure is not None
                 read = text.add(piece.token_ids, last=piece.finish_reason is not None)
                 if read.stop_string is not None:
@@ -392,13 +392,17 @@ class HfEngine(Tokenizing):
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
-    """All that has come since the last, as one piece, and the failure that came after it."""
+async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
+    """All that has come since the last, as one piece, and the failure that came after it. What other weights made
+    waits for the next call."""
     merged = Piece()
-    item = await stream.pieces.get()
+    item, stream.waiting = stream.waiting or await stream.pieces.get(), None
     while True:
         if isinstance(item, EngineFailed):
             return merged, item
+        if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+            stream.waiting = item
+            return merged, None
         merged.token_ids += item.token_ids
         merged.logprobs += item.logprobs
         merged.labels += item.labels

@@ -75,7 +75,7 @@ class Piece:
 
 
 class Stream:
-    """One request. `pieces` is the consumer's, on the event loop; all else the generation thread's."""
+    """One request. `pieces` and `waiting` are the consumer's, on the event loop; all else the generation thread's."""
 
     def __init__(self, key: str, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> None:
         """`eos`: what ends a text, where the request does not say otherwise."""
@@ -87,6 +87,7 @@ class Stream:
         self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
         self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
+        self.waiting: Piece | None = None
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
         self._routed = 0  # rows of experts so far

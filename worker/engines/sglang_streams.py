@@ -89,6 +89,7 @@ class Stream:
         """The adapter's name in the engine, once submitted."""
         self.feeding: asyncio.Task[None] | None = None
         self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
+        self._waiting: Piece | None = None
         self._stop = stop
         self._count = 0
         self._runs: list[tuple[str, int]] = []  # (key, end)
@@ -140,12 +141,16 @@ class Stream:
             self._items.put_nowait(item)
 
     async def next(self) -> tuple[Piece, PlaneError | None]:
-        """All that has come since the last, as one piece, and the error that came after it."""
+        """All that has come since the last, as one piece, and the error that came after it. What other weights made
+        waits for the next call."""
         merged = Piece()
-        item = await self._items.get()
+        item, self._waiting = self._waiting or await self._items.get(), None
         while True:
             if isinstance(item, PlaneError):
                 return merged, item
+            if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+                self._waiting = item
+                return merged, None
             merged.token_ids += item.token_ids
             merged.logprobs += item.logprobs
             merged.labels += item.labels

@@ -36,6 +36,22 @@ class Piece:
         tops = None if self.tops is None else self.tops[:count]
         return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
 
+    def by_weights(self) -> Iterator[Piece]:
+        """Each with tokens that the same weights made."""
+        names, count = self.names, len(self.names)
+        cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
+        for start, end in itertools.pairwise(cuts):
+            is_last = end == count
+            yield Piece(
+                self.token_ids[start:end],
+                None if self.logprobs is None else self.logprobs[start:end],
+                None if self.tops is None else self.tops[start:end],
+                names[start:end],
+                self.finish_reason if is_last else None,
+                self.prompt_logprobs if not start else None,
+                self.routed if is_last else None,
+            )
+
 
 @dataclass(eq=False, slots=True)
 class Stream:
@@ -100,7 +116,8 @@ class Streams:
                     reason = _FINISH[choice.finish_reason] if finished else None
                     tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
                     routed = _routed(choice.routed_experts) if request.routed_experts else None
-                    yield Piece(fresh, logprobs, tops, names, reason, scored, routed)
+                    for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                        yield part
         finally:
             stream.submitted.set()
             del self._streams[request.id]
