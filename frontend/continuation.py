@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering, VersionSpan
+from rl_plane.routed_experts import RoutedExperts
 
 PROMPT_FIELDS = ("prompt", "messages", "truncate_prompt_tokens")
 """Of which the prompt's tokens were made."""
@@ -39,6 +40,10 @@ class SoFar:
         self.made: list[int] = []
         self.spans: list[VersionSpan] = []
         """As they last came: later tokens lengthen the last one."""
+        self._routed = 0
+        """So many rows of experts have gone on to the caller."""
+        self._routed_again = 0
+        """So many of those are still to come again from the present worker, which begins with the first."""
         self._start = 0
         """So many tokens were there when the present worker began."""
         self._spans_before: list[VersionSpan] = []
@@ -61,9 +66,11 @@ class SoFar:
         self._start, self._spans_before = len(self.made), self.labelled()
         request, count = self.request, len(self.made)
         if not count:
-            self.prompt, self.spans = None, []  # what a worker said that is gone is void
+            self.prompt, self.spans, self._routed = None, [], 0  # what a worker said that is gone is void
             return request
         assert self.prompt is not None, "can_move says so"
+        # Rows that were ahead of tokens which never came are void.
+        self._routed = self._routed_again = min(self._routed, len(self.prompt) + count - 1)
         return request.model_copy(
             update={
                 **dict.fromkeys(PROMPT_FIELDS),
@@ -93,12 +100,22 @@ class SoFar:
         spans = _joined(self._spans_before, delta.spans, self._start) if delta.spans else []
         if delta.finish_reason is not None and not spans:
             spans = self.labelled()
-        return delta.model_copy(update={"spans": spans, "prompt_token_ids": None, "prompt_logprobs": None})
+        fields = {"spans": spans, "prompt_token_ids": None, "prompt_logprobs": None}
+        return delta.model_copy(update=fields | {"routed_experts": self._unknown_rows(delta)})
+
+    def _unknown_rows(self, delta: GenerateDelta) -> RoutedExperts | None:
+        rows = delta.routed_experts
+        if rows is None or not self._routed_again:
+            return rows
+        known = min(self._routed_again, rows.tokens)
+        self._routed_again -= known
+        return rows.cut(known) if known < rows.tokens else None
 
     def take(self, delta: GenerateDelta) -> None:
         """One that goes on to the caller."""
         self.made += delta.token_ids
         self.spans = delta.spans or self.spans
+        self._routed += delta.routed_experts.tokens if delta.routed_experts is not None else 0
         if delta.prompt_token_ids is not None:
             self.prompt = delta.prompt_token_ids
 

@@ -214,7 +214,7 @@ class Generation:
                 async for index, event in events:
                     offset = len(choices[index].text)
                     choices[index].take(event)
-                    if isinstance(event, GenerateDelta):
+                    if isinstance(event, GenerateDelta) and not event.is_ahead:
                         yield to_json(chunks.of(choices[index], event, offset))
                         begun = True
             if plan.include_usage:

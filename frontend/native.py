@@ -22,7 +22,7 @@ from frontend.openai import (
     unsupported,
     without,
 )
-from frontend.plans import Plan, default_tokens, fitting, read_prompts, requests_of, top_of
+from frontend.plans import ROUTED, Plan, default_tokens, fitting, read_prompts, requests_of, top_of
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import (
     MAX_BIASES,
@@ -64,6 +64,9 @@ class VllmBody(DemandFields):
     """The base model or a loaded adapter; None: the base."""
     return_token_ids: bool | None = None
     """The prompt's; each choice has its own anyway."""
+    return_routed_experts: bool | None = None
+    """Of the prompt and of each choice. A field of this plane: vLLM's own server gives them with every reply, where it
+    was started so."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
@@ -105,6 +108,7 @@ VLLM_SAMPLING_REFUSED: dict[str, tuple[Any, ...]] = {
 VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fields} | {
     "prompt_token_ids": "token_ids",
     "adapter": "model",
+    **ROUTED,
 }
 """Of a GenerateRequest, by its caller's names: an error is told by them."""
 
@@ -128,6 +132,7 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
         "prompt_logprobs": sampling.prompt_logprobs is not None,
+        "routed_experts": bool(parsed.return_routed_experts),
     }
     return Plan(
         chat=False,
@@ -199,6 +204,8 @@ class SglangBody(DemandFields):
     logprob_start_len: int | None = Field(None, ge=-1)
     """-1: of the tokens that are made; 0: of the prompt's too."""
     return_prompt_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    """In `meta_info`: of the prompt and of what is made."""
     lora_path: str | None = None
     """A loaded adapter's name; None: the base."""
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
@@ -248,7 +255,6 @@ SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     "return_sampling_mask": (False,),
     "return_text_in_logprobs": (False,),
     "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
     "routed_experts_start_len": (0,),
     "return_indexer_topk": (False,),
     "return_entropy": (False,),
@@ -283,6 +289,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
     "logprobs": "return_logprob",
     "top_logprobs": "top_logprobs_num",
     "prompt_logprobs": "logprob_start_len",
+    **ROUTED,
 }
 """As VLLM_FIELDS."""
 
@@ -322,6 +329,7 @@ def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None
         "logprobs": bool(parsed.return_logprob),
         "top_logprobs": parsed.top_logprobs_num or 0,
         "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
+        "routed_experts": bool(parsed.return_routed_experts),
     }
     each = [
         {

@@ -7,6 +7,7 @@ from typing import Any
 from frontend.plans import Plan
 from frontend.replies import Choice, prompt_logprobs, spans_of, token_name, top_rows, usage
 from rl_plane.generation import GenerateDelta
+from rl_plane.routed_experts import as_int32, as_npy
 
 # ---- vLLM's ----
 
@@ -42,7 +43,7 @@ def vllm_whole(plan: Plan, choices: list[Choice], model: str, created: int) -> d
                 "logprobs": _vllm_logprobs(choice) if plan.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason(plan),
-                "routed_experts": None,
+                "routed_experts": as_npy(choice.routed_experts),
                 "weight_versions": spans_of(choice.labelled()),
                 **choice.provenance(),
             }
@@ -72,6 +73,7 @@ class VllmChunks:
         if delta.finish_reason is not None:
             told["weight_versions"] = spans_of(delta.spans)
             told["stop_reason"] = choice.stop_reason(self._plan)
+            told["routed_experts"] = as_npy(choice.routed_experts)
         chunk: dict[str, Any] = {**self._head, "choices": [told]}
         if self._plan.return_token_ids and not self._begun:
             chunk["prompt_token_ids"] = choice.prompt_token_ids
@@ -114,6 +116,8 @@ def _sglang_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
             ]
         scored = zip(prompt, choice.prompt_logprobs or [], strict=True) if choice.prompt_logprobs else ()
         meta["input_token_logprobs"] = [[value, token, None] for token, value in scored]
+    if plan.routed_experts and choice.finish_reason is not None:
+        meta["routed_experts"] = as_int32(choice.routed_experts)
     told = {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta}
     if plan.return_token_ids:
         told["prompt_token_ids"] = prompt

@@ -60,6 +60,7 @@ class NvExt(DemandFields):
     """Tokens in, as older clients send them: messages or a prompt beside it hold a place, and are not read."""
     return_token_ids: bool | None = None
     return_prompt_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
     extra_fields: list[str] | None = Field(None, max_length=32)
     """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
 
@@ -130,6 +131,8 @@ class GenerationBody(SamplingBody, DemandFields):
     """0 or 1 (or true): the logprob of each token of the prompt, given those before it."""
     return_prompt_logprobs: bool | None = None
     """The same, as Dynamo's clients say it; also in `nvext`."""
+    return_routed_experts: bool | None = None
+    """Which experts each token of the prompt and of a choice was sent to; also in `nvext`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -211,11 +214,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": NONE,
     "safety_identifier": NONE,
     "lora_path": NONE,
-    "return_routed_experts": (False,),
     "return_hidden_states": (False,),
 }
 REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
-    "return_routed_experts": (False,),
     "cache_salt": NONE,
     "greed_sampling": (False,),
     "use_raw_prompt": (False,),
@@ -229,7 +230,12 @@ REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
     "agent_hints": ({},),
     "metadata_upload": NONE,
 }
-_REFUSED_EXTRA_FIELDS = ("worker_id", "timing", "routed_experts", "prompt_logprobs")
+_REFUSED_EXTRA_FIELDS = {
+    "worker_id": "leave it out",
+    "timing": "leave it out",
+    "routed_experts": "send return_routed_experts: each choice has them",
+    "prompt_logprobs": "send return_prompt_logprobs",
+}
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -265,7 +271,7 @@ def tells_tokens(nvext: NvExt) -> bool:
     for number, name in enumerate(nvext.extra_fields or ()):
         field = f"nvext.extra_fields.{number}"
         if name in _REFUSED_EXTRA_FIELDS:
-            raise unsupported(field, what=name)
+            raise unsupported(field, _REFUSED_EXTRA_FIELDS[name], what=name)
         if name not in TOLD + TOKENS_TOLD:
             known = ", ".join(TOLD + TOKENS_TOLD)
             raise InvalidRequest(f"a reply's nvext has no {name[:64]!r}", field=field, fix=f"name some of {known}")

@@ -11,6 +11,7 @@ from frontend.http import error_body
 from frontend.plans import Plan
 from rl_plane.errors import PlaneError
 from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.routed_experts import RoutedExperts, as_npy
 
 _TYPES = {
     401: "authentication_error",
@@ -57,6 +58,7 @@ class Choice:
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[float | None] | None = None
     """None until the first token."""
+    routed_experts: RoutedExperts | None = None
 
     def take(self, event: Event) -> None:
         if isinstance(event, Cut):
@@ -69,6 +71,11 @@ class Choice:
             if not event.at:
                 # Before the first token another worker may take over: what the last one said is void.
                 self.prompt_token_ids, self.prompt_logprobs, self.spans = None, None, []
+                self.routed_experts = None
+            elif self.routed_experts is not None:
+                # Those that came ahead of tokens which never did are void.
+                rows = len(self.prompt_token_ids or ()) + len(self.token_ids) - 1
+                self.routed_experts = self.routed_experts.cut(0, rows)
             return
         self.offsets += [len(self.text)] * len(event.token_ids)
         self.token_ids += event.token_ids
@@ -81,6 +88,7 @@ class Choice:
             self.prompt_token_ids = event.prompt_token_ids
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
+        self.routed_experts = RoutedExperts.joined([self.routed_experts, event.routed_experts])
         self.finish_reason, self.spans = event.finish_reason, event.spans or self.spans
         self.stop_string = event.stop_string
 
@@ -241,6 +249,8 @@ def _whole_choice(plan: Plan, choice: Choice) -> dict[str, Any]:
             reply["prompt_token_ids"] = choice.prompt_token_ids
     if plan.prompt_logprobs and not plan.chat:
         reply["prompt_logprobs"] = prompt_logprobs(choice)
+    if plan.routed_experts:
+        reply["routed_experts"] = as_npy(choice.routed_experts)
     return reply
 
 
@@ -289,6 +299,8 @@ class Chunks:
         if delta.finish_reason is not None:
             told["weight_versions"] = spans_of(delta.spans)
             told["stop_reason"] = choice.stop_reason(plan)
+            if plan.routed_experts:
+                told["routed_experts"] = as_npy(choice.routed_experts)
             chunk["nvext"] = _nvext(plan, [choice])
         return chunk
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.routed_experts import RoutedExperts
 
 MAX_PROMPT_TOKENS = 1 << 20
 """More prompt tokens than any engine takes: a bound on the list before an engine checks its own."""
@@ -195,6 +196,8 @@ class GenerateRequest(BaseModel):
     """With `logprobs`: of so many of the likeliest tokens, too, beside each that comes back."""
     prompt_logprobs: bool = False
     """The same of the prompt's tokens, each given those before it."""
+    routed_experts: bool = False
+    """Which experts each token of the prompt and of the choice was sent to: `RoutedExperts`."""
     continued: int = Field(0, ge=0)
     """So many tokens at the end of `prompt_token_ids` were made for this request before, by a worker that is lost: the
     text goes on from theirs."""
@@ -276,3 +279,11 @@ class GenerateDelta(BaseModel):
     prompt_logprobs: list[float | None] | None = None
     """On the first delta, if that has tokens and they were asked for: one for each token of the prompt, None for the
     first. By the weights of the first span."""
+    routed_experts: RoutedExperts | None = None
+    """The next rows, when asked for: some of them may come ahead of their tokens, with none beside them. A choice that
+    an engine did not end may have none at all."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Nothing but rows of experts."""
+        return not self.token_ids and not self.text and self.finish_reason is None

@@ -60,6 +60,9 @@ class Rollout:
     """Spans of `token_ids`, over all parts."""
     finish_reason: str | None = None
     """None: it can go on."""
+    routed_experts: str | None = None
+    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far. None:
+    that part was stopped before an engine told."""
 
     def __post_init__(self) -> None:
         for name in sorted((OWN | OF_ONE_PROMPT) & self.options.keys()):
@@ -126,6 +129,7 @@ class Rollout:
             token_ids=[*self.token_ids, *tokens],
             logprobs=[*self.logprobs, *(logprobs or ())],
             weight_versions=spans,
+            routed_experts=told.get("routed_experts"),
         )
         reason = told["finish_reason"]
         if reason in (None, "abort", "error"):  # stopped, not ended

@@ -168,7 +168,7 @@ VLLM = Kind(
     max_model_len=2048,
     max_temperature=2.0,
     adapts_head=True,
-    lacks=frozenset(),
+    lacks=frozenset({"routed_experts"}),
     places=2,
     owner=lambda engine: engine,
     slow_submission=_slow_vllm,
@@ -201,6 +201,7 @@ SGLANG = Kind(
             "frequency_penalty",
             "presence_penalty",
             "repetition_penalty",
+            "routed_experts",
         }
     ),
     places=None,

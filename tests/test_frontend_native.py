@@ -227,7 +227,7 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (SGLANG, {"text": ["a"], "rid": ["1"]}, 501, "rid"),
         (SGLANG, {"text": ["a"], "sampling_params": [{}]}, 501, "sampling_params"),
         (SGLANG, {"text": "a", "sampling_params": {"stop_regex": "a"}}, 501, "sampling_params.stop_regex"),
-        (SGLANG, {"input_ids": PROMPT, "return_routed_experts": True}, 501, "return_routed_experts"),
+        (SGLANG, {"input_ids": PROMPT, "return_hidden_states": True}, 501, "return_hidden_states"),
         (SGLANG, {"input_ids": PROMPT, "sampling_params": {"regex": "a*"}}, 501, "sampling_params.regex"),
         (SGLANG, {"input_ids": PROMPT, "logprob_start_len": 2}, 501, "logprob_start_len"),
         (SGLANG, {"input_ids": PROMPT, "text": "a"}, 400, "input_ids"),

@@ -322,6 +322,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "logprobs": False,
         "top_logprobs": 0,
         "prompt_logprobs": False,
+        "routed_experts": False,
         "continued": 0,
     }
 
@@ -407,6 +408,8 @@ def test_tokens_come_in_either_field() -> None:
         for plan in (completion(nvext=nvext, logprobs=None), chat(nvext=nvext, logprobs=False)):
             assert (plan.return_token_ids, plan.logprobs) == (True, True)
     assert not completion(nvext={"extra_fields": ["instance_id"], "return_routed_experts": False}).return_token_ids
+    for told in ({"return_routed_experts": True}, {"nvext": {"return_routed_experts": True}}):
+        assert (completion(**told).routed_experts, chat(**told).routed_experts) == (True, True)
     for plan in (completion(nvext={"token_data": [3]}), chat(nvext={"token_data": [3]})):
         (request,) = plan.requests
         assert (request.prompt_token_ids, request.prompt, request.messages) == ([3], None, None)
@@ -645,8 +648,6 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
     [
         (completion, {"prompt_logprobs": 2}, "prompt_logprobs"),
         (chat, {"prompt_logprobs": -1}, "prompt_logprobs"),
-        (completion, {"return_routed_experts": True}, "return_routed_experts"),
-        (chat, {"nvext": {"return_routed_experts": True}}, "nvext.return_routed_experts"),
         (chat, {"nvext": {"extra_fields": ["routed_experts"]}}, "nvext.extra_fields.0"),
         (chat, {"nvext": {"backend_instance_id": 0}}, "nvext.backend_instance_id"),
         (completion, {"echo": 0}, "echo"),

@@ -75,6 +75,17 @@ def test_the_next_part_goes_on_from_the_tokens_before() -> None:
     assert third.weight_versions == [{**SPAN, "start": 0, "end": 4}, {**LATER, "start": 4, "end": 5}]
 
 
+def test_routed_experts_are_those_of_the_last_part() -> None:
+    """Its prompt has the parts before."""
+    rollout = Rollout([5, 6], 10, {"return_routed_experts": True})
+    assert rollout.body()["return_routed_experts"]
+    for tokens, told in (([1, 2], "a"), ([3], "b"), ([4], None)):
+        answer = reply(rollout.body(), tokens, "abort")
+        answer["choices"][0]["routed_experts"] = told
+        rollout, _ = rollout.with_reply(200, answer)
+        assert rollout.routed_experts == told
+
+
 def test_an_error_brings_its_tokens() -> None:
     lost = WorkerLost("gone", partial={
         "token_ids": [1, 2], "logprobs": [-1.0, -2.0], "finish_reason": None,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from tests.engine_runs import ask
-from worker.engines.sglang_streams import Stream
+from worker.engines.sglang_streams import Experts, Stream
 from worker.engines.spans import Label
 
 
 async def test_what_an_abort_repeats_is_not_taken_again() -> None:
-    stream = Stream(ask([1], logprobs=True), [1], frozenset())
+    stream = Stream(ask([1], logprobs=True), [1], frozenset(), Experts(1, 1, 1))
 
     def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
         meta = {"completion_tokens": count, "finish_reason": finish}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
+from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.versions import WeightVersion
+from tests.engine_runs import ask
+from worker.engines.sglang_streams import Experts
+from worker.engines.sglang_streams import Stream as SglangStream
 from worker.engines.spans import Label, SpanLog
+from worker.engines.vllm_streams import Piece as VllmPiece
 from worker.generation import _joined
 
 
@@ -120,3 +126,37 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
     assert [token for delta in joined for token in delta.token_ids] == list(range(30))
     assert "".join(delta.text for delta in joined) == "".join(delta.text for delta in deltas)
     assert joined[-1].finish_reason == "length"
+
+
+async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
+    engine, loop = pytest.importorskip("worker.engines.hf"), pytest.importorskip("worker.engines.hf_loop")
+    stream = loop.Stream("x", ask([1]), [1], frozenset())
+    for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
+        stream.pieces.put_nowait(loop.Piece(tokens, [0.0], [label]))
+    stream.pieces.put_nowait(EngineFailed("dead"))
+    found = [await engine.next_piece(stream) for _ in range(2)]
+    assert [(piece.token_ids, set(piece.labels)) for piece, _ in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]
+    assert [str(failure) for _, failure in found] == ["None", "dead"]
+
+
+async def test_sglang_likewise() -> None:
+    stream = SglangStream(ask([1]), [1], frozenset(), Experts(1, 1, 1))
+
+    def out(ids: list[int], count: int, finish: Any = None) -> dict[str, Any]:
+        return {"output_ids": ids, "meta_info": {"completion_tokens": count, "finish_reason": finish}}
+
+    stream.take(out([5, 6], 2), "a", BASE)
+    stream.take(out([7], 3), "b", NEXT)
+    stream.take(out([8], 4, {"type": "length"}), "b", NEXT)
+    found = [await stream.next() for _ in range(2)]
+    assert [(piece.token_ids, piece.finish_reason) for piece, _ in found] == [([5, 6], None), ([7, 8], "length")]
+
+
+def test_vllm_likewise() -> None:
+    tops = [[(token, 0.0)] for token in (5, 6, 7)]
+    piece = VllmPiece([5, 6, 7], [0.1, 0.2, 0.3], tops, ["a", "a", None], "stop", [None])
+    one, two = piece.by_weights()
+    assert one == VllmPiece([5, 6], [0.1, 0.2], tops[:2], ["a", "a"], None, [None])
+    assert two == VllmPiece([7], [0.3], tops[2:], [None], "stop", None)
+    empty = VllmPiece([], None, None, [], "abort", None)
+    assert list(empty.by_weights()) == [empty]

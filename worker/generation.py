@@ -18,6 +18,7 @@ from rl_plane.bus import Bus
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
 from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.ops import parse_body
+from rl_plane.routed_experts import RoutedExperts
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
@@ -29,6 +30,10 @@ log = logging.getLogger("worker.generation")
 GONE = msgpack.packb({"gone": True})
 MAX_TOP_ROWS = 1 << 15
 """Top logprobs of one message, 15 bytes for each: half of what it carries."""
+MAX_ROUTED_ALONE = 1 << 19
+"""Bytes of routed experts in a message that has nothing else: half of what it carries."""
+MAX_ROUTED_BESIDE = 1 << 14
+"""And in one with tokens: what the longest prompt logprobs leave room for, with some to spare."""
 
 
 class GenerationService:
@@ -210,12 +215,23 @@ def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
         spans=spans,
         prompt_token_ids=batch[0].prompt_token_ids,
         prompt_logprobs=batch[0].prompt_logprobs,
+        routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
     )
 
 
 def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
-    """As many as its top logprobs need: a reader that was slow may find those of many tokens. `made`: tokens before
+    """As many as a message's size asks for: a reader that was slow may find much of many tokens. `made`: tokens before
     it."""
+    rows = delta.routed_experts
+    if rows is not None and len(rows.data) > MAX_ROUTED_BESIDE:
+        count = max(1, MAX_ROUTED_ALONE // rows.row)
+        for start in range(0, rows.tokens, count):
+            yield GenerateDelta(token_ids=[], routed_experts=rows.cut(start, start + count))
+        delta = delta.model_copy(update={"routed_experts": None})
+    yield from _with_few_tops(delta, made)
+
+
+def _with_few_tops(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
     tops = delta.top_logprobs or []
     size = MAX_TOP_ROWS // max(1, len(tops[0])) if tops else 0
     if len(tops) <= size:
@@ -235,7 +251,7 @@ def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
             ],
         }
         if start:
-            fields |= {"prompt_token_ids": None, "prompt_logprobs": None}
+            fields |= {"prompt_token_ids": None, "prompt_logprobs": None, "routed_experts": None}
         if end < len(tops):
             fields |= {"text": "", "finish_reason": None, "stop_string": None}
         yield delta.model_copy(update=fields)

@@ -171,7 +171,8 @@ class SoakFleet:
     def kill(self, name: str) -> None:
         self.note(f"the soak kills {name}")
         self.outages.append(Outage(name, time.monotonic()))
-        os.kill(self.pid(name), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has not come back from its last death
+            os.kill(self.pid(name), signal.SIGKILL)
 
     def is_down(self, name: str) -> bool:
         return any(one.name == name and one.until == float("inf") for one in self.outages)

@@ -131,6 +131,7 @@ class EngineAdapter(Protocol):
         Closing the iterator aborts the request in the engine. While paused, requests wait.
         Prompt logprobs and first token are of the same weights: a prefill that asked for them and is cut by a change
         of weights begins anew.
+        The tokens of a delta are all of the same weights: a request may want those of one version only.
         Spans are made of the versions given to `swap`, `set_version` and their like for adapters. An adapter that is
         not loaded is an InvalidRequest (`field="model"`).
         """

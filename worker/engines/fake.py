@@ -24,7 +24,7 @@ from typing import Any
 from blake3 import blake3
 
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
-from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted
+from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
 from rl_plane.ops import PreparedReply, Tokenize
 from rl_plane.versions import TensorSpec, WeightVersion
@@ -49,7 +49,7 @@ from worker.engines.fake_model import (
 )
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import StopStrings
-from worker.engines.token_checks import check_tokens, check_vocabulary, kept_of_prompt
+from worker.engines.token_checks import NO_EXPERTS, check_tokens, check_vocabulary, kept_of_prompt
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
 from worker.transports.base import WeightTransport
@@ -223,7 +223,7 @@ class FakeEngine:
             world_size=1,
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
-            capabilities={},
+            capabilities={"generate:routed_experts": NO_EXPERTS},
             deterministic=True,
             memory_saver=True,
             transports=self.receiver.backends,
@@ -360,6 +360,8 @@ class FakeEngine:
             raise InvalidRequest("the prompt is empty", field=given[0], fix="give at least one token")
         prompt = kept_of_prompt(request, prompt)
         check_tokens(request, prompt, frozenset(), self.config.vocab_size, self.config.max_model_len)
+        if request.routed_experts:
+            raise Unsupported(NO_EXPERTS, field="routed_experts", fix="leave it out")
         return prompt
 
     def _tokens(self, text: str | None, messages: list[dict[str, Any]] | None, rendering: Rendering) -> list[int]:

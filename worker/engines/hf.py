@@ -22,15 +22,17 @@ from transformers.utils.logging import disable_progress_bar
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import PreparedReply
+from rl_plane.routed_experts import RoutedExperts
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
+from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop, Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import check_tokens
+from worker.engines.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -90,6 +92,7 @@ class HfEngine(Tokenizing):
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
         self._loop: GenerationLoop | None = None
+        self._experts: ExpertRecorder | None = None
         self._holder: HfHolder | None = None
         self._receiver: Receiver | None = None
         self._eos: frozenset[int] = frozenset()
@@ -109,9 +112,10 @@ class HfEngine(Tokenizing):
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,  # it would fetch kernels from the network
             )
-            adapters = self._held().adapters
+            adapters, experts = self._held().adapters, self._experts
+            assert experts is not None, "made with the model"
             self._loop = await asyncio.to_thread(
-                GenerationLoop, self._model, adapters, config, asyncio.get_running_loop()
+                GenerationLoop, self._model, adapters, experts, config, asyncio.get_running_loop()
             )
             self._loop.start()
             await self.liveness()
@@ -140,6 +144,7 @@ class HfEngine(Tokenizing):
             # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
             for parameter in self._model.parameters():
                 parameter.data = parameter.data.clone()
+        self._experts = ExpertRecorder(self._model)
         self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
         self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
         self._eos = eos_tokens(path, self._tokenizer)
@@ -161,7 +166,7 @@ class HfEngine(Tokenizing):
             world_size=1,
             vocab_size=config.vocab_size,
             max_model_len=length,
-            capabilities=_capabilities(),
+            capabilities=_capabilities(bool(self._experts.experts)),
             transports=self._receiver.backends,
         )
 
@@ -170,7 +175,7 @@ class HfEngine(Tokenizing):
         if loop is not None:
             loop.call(loop.stop_loop)
             await asyncio.to_thread(loop.join_thread, CLOSE_TIMEOUT_S)
-        self._model = self._holder = self._receiver = self._tokenizer = None
+        self._model = self._experts = self._holder = self._receiver = self._tokenizer = None
 
     async def liveness(self) -> None:
         device = self._model.device if self._model is not None else "cpu"
@@ -192,7 +197,7 @@ class HfEngine(Tokenizing):
         try:
             await asyncio.wrap_future(submitted)
             while not finished:
-                piece, failure = await _next_piece(stream)
+                piece, failure = await next_piece(stream)
                 ended = piece.finish_reason is not None or failure is not None
                 read = text.add(piece.token_ids, last=piece.finish_reason is not None)
                 if read.stop_string is not None:
@@ -211,6 +216,7 @@ class HfEngine(Tokenizing):
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                         prompt_logprobs=piece.prompt_logprobs,
+                        routed_experts=piece.routed,
                     )
                     told = None
                 if failure is not None:
@@ -225,6 +231,7 @@ class HfEngine(Tokenizing):
         info = self._info
         assert info is not None, "start sets it before the loop is there"
         check_tokens(request, prompt, self._eos, info.vocab_size, info.max_model_len)
+        refuse_lacking(request, info.capabilities)
         if request.id in self._streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
 
@@ -385,26 +392,33 @@ class HfEngine(Tokenizing):
             raise EngineFailed(f"{type(error).__name__}: {error}") from error
 
 
-async def _next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
-    """All that has come since the last, as one piece, and the failure that came after it."""
+async def next_piece(stream: Stream) -> tuple[Piece, EngineFailed | None]:
+    """All that has come since the last, as one piece, and the failure that came after it. What other weights made
+    waits for the next call."""
     merged = Piece()
-    item = await stream.pieces.get()
+    item, stream.waiting = stream.waiting or await stream.pieces.get(), None
     while True:
         if isinstance(item, EngineFailed):
             return merged, item
+        if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+            stream.waiting = item
+            return merged, None
         merged.token_ids += item.token_ids
         merged.logprobs += item.logprobs
         merged.labels += item.labels
         merged.tops += item.tops
         merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
+        merged.routed = RoutedExperts.joined([merged.routed, item.routed])
         merged.finish_reason = item.finish_reason
         if stream.pieces.empty():
             return merged, None
         item = stream.pieces.get_nowait()
 
 
-def _capabilities() -> dict[str, str]:
+def _capabilities(has_experts: bool) -> dict[str, str]:
     lacking = {"release_memory": _NO_SLEEP, "resume_memory": _NO_SLEEP}
+    if not has_experts:
+        lacking["generate:routed_experts"] = NO_EXPERTS
     return lacking if have_peft() else lacking | {"prepare_update:lora": NO_PEFT, "update_weights:lora": NO_PEFT}
 
 

@@ -25,9 +25,11 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from rl_plane.generation import FinishReason, GenerateRequest
+from rl_plane.routed_experts import RoutedExperts
 from rl_plane.versions import WeightVersion
 from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
 from worker.engines.hf_constraints import Constraint
+from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_prefixes import PrefixKeys, salted
 from worker.engines.spans import Label
 
@@ -60,15 +62,20 @@ class Piece:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float | None] | None = None
     """With the first token, when asked for."""
+    routed: RoutedExperts | None = None
+    """Of the tokens that these were made after, when asked for."""
 
     def until(self, count: int) -> Piece:
         """So many of its tokens, the last of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.labels[:count])
-        return Piece(*made, self.tops[:count], "stop", self.prompt_logprobs)
+        dropped, routed = len(self.token_ids) - count, self.routed
+        if routed is not None and dropped:
+            routed = routed.cut(0, routed.tokens - dropped)
+        return Piece(*made, self.tops[:count], "stop", self.prompt_logprobs, routed)
 
 
 class Stream:
-    """One request. `pieces` is the consumer's, on the event loop; all else the generation thread's."""
+    """One request. `pieces` and `waiting` are the consumer's, on the event loop; all else the generation thread's."""
 
     def __init__(self, key: str, request: GenerateRequest, prompt: list[int], eos: frozenset[int]) -> None:
         """`eos`: what ends a text, where the request does not say otherwise."""
@@ -80,8 +87,10 @@ class Stream:
         self.constraint = Constraint.of(request, prompt, eos)
         self.made: list[int] = []
         self.pieces: asyncio.Queue[Piece | EngineFailed] = asyncio.Queue()
+        self.waiting: Piece | None = None
         self.done = False
         self._prompt_logprobs: list[float | None] = [None] * len(prompt) if request.prompt_logprobs else []
+        self._routed = 0  # rows of experts so far
         self._fresh = Piece()
         # One draw per token, from a generator of its own: what else is in the batch can't matter.
         self._random = random.Random(request.seed)
@@ -98,6 +107,21 @@ class Stream:
     def scores_prompt(self) -> bool:
         """Prompt logprobs are asked for, and not given yet."""
         return self.request.prompt_logprobs and not self.made
+
+    @property
+    def whole(self) -> bool:
+        """Its prompt's KV is computed, not shared: what is computed is what is asked for."""
+        return self.scores_prompt or self.request.routed_experts
+
+    def restart(self) -> None:
+        """From the prompt's first token, before any was made."""
+        self._routed, self._fresh.routed = 0, None
+
+    def route(self, start: int, rows: RoutedExperts) -> None:
+        """Of the tokens from `start` on. Some come again where the cache ran full, and KV was made anew."""
+        fresh = rows.cut(self._routed - start)
+        self._routed += fresh.tokens
+        self._fresh.routed = RoutedExperts.joined([self._fresh.routed, fresh])
 
     def score(self, start: int, logits: torch.Tensor) -> None:
         """`logits`: [tokens, vocabulary], of the prompt from its token `start` on. Each row tells of the next token."""
@@ -227,6 +251,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self,
         model: Any,
         adapters: ModelAdapters,
+        experts: ExpertRecorder,
         config: ContinuousBatchingConfig,
         events: asyncio.AbstractEventLoop,
     ) -> None:
@@ -236,6 +261,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self.version: WeightVersion | None = None
         self.adapter_versions: dict[str, WeightVersion | None] = {}
         self._adapters = adapters
+        self._experts = experts
         self._adapter: str | None = None  # whose turn it is
         self._prefixes: PrefixKeys | None = None
         self._prefix_keys: dict[str, int] = {}  # by adapter; another one each time it is loaded
@@ -359,6 +385,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         """Before weights change: a prompt is scored by those alone that make the first token."""
         for stream in [stream for stream in self._live.values() if stream.scores_prompt]:
             self._drop([stream.key])
+            stream.restart()
             self._admit(stream)
 
     def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
@@ -415,8 +442,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample_step
-        self._score_in_forward(processor.model_runner)
-        self._prefixes = PrefixKeys(processor.cache, self._prefix_key, lambda key: self._live[key].scores_prompt)
+        self._watch_forward(processor.model_runner)
+        self._prefixes = PrefixKeys(processor.cache, self._prefix_key, lambda key: self._live[key].whole)
         self._schedule_by_adapter(processor)
         share_blocks = processor.cache.mark_complete_blocks
 
@@ -455,32 +482,38 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         scheduler._process_candidates = process_candidates
         scheduler.schedule_batch = schedule_batch
 
-    def _score_in_forward(self, runner: Any) -> None:
-        """The library computes the logits of last tokens only. Where a batch has a prompt to score, all of them."""
+    def _watch_forward(self, runner: Any) -> None:
+        """For prompts to score and experts to tell. The library computes the logits of last tokens only; where a batch
+        has a prompt to score, all of them."""
         forward = runner._forward_process_and_sample
 
-        def forward_and_score(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
-            prompts, row = [], 0
+        def forward_and_watch(model: Any, batch_data: dict[str, Any], *rest: Any) -> None:
+            watched, row = [], 0
             for future in self.batch_processor.inputs_and_outputs.requests_in_batch:
                 stream, end = self._live[future.state.request_id], row + future.query_length
-                if stream.scores_prompt:
+                if stream.whole:
                     # The library has moved the position to behind this batch already.
-                    prompts.append((stream, future.state.position_offset - future.query_length, slice(row, end)))
+                    watched.append((stream, future.state.position_offset - future.query_length, slice(row, end)))
                 row = end
-            if not prompts:
+            if not watched:
                 forward(model, batch_data, *rest)
                 return
-            batch_data.pop("logits_to_keep", None)
+            if any(stream.scores_prompt for stream, _, _ in watched):
+                batch_data.pop("logits_to_keep", None)
 
-            def all_logits(**inputs: Any) -> Any:
-                output = model(**inputs)
-                for stream, start, rows in prompts:
-                    stream.score(start, output.logits[0, rows])
+            def watched_model(**inputs: Any) -> Any:
+                with self._experts.recording() as sent:
+                    output = model(**inputs)
+                for stream, start, rows in watched:
+                    if stream.scores_prompt:
+                        stream.score(start, output.logits[0, rows])
+                    if stream.request.routed_experts:
+                        stream.route(start, sent.rows(rows))
                 return output
 
-            forward(all_logits, batch_data, *rest)
+            forward(watched_model, batch_data, *rest)
 
-        runner._forward_process_and_sample = forward_and_score
+        runner._forward_process_and_sample = forward_and_watch
 
     def _sample_step(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """In place of the library's sampler. `scores`: raw float32 logits, [1, rows, vocabulary]; the first rows

@@ -23,10 +23,10 @@ from worker.engines.lora import NO_LORA
 from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
-from worker.engines.sglang_streams import FIRST_KEY, Feeder
+from worker.engines.sglang_streams import FIRST_KEY, Experts, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -110,7 +110,9 @@ class SglangEngine(Tokenizing):
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
             await self._process.start(FIRST_KEY)
-            self._feeder = Feeder(self._process.manager, eos, self._adapter_in_engine, self._label)
+            manager = self._process.manager
+            experts = Experts.of(manager.model_config.hf_text_config)
+            self._feeder = Feeder(manager, eos, self._adapter_in_engine, self._label, experts)
             self._process.on_death(self._feeder.fail)
             await self.liveness()
             self._info = self._describe()
@@ -138,6 +140,9 @@ class SglangEngine(Tokenizing):
             lacking |= {"release_memory": NO_SAVER, "resume_memory": NO_SAVER}
         if arguments.sampling_backend != "pytorch" and not arguments.enable_deterministic_inference:
             lacking["generate:seed"] = NO_SEEDS
+        if not arguments.enable_return_routed_experts:
+            has_experts = bool(getattr(config.hf_text_config, "num_experts_per_tok", None))
+            lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
         return EngineInfo(
             engine="sglang",
             engine_version=sglang.__version__,
@@ -173,6 +178,9 @@ class SglangEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
+        refuse_cut_rows(request, "stop")
+        if request.ignore_eos:
+            refuse_cut_rows(request, "stop_token_ids")
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
@@ -195,6 +203,7 @@ class SglangEngine(Tokenizing):
                     spans=spans.tell(finished) if piece.sure else [],
                     prompt_token_ids=told,
                     prompt_logprobs=piece.prompt_logprobs,
+                    routed_experts=piece.routed,
                 )
                 told = None
                 if finished:

@@ -53,8 +53,9 @@ def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> 
 
 
 def _without_pinned_memory() -> None:
-    """SGLang's LoRA code asks for it always; torch's build for CPUs has none."""
+    """SGLang's LoRA code asks for it always, and so does what keeps routed experts; torch's build for CPUs has none."""
     import torch
+    from sglang.srt.mem_cache.pool_host import common
 
     def without(make: Any) -> Any:
         return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
@@ -62,6 +63,7 @@ def _without_pinned_memory() -> None:
     for name in ("tensor", "empty", "zeros", "ones", "arange", "full"):
         setattr(torch, name, without(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *arguments, **options: tensor
+    common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
 
 
 def _seed(info: Any, cls: Any, batch: Any, vocab_size: int) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.generation import FinishReason, GenerateRequest
+from rl_plane.routed_experts import RoutedExperts, width_of
 from worker.engines.spans import Label
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -22,6 +24,31 @@ MAX_TEMPERATURE = 1e6
 """All tokens are equally likely then, and it is still a finite number in 32 bits."""
 FIRST_KEY = "rl-plane-0"
 """Of the weights that the engine starts with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What a model's configuration says of them."""
+
+    layers: int
+    top_k: int
+    width: Literal[1, 2]
+
+    @classmethod
+    def of(cls, config: Any) -> Experts:
+        """`config`: transformers', of the language model."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = next((found for name in names if (found := getattr(config, name, None))), 0)
+        return cls(config.num_hidden_layers, getattr(config, "num_experts_per_tok", None) or 0, width_of(count))
+
+    def read(self, told: str | None) -> RoutedExperts | None:
+        """`told`: base64 of int32 [tokens, layers, top_k]; None for what was aborted."""
+        if told is None:
+            return None
+        import numpy
+
+        ids = numpy.frombuffer(b64decode(told), "<i4").astype(f"<u{self.width}")
+        return RoutedExperts(layers=self.layers, top_k=self.top_k, width=self.width, data=ids.tobytes())
 
 
 @dataclass(slots=True)
@@ -37,26 +64,32 @@ class Piece:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float | None] | None = None
     """With the first token, when asked for."""
+    routed: RoutedExperts | None = None
+    """With the last one, when asked for: of all."""
     sure: bool = True
     """False: the engine, which tells at the end what it made under which version, says otherwise than the labels."""
 
     def until(self, count: int) -> Piece:
         """So many of its tokens, the last of the request."""
         made = (self.token_ids[:count], self.logprobs[:count], self.tops[:count], self.labels[:count])
-        return Piece(*made, "stop", self.prompt_logprobs, self.sure)
+        return Piece(*made, "stop", self.prompt_logprobs, sure=self.sure)
 
 
 class Stream:
     """One request. Its items: pieces, and at the end a piece with a finish_reason, or an error."""
 
-    def __init__(self, request: GenerateRequest, prompt: list[int], stop: frozenset[int]) -> None:
+    def __init__(
+        self, request: GenerateRequest, prompt: list[int], stop: frozenset[int], experts: Experts
+    ) -> None:
         self.request = request
+        self._experts = experts
         self.prompt = prompt
         self.submitted = False
         self.adapter: str | None = None
         """The adapter's name in the engine, once submitted."""
         self.feeding: asyncio.Task[None] | None = None
         self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
+        self._waiting: Piece | None = None
         self._stop = stop
         self._count = 0
         self._runs: list[tuple[str, int]] = []  # (key, end)
@@ -89,6 +122,7 @@ class Stream:
                 self.end(EngineFailed(f"SGLang ended the request: {reason.get('message')}"))
                 return True
             piece.finish_reason = _FINISH[reason["type"]]
+            piece.routed = self._experts.read(meta.get("routed_experts")) if self.request.routed_experts else None
         stopped = next((at for at, token in enumerate(piece.token_ids) if token in self._stop), None)
         if stopped is not None:
             # With ignore_eos the engine looks at no stop token, and has gone on beyond it.
@@ -107,18 +141,23 @@ class Stream:
             self._items.put_nowait(item)
 
     async def next(self) -> tuple[Piece, PlaneError | None]:
-        """All that has come since the last, as one piece, and the error that came after it."""
+        """All that has come since the last, as one piece, and the error that came after it. What other weights made
+        waits for the next call."""
         merged = Piece()
-        item = await self._items.get()
+        item, self._waiting = self._waiting or await self._items.get(), None
         while True:
             if isinstance(item, PlaneError):
                 return merged, item
+            if merged.labels and item.labels and item.labels[0] != merged.labels[-1]:
+                self._waiting = item
+                return merged, None
             merged.token_ids += item.token_ids
             merged.logprobs += item.logprobs
             merged.labels += item.labels
             merged.tops += item.tops
             merged.prompt_logprobs = merged.prompt_logprobs or item.prompt_logprobs
             merged.finish_reason = item.finish_reason
+            merged.routed = item.routed
             merged.sure = item.sure
             if self._items.empty():
                 return merged, None
@@ -138,6 +177,7 @@ class Feeder:
         eos: frozenset[int],
         adapter_of: Callable[[str | None], str | None],
         label_of: Callable[[str | None], Label],
+        experts: Experts,
     ) -> None:
         self.key = FIRST_KEY
         """What the engine calls the weights that it holds."""
@@ -145,6 +185,7 @@ class Feeder:
         self.eos = eos
         self._adapter_of = adapter_of
         self._label_of = label_of
+        self._experts = experts
         self._open = asyncio.Event()
         self._open.set()
         self._numbers = itertools.count()
@@ -167,7 +208,7 @@ class Feeder:
     async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
-        stream = self.streams[request.id] = Stream(request, prompt, after)
+        stream = self.streams[request.id] = Stream(request, prompt, after, self._experts)
         stream.feeding = asyncio.create_task(self._feed(stream))
         try:
             while True:
@@ -229,6 +270,7 @@ class Feeder:
             stream=True,
             return_logprob=request.logprobs or request.prompt_logprobs,
             top_logprobs_num=request.top_logprobs if request.logprobs else 0,
+            return_routed_experts=request.routed_experts,
             logprob_start_len=0 if request.prompt_logprobs else -1,
             sampling_params={
                 "max_new_tokens": request.max_tokens,

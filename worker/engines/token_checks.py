@@ -8,6 +8,9 @@ from typing import Any
 from rl_plane.errors import InvalidRequest, Unsupported
 from rl_plane.generation import MAX_BAD_WORDS_TOKENS, MAX_STOPS_WITH_MIN_TOKENS, GenerateRequest
 
+NO_EXPERTS = "the model has no experts"
+NO_ROUTED = "the engine was not told to: start it with --engine-arg enable_return_routed_experts=true"
+
 
 def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
     return prompt if request.truncate_prompt_tokens is None else prompt[-request.truncate_prompt_tokens :]
@@ -24,6 +27,18 @@ def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) ->
         if getattr(request, field) != _default(field):
             raise Unsupported(
                 reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
+            )
+
+
+def refuse_cut_rows(request: GenerateRequest, *outside: str) -> None:
+    """For an engine that tells of experts only when it ends a request itself. `outside`: fields that end it elsewhere,
+    by what the adapter finds in the tokens or in their text."""
+    for field in outside:
+        if request.routed_experts and getattr(request, field):
+            raise Unsupported(
+                f"this engine tells no routed experts where {' with '.join(outside)} ends a choice",
+                field=field,
+                fix="leave it out, or name a worker that can: nvext.instance_id",
             )
 
 

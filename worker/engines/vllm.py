@@ -29,7 +29,7 @@ from worker.engines.lora import NO_LORA
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import check_tokens, refuse_lacking
+from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -53,6 +53,7 @@ _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without
 _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
+_NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
 _LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
@@ -142,8 +143,11 @@ class VllmEngine(Tokenizing):
     def _build(self, directory: Path) -> None:
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
+        from vllm.triton_utils import HAS_TRITON
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
+            raise InvalidRequest(_NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
         wanted = self._options.device.partition(":")[0]
         if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
@@ -157,7 +161,8 @@ class VllmEngine(Tokenizing):
         arguments = completed(self._arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         binding = thread_binding(ranks) if on_cpu else None
-        with _environment(directory, binding, self._options.deterministic):
+        eager = on_cpu and arguments["enforce_eager"]
+        with _environment(directory, binding, self._options.deterministic, eager):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
@@ -209,7 +214,16 @@ class VllmEngine(Tokenizing):
             lacking["generate:prompt_logprobs"] = _FAST_PREFILL
         elif config.lora_config is not None and config.use_v2_model_runner:
             lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
+        if not config.aux_output_config.enable_return_routed_experts:
+            lacking["generate:routed_experts"] = self._no_routed_experts()
         return lacking
+
+    def _no_routed_experts(self) -> str:
+        from vllm.triton_utils import HAS_TRITON
+
+        if not self._llm.vllm_config.model_config.is_moe:
+            return NO_EXPERTS
+        return NO_ROUTED if HAS_TRITON else _NO_TRITON
 
     def _no_sleep(self) -> str | None:
         from vllm.platforms import current_platform
@@ -308,6 +322,7 @@ class VllmEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
+        refuse_cut_rows(request, "stop")
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         told: list[int] | None = prompt
         try:
@@ -329,6 +344,7 @@ class VllmEngine(Tokenizing):
                         spans=spans.tell(finished),
                         prompt_token_ids=told,
                         prompt_logprobs=piece.prompt_logprobs,
+                        routed_experts=piece.routed,
                     )
                     told = None
                     if finished:
@@ -617,8 +633,8 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment(sockets: Path, binding: str | None, deterministic: bool) -> Iterator[None]:
-    """For vLLM's processes."""
+def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
+    """For vLLM's processes. `eager`: nothing is compiled."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
@@ -629,6 +645,8 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool) -> Ite
         ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
         ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
+        # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
+        ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):
         if value is not None:
             os.environ.setdefault(name, value)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.generation import FinishReason, GenerateRequest
+from rl_plane.routed_experts import RoutedExperts
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -26,12 +27,30 @@ class Piece:
     finish_reason: FinishReason | None
     prompt_logprobs: list[float | None] | None
     """With the first token, when asked for."""
+    routed: RoutedExperts | None = None
+    """With the last one, when asked for: of all."""
 
     def until(self, count: int) -> Piece:
         """So many of its tokens, the last of the request."""
         logprobs = None if self.logprobs is None else self.logprobs[:count]
         tops = None if self.tops is None else self.tops[:count]
         return Piece(self.token_ids[:count], logprobs, tops, self.names[:count], "stop", self.prompt_logprobs)
+
+    def by_weights(self) -> Iterator[Piece]:
+        """Each with tokens that the same weights made."""
+        names, count = self.names, len(self.names)
+        cuts = [0, *(at for at in range(1, count) if names[at] != names[at - 1]), count]
+        for start, end in itertools.pairwise(cuts):
+            is_last = end == count
+            yield Piece(
+                self.token_ids[start:end],
+                None if self.logprobs is None else self.logprobs[start:end],
+                None if self.tops is None else self.tops[start:end],
+                names[start:end],
+                self.finish_reason if is_last else None,
+                self.prompt_logprobs if not start else None,
+                self.routed if is_last else None,
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -96,7 +115,9 @@ class Streams:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
                     reason = _FINISH[choice.finish_reason] if finished else None
                     tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
-                    yield Piece(fresh, logprobs, tops, names, reason, scored)
+                    routed = _routed(choice.routed_experts) if request.routed_experts else None
+                    for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
+                        yield part
         finally:
             stream.submitted.set()
             del self._streams[request.id]
@@ -165,6 +186,15 @@ def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
     if len(steps) != len(prompt):
         raise EngineFailed(f"vLLM gave {len(steps)} prompt logprobs of {len(prompt)} tokens")
     return [None if step is None else step[token].logprob for token, step in zip(prompt, steps, strict=True)]
+
+
+def _routed(rows: Any) -> RoutedExperts | None:
+    """`rows`: numpy's [tokens, layers, top_k] of uint8 or uint16, with the last tokens; None before, and of a request
+    that was aborted without any."""
+    if rows is None:
+        return None
+    _, layers, top_k = rows.shape
+    return RoutedExperts(layers=layers, top_k=top_k, width=rows.itemsize, data=rows.tobytes())
 
 
 def _logprobs(choice: Any, token_ids: list[int]) -> list[float]:

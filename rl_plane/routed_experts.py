@@ -1,0 +1,92 @@
+"""Which experts of a mixture-of-experts model each token was sent to: for a trainer that sends it there again.
+
+Of a choice with P prompt tokens and N made ones there are P + N - 1 rows, from the prompt's first token on: an engine
+sends the last made token nowhere.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rl_plane.errors import EngineFailed
+
+NARROW_EXPERTS = 256
+"""So many ids fit into one byte; more take two."""
+NPY_ALIGNMENT = 64
+"""Where numpy has the data of a `.npy` file begin."""
+
+
+class RoutedExperts(BaseModel):
+    """Rows for tokens that follow each other: made by a worker, read by a frontend."""
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: int = Field(ge=1)
+    """Of the model, those without experts included: their ids are 0."""
+    top_k: int = Field(ge=1)
+    """Experts of a token in a layer, in the router's order."""
+    width: Literal[1, 2]
+    """Bytes of an id, unsigned, the low one first."""
+    data: bytes
+    """[tokens, layers, top_k]"""
+
+    @property
+    def row(self) -> int:
+        """Bytes of a token's."""
+        return self.layers * self.top_k * self.width
+
+    @property
+    def tokens(self) -> int:
+        return len(self.data) // self.row
+
+    def cut(self, start: int, end: int | None = None) -> RoutedExperts:
+        """Of the tokens from `start` up to `end`."""
+        stop = None if end is None else end * self.row
+        return self.model_copy(update={"data": self.data[start * self.row : stop]})
+
+    @classmethod
+    def joined(cls, parts: Iterable[RoutedExperts | None]) -> RoutedExperts | None:
+        """In their order. None: there are no rows."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        if len({(part.layers, part.top_k, part.width) for part in found}) > 1:
+            raise EngineFailed("the rows of routed experts are of two shapes: do all workers have the same model?")
+        if len(found) == 1:
+            return found[0]
+        return found[0].model_copy(update={"data": b"".join(part.data for part in found)})
+
+    def ids(self) -> bytes:
+        """As int32, the low byte first."""
+        wide = bytearray(len(self.data) // self.width * 4)
+        for place in range(self.width):
+            wide[place::4] = self.data[place :: self.width]
+        return bytes(wide)
+
+    def npy(self) -> bytes:
+        """A `.npy` file with dtype and shape, which `numpy.load` reads."""
+        kind = "|u1" if self.width == 1 else "<u2"
+        shape = (self.tokens, self.layers, self.top_k)
+        head = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+        magic = b"\x93NUMPY\x01\x00"
+        head += b" " * (-(len(magic) + 2 + len(head) + 1) % NPY_ALIGNMENT) + b"\n"
+        return magic + len(head).to_bytes(2, "little") + head + self.data
+
+
+def width_of(experts: int) -> Literal[1, 2]:
+    """Bytes of an id, where there are so many experts."""
+    return 1 if experts <= NARROW_EXPERTS else 2
+
+
+def as_npy(found: RoutedExperts | None) -> str | None:
+    """As vLLM's routes have it: base64 of a `.npy`."""
+    return None if found is None else b64encode(found.npy()).decode()
+
+
+def as_int32(found: RoutedExperts | None) -> str | None:
+    """As SGLang's have it: base64 of the ids alone."""
+    return None if found is None else b64encode(found.ids()).decode()
