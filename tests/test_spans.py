@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from rl_plane.deltas import merged
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.versions import WeightVersion
 from worker.engines.spans import Label, SpanLog
-from worker.generation import _joined
 
 
 def version(sequence: int) -> WeightVersion:
@@ -101,7 +101,7 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
         count = pick.randint(1, 6)
         batches.append(rest[:count])
         rest = rest[count:]
-    joined = [_joined(batch) for batch in batches]
+    joined = [merged(batch) for batch in batches]
     read = 0
     for number in range(1, len(joined)):  # after each: all that is known, and nothing more
         read += len(joined[number - 1].token_ids)
