@@ -21,7 +21,7 @@ from typing import Any
 import nats
 from nats.aio.msg import Msg
 
-from rl_plane.process import die_with_parent
+from rl_plane.process import die_with_parent, spare_collector
 from rl_plane.safetensors_file import SafetensorsFile
 
 STOP_TIMEOUT_S = 10.0
@@ -164,7 +164,11 @@ def frontend(ready: Ready, *, nats_url: str, namespace: str, http: bool = False)
     from frontend.options import FrontendOptions
     from frontend.process import serve
 
-    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=0 if http else None), ready))
+    def say(urls: dict[str, Any]) -> None:
+        spare_collector()
+        ready(urls)
+
+    asyncio.run(serve(FrontendOptions(nats_url, namespace, rl_port=0, http_port=0 if http else None), say))
 
 
 def empty_route(ready: Ready) -> None:

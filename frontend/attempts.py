@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ import msgpack
 
 from frontend.committed import Committed, Labels
 from frontend.routing import NO_WISH, Router, Wish
+from rl_plane.deltas import joined
 from rl_plane.errors import (
-    DeadlineExceeded,
     EngineFailed,
     NotAdmitted,
     PayloadTooLarge,
@@ -80,7 +80,7 @@ class Attempts:
         streams = self._streams.setdefault(member.instance_id, set())
         stream = None
         try:
-            stream = await self._receiver.open(subject, stream_id, message)
+            stream = await self._receiver.open(subject, stream_id, message, IDLE_TIMEOUT_S)
             streams.add(stream)
             now = self._view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:
@@ -102,39 +102,39 @@ class Attempts:
         self, stream: IncomingStream, request: GenerateRequest, labels: Labels
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         loop = asyncio.get_running_loop()
-        async with aclosing(stream.messages()) as messages:  # type: ignore[type-var]
-            first = await _next(messages, ACCEPT_TIMEOUT_S)
-            if first is None:
-                raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s")
+        async with aclosing(stream.batches()) as batches:
+            first, *batch = await _first(batches)
             accepted = _accepted(first)
             if not await self._committed.is_known(accepted.version):
                 raise NotAdmitted(f"the worker serves {accepted.version.label}, which was never committed")
             yield accepted
             begun = False
             while True:
-                message = await _next(messages, IDLE_TIMEOUT_S)
-                if message is None:
-                    raise DeadlineExceeded(f"no token for {IDLE_TIMEOUT_S:g} s: is the fleet paused for ever?")
-                delta = _delta(message, request)
-                if delta.token_ids and not begun:
-                    begun = True
-                    if request.prompt_logprobs:
-                        _check_prompt_logprobs(delta)
-                await self._committed.learn(delta.spans)
-                labels.take(delta, loop.time())
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+                for delta in _deltas(batch, request):
+                    if delta.token_ids and not begun:
+                        begun = True
+                        if request.prompt_logprobs:
+                            _check_prompt_logprobs(delta)
+                    if delta.spans:
+                        await self._committed.learn(delta.spans)
+                    labels.take(delta, loop.time())
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+                batch = await _next(batches)
 
 
-async def _next(messages: Any, timeout_s: float) -> dict[str, Any] | None:
-    """None: nothing came in time."""
+async def _first(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     try:
-        async with asyncio.timeout(timeout_s):
-            message: dict[str, Any] = await anext(messages)
-            return message
+        async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+            return await _next(batches)
     except TimeoutError:
-        return None
+        raise WorkerLost(f"the worker did not take the request within {ACCEPT_TIMEOUT_S:g} s") from None
+
+
+async def _next(batches: AsyncIterator[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    try:
+        return await anext(batches)
     except StopAsyncIteration:
         raise EngineFailed("the worker's stream ended without a finish_reason") from None
 
@@ -144,6 +144,12 @@ def _accepted(message: dict[str, Any]) -> Accepted:
     if not isinstance(told, dict) or not isinstance(told.get("version"), dict):
         raise Unlabelled("the worker does not say which weights it serves", retry_after_s=1.0)
     return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
+
+
+def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> list[GenerateDelta]:
+    """Of what came at once as few as can be, unless that grows too large."""
+    deltas = [_delta(message, request) for message in batch]
+    return joined(deltas) if deltas and not request.top_logprobs else deltas
 
 
 def _delta(message: dict[str, Any], request: GenerateRequest) -> GenerateDelta:

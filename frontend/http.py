@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -68,16 +69,12 @@ def _plain(value: Any) -> Any:
     return bytes(value).hex() if isinstance(value, (bytes, bytearray, memoryview)) else str(value)
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-"""Made once: `json.dumps` with options of its own makes one for each chunk."""
-
-
 def to_json(value: Any) -> bytes:
+    """NaN and infinities become null."""
     try:
-        text = _ENCODER.encode(value)
-    except (ValueError, TypeError):
-        text = _ENCODER.encode(_plain(value))
-    return text.encode()
+        return orjson.dumps(value)
+    except TypeError:  # keys that are no strings, bytes, integers of over 64 bits, half a surrogate pair
+        return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -38,3 +39,10 @@ def exit_within(limit_s: float, code: int = EXIT_TOO_SLOW) -> None:
     timer = threading.Timer(limit_s, end)
     timer.daemon = True
     timer.start()
+
+
+def spare_collector() -> None:
+    """Once, when a process is ready: what it has imported and built stays, and the garbage collector need not look
+    through all of it again and again, for a tenth to a fifth of the time of a process that streams tokens."""
+    gc.collect()
+    gc.freeze()

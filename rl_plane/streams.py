@@ -10,6 +10,9 @@ still there. After a gap or a reconnect the receiver asks for what it has missed
     credit  → {kind: credit, id, consumed: n, have: n, resend: bool}
             ← {gone: true}  of a stream that the sender has given up, while the receiver stood still
     abort   → {kind: abort, id}
+
+What a sender has for several streams of one receiver at one time goes as one message, to the inbox of any of them:
+{many: [key, message, key, message, …]}, where a key is the last part of a stream's own reply subject.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgpack
@@ -28,7 +31,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import RECONNECT_GRACE_S, Bus
-from rl_plane.errors import EngineFailed, PayloadTooLarge, WorkerLost, error_from_wire
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PayloadTooLarge, WorkerLost, error_from_wire
 
 WINDOW = 256
 """Unconfirmed messages of one stream: at 1 ms per round trip, 256,000 deltas a second."""
@@ -37,6 +40,13 @@ CREDIT_EVERY = 64
 CREDIT_INTERVAL_S = 2.0
 ABANDONED_AFTER_S = 10.0
 """Five missed confirmations: the receiver is dead, and its request is aborted."""
+
+MAX_BUNDLE_BYTES = 1 << 16
+"""Of messages that go as one: a thousand short ones, and more in one would save nothing."""
+HEAD_BYTES, KEY_BYTES = 16, 24
+"""What a bundle takes beside its messages, and beside each of them."""
+MAX_WAITING_BYTES = 1 << 20
+"""In an outbox: then whoever sends waits until NATS has taken it."""
 
 Publish = Callable[[bytes], Awaitable[None]]
 
@@ -154,10 +164,73 @@ class StreamSender:
                 await self._publish(packed)
 
 
+class Outbox:
+    """The way out of all streams of one sender. What they send in one turn of the loop to one receiver is one message:
+    an engine's step makes a token for each of its requests."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting: dict[str, list[tuple[str, bytes]]] = {}
+        """Inbox of a receiver → (key of a stream, its message)."""
+        self._size = 0
+        self._sending: asyncio.Task[None] | None = None
+
+    async def publish(self, reply: str, packed: bytes) -> None:
+        """`reply`: where the stream's messages go. What NATS does not take is lost, as any message may be."""
+        inbox, _, key = reply.rpartition(".")
+        self._waiting.setdefault(inbox, []).append((key, packed))
+        self._size += len(packed)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send())
+        if self._size > MAX_WAITING_BYTES:
+            await asyncio.shield(self._sending)
+
+    async def _send(self) -> None:
+        waiting, self._waiting, self._size, self._sending = self._waiting, {}, 0, None
+        most = min(MAX_BUNDLE_BYTES, self._bus.nc.max_payload)
+        for inbox, messages in waiting.items():
+            for key, packed in bundles(messages, most):
+                with contextlib.suppress(nats.errors.Error):
+                    await self._bus.nc.publish(f"{inbox}.{key}", packed)
+
+
+def bundles(messages: Iterable[tuple[str, bytes]], most: int) -> Iterator[tuple[str, bytes]]:
+    """(key, packed) to be sent, of at most so many bytes where several go as one."""
+    several: list[tuple[str, bytes]] = []
+    size = HEAD_BYTES
+    for key, packed in messages:
+        if several and size + len(packed) + KEY_BYTES > most:
+            yield _bundle(several)
+            several, size = [], HEAD_BYTES
+        several.append((key, packed))
+        size += len(packed) + KEY_BYTES
+    if several:
+        yield _bundle(several)
+
+
+def _bundle(messages: list[tuple[str, bytes]]) -> tuple[str, bytes]:
+    first, packed = messages[0]
+    if len(messages) == 1:
+        return first, packed
+    packer = msgpack.Packer()
+    parts = [packer.pack_map_header(1), packer.pack("many"), packer.pack_array_header(2 * len(messages))]
+    for key, packed in messages:
+        parts += (packer.pack(key), packed)
+    return first, b"".join(parts)
+
+
 class IncomingStream:
     """A receiver's end. Iterate it once; `close` (or leaving the iteration) aborts what has not ended."""
 
-    def __init__(self, receiver: StreamReceiver, key: str, subject: str, stream_id: str, opening: bytes) -> None:
+    def __init__(
+        self,
+        receiver: StreamReceiver,
+        key: str,
+        subject: str,
+        stream_id: str,
+        opening: bytes,
+        silence_s: float,
+    ) -> None:
         self._receiver = receiver
         self._key = key
         self._reply = f"{receiver.inbox}.{key}"
@@ -167,14 +240,11 @@ class IncomingStream:
         self._window = ReceiveWindow()
         self._queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         self._ended = False
+        self._silence_s = silence_s
+        self._waits_since = math.inf
 
-    def put(self, message: Msg) -> bool:
+    def put(self, body: dict[str, Any]) -> bool:
         """A message from the worker. True: something is missing before it."""
-        if not message.data and message.headers and message.headers.get("Status") == "503":
-            if not self._receiver.just_back():  # else the worker may be on its way back too: it is asked again
-                self.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
-            return False
-        body = msgpack.unpackb(message.data)
         if body.get("gone"):
             self.fail(WorkerLost("the worker has given the request up: nobody had confirmed its tokens"))
             return False
@@ -208,20 +278,48 @@ class IncomingStream:
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
         """Each message in order, the last one with `end`; a typed error that the worker sent is raised."""
+        async with contextlib.aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for message in batch:
+                    yield message
+
+    async def batches(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """Likewise, what has come since the last ones were taken: CREDIT_EVERY at most, since they count as used."""
         try:
             while not self._ended:
-                item = await self._queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                self._window.consumed += 1
-                self._ended = bool(item.get("end"))
+                batch, error = await self._take()
                 if self._ended or self._window.credit_due():
                     await self.credit()
-                if error := item.get("error"):
-                    raise error_from_wire(error)
-                yield item
+                if batch:
+                    yield batch
+                if error is not None:
+                    raise error
         finally:
             await self.close()
+
+    async def _take(self) -> tuple[list[dict[str, Any]], Exception | None]:
+        """Messages, and the error that came after them."""
+        batch: list[dict[str, Any]] = []
+        if self._queue.empty():
+            self._waits_since = time.monotonic()
+        item = await self._queue.get()
+        self._waits_since = math.inf
+        while True:
+            if isinstance(item, Exception):
+                return batch, item
+            self._window.consumed += 1
+            self._ended = bool(item.get("end"))
+            if error := item.get("error"):
+                return batch, error_from_wire(error)
+            batch.append(item)
+            if self._ended or len(batch) == CREDIT_EVERY or self._queue.empty():
+                return batch, None
+            item = self._queue.get_nowait()
+
+    def check_silence(self, now: float) -> None:
+        if now - self._waits_since > self._silence_s:
+            self._waits_since = math.inf
+            self.fail(DeadlineExceeded(f"no token for {self._silence_s:g} s: is the fleet paused for ever?"))
 
     async def close(self) -> None:
         self._receiver.forget(self._key)
@@ -252,12 +350,15 @@ class StreamReceiver:
         for stream in list(self._open.values()):
             await stream.close()
 
-    async def open(self, subject: str, stream_id: str, message: dict[str, Any]) -> IncomingStream:
-        """Sends the request to a worker's generate subject."""
+    async def open(
+        self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
+    ) -> IncomingStream:
+        """Sends the request to a worker's generate subject. `silence_s`: a reader that has waited so long gets
+        DeadlineExceeded, within CREDIT_INTERVAL_S."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
         opening = msgpack.packb({**message, "kind": "open", "id": stream_id})
-        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening)
+        stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s)
         try:
             await stream.send_opening()
         except nats.errors.Error as error:
@@ -269,9 +370,24 @@ class StreamReceiver:
         self._open.pop(key, None)
 
     async def _message(self, message: Msg) -> None:
-        stream = self._open.get(message.subject.rsplit(".", 1)[1])
-        if stream is not None and stream.put(message):
-            await stream.ask_again()
+        key = message.subject.rsplit(".", 1)[1]
+        if not message.data:
+            if message.headers and message.headers.get("Status") == "503":
+                self._nobody_there(key)
+            return
+        body = msgpack.unpackb(message.data)
+        several = body.get("many")
+        for one, each in zip(several[::2], several[1::2], strict=True) if several else ((key, body),):
+            stream = self._open.get(one)
+            if stream is not None and stream.put(each):
+                await stream.ask_again()
+
+    def _nobody_there(self, key: str) -> None:
+        stream = self._open.get(key)
+        if (
+            stream is not None and not self.just_back()
+        ):  # else the worker may be on its way back: it is asked again
+            stream.fail(WorkerLost("the worker was gone before it had the request", field="instance_id"))
 
     def just_back(self) -> bool:
         """This connection was down until now: that nobody listens to a subject means nothing yet."""
@@ -289,5 +405,6 @@ class StreamReceiver:
         while True:
             await asyncio.sleep(CREDIT_INTERVAL_S)
             for stream in list(self._open.values()):
+                stream.check_silence(time.monotonic())
                 # Each time also for what is missing: that repairs a loss which no later message shows.
                 await stream.ask_again()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgpack
 import pytest
 
+from rl_plane.deltas import merged
 from rl_plane.generation import GenerateDelta, VersionSpan
-from worker.generation import MAX_TOP_ROWS, _in_parts, _joined
+from worker.generation import MAX_TOP_ROWS, _in_parts
 
 
 def span(start: int, end: int) -> VersionSpan:
@@ -36,4 +37,4 @@ def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
         assert [(one.start, one.end) for one in part.spans] == [(0, 40), (40, told)]
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert [part.prompt_token_ids for part in parts] == [[1]] + [None] * (len(parts) - 1)
-    assert _joined(parts).model_copy(update={"spans": whole.spans}) == whole
+    assert merged(parts).model_copy(update={"spans": whole.spans}) == whole

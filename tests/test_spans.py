@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rl_plane.deltas import merged
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.versions import WeightVersion
@@ -16,7 +17,6 @@ from worker.engines.sglang_streams import Experts
 from worker.engines.sglang_streams import Stream as SglangStream
 from worker.engines.spans import Label, SpanLog
 from worker.engines.vllm_streams import Piece as VllmPiece
-from worker.generation import _joined
 
 
 def version(sequence: int) -> WeightVersion:
@@ -107,7 +107,7 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
         count = pick.randint(1, 6)
         batches.append(rest[:count])
         rest = rest[count:]
-    joined = [_joined(batch) for batch in batches]
+    joined = [merged(batch) for batch in batches]
     read = 0
     for number in range(1, len(joined)):  # after each: all that is known, and nothing more
         read += len(joined[number - 1].token_ids)

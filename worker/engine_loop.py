@@ -19,6 +19,7 @@ class EngineLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Cancelling the caller cancels the work."""
@@ -28,6 +29,7 @@ class EngineLoop:
         """The source's items in batches: all that came since the last one was taken, so that a slow reader gets
         fewer, larger ones. A request's own length bounds what can pile up. Leaving closes the source."""
         here = asyncio.get_running_loop()
+        ferry = self._ferries.setdefault(here, _Ferry(self._loop, here))
         items: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
 
         async def pump() -> None:
@@ -35,14 +37,13 @@ class EngineLoop:
             try:
                 async with contextlib.aclosing(source) as closing:  # type: ignore[type-var]
                     async for item in closing:
-                        here.call_soon_threadsafe(items.put_nowait, item)
+                        ferry.put(items, item)
             except BaseException as error:
                 end = error
                 if isinstance(error, asyncio.CancelledError):
                     raise
             finally:
-                with contextlib.suppress(RuntimeError):  # the reader's loop is closed
-                    here.call_soon_threadsafe(items.put_nowait, end)
+                ferry.put(items, end)
 
         pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
@@ -59,3 +60,29 @@ class EngineLoop:
                     return
         finally:
             pumping.cancel()
+
+
+class _Ferry:
+    """Takes what many streams make in one turn of the engine loop to their readers' loop at once: to wake a thread is a
+    system call, and the two threads would take turns at the interpreter for each token."""
+
+    def __init__(self, engine: asyncio.AbstractEventLoop, readers: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._readers = readers
+        self._load: list[tuple[asyncio.Queue[Any], Any]] = []
+
+    def put(self, queue: asyncio.Queue[Any], item: Any) -> None:
+        """On the engine loop."""
+        if not self._load:
+            self._engine.call_soon(self._cross)
+        self._load.append((queue, item))
+
+    def _cross(self) -> None:
+        load, self._load = self._load, []
+        with contextlib.suppress(RuntimeError):  # the readers' loop is closed
+            self._readers.call_soon_threadsafe(_unload, load)
+
+
+def _unload(load: list[tuple[asyncio.Queue[Any], Any]]) -> None:
+    for queue, item in load:
+        queue.put_nowait(item)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -15,11 +15,11 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
+from rl_plane.deltas import joined
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
-from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest
 from rl_plane.ops import parse_body
-from rl_plane.routed_experts import RoutedExperts
-from rl_plane.streams import CREDIT_INTERVAL_S, StreamSender
+from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter
@@ -44,6 +44,7 @@ class GenerationService:
         self._state = state
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._senders: dict[str, StreamSender] = {}
+        self._outbox = Outbox(bus)
         self._reaper: asyncio.Task[None] | None = None
 
     async def start(self, subject: str) -> None:
@@ -87,9 +88,7 @@ class GenerationService:
         if stream_id in self._tasks:
             return  # sent twice: the first one is answering
 
-        async def publish(data: bytes) -> None:
-            await self._bus.nc.publish(reply, data)
-
+        publish = partial(self._outbox.publish, reply)
         sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)
         task = self._tasks[stream_id] = asyncio.create_task(self._serve(stream_id, body, sender))
         task.add_done_callback(lambda _: self._forget(stream_id))
@@ -137,15 +136,15 @@ class GenerationService:
         made = 0
         try:
             async for batch in self._engine.stream(self._adapter.generate(request)):
-                for joined in _to_send(batch):
-                    if joined.token_ids:
-                        prompt = joined.prompt_token_ids
-                        share.made(len(joined.token_ids), len(prompt) if prompt is not None else None)
-                    if joined.finish_reason is not None:
+                for delta in joined(batch):
+                    if delta.token_ids:
+                        prompt = delta.prompt_token_ids
+                        share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
+                    if delta.finish_reason is not None:
                         share.gone()  # the engine is done with it, whoever still reads
-                    for delta in _in_parts(joined, made):
-                        await _send(delta, sender)
-                    made += len(joined.token_ids)
+                    for part in _in_parts(delta, made):
+                        await _send(part, sender)
+                    made += len(delta.token_ids)
         finally:
             share.gone()
 
@@ -169,54 +168,12 @@ def _names(stream_id: str) -> tuple[str, str, str]:
 
 
 async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
-    message = {"delta": delta.model_dump()}
+    message = {"delta": delta.model_dump(exclude_defaults=True)}
     if delta.finish_reason is not None:
         await sender.finish(message)
     else:
         await sender.send(message)
         sender.check_receiver()
-
-
-def _to_send(batch: list[GenerateDelta]) -> list[GenerateDelta]:
-    """As few as possible. One with prompt logprobs goes alone: they alone may fill a message. What other weights made
-    begins another: who wants tokens of one version gets all of those."""
-    parts = [[batch[0]]]
-    for before, delta in itertools.pairwise(batch):
-        if before.prompt_logprobs is not None or _begins_span(delta):
-            parts.append([])
-        parts[-1].append(delta)
-    return [_joined(part) for part in parts]
-
-
-def _begins_span(delta: GenerateDelta) -> bool:
-    return bool(delta.token_ids and delta.spans) and delta.spans[-1].end - delta.spans[-1].start <= len(
-        delta.token_ids
-    )
-
-
-def _joined(batch: list[GenerateDelta]) -> GenerateDelta:
-    if len(batch) == 1:
-        return batch[0]
-    with_logprobs, with_tops = batch[0].logprobs is not None, batch[0].top_logprobs is not None
-    spans: list[VersionSpan] = []
-    for delta in batch:
-        if delta.spans:
-            spans = delta.spans
-        elif spans and delta.token_ids:
-            longer = {"end": spans[-1].end + len(delta.token_ids)}
-            spans = [*spans[:-1], spans[-1].model_copy(update=longer)]
-    return GenerateDelta(
-        token_ids=[token for delta in batch for token in delta.token_ids],
-        logprobs=[value for delta in batch for value in delta.logprobs or []] if with_logprobs else None,
-        top_logprobs=[top for delta in batch for top in delta.top_logprobs or []] if with_tops else None,
-        text="".join(delta.text for delta in batch),
-        finish_reason=batch[-1].finish_reason,
-        stop_string=batch[-1].stop_string,
-        spans=spans,
-        prompt_token_ids=batch[0].prompt_token_ids,
-        prompt_logprobs=batch[0].prompt_logprobs,
-        routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
-    )
 
 
 def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rl_plane.bus import SERVICE_CONNECT_S, Bus
 from rl_plane.errors import InvalidRequest
-from rl_plane.process import exit_within
+from rl_plane.process import exit_within, spare_collector
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.tasks import end_tasks
 from worker import exit_codes
@@ -176,6 +176,7 @@ class WorkerProcess:
                     await end_tasks([starting])
                     return
                 await starting
+            spare_collector()
             self._on_ready([worker.state.instance_id for worker in workers])
             if not self._end_wanted.is_set():
                 await end.wait()

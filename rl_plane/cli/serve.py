@@ -17,6 +17,7 @@ from rl_plane.cli.output import note, say_ready
 from rl_plane.cli.settings import NO_DIALECT, BadSetting
 from rl_plane.errors import BusUnreachable
 from rl_plane.nats_server import NatsServer
+from rl_plane.process import spare_collector
 
 BUS = ("nats_url", "namespace", "component")
 ENGINE = (
@@ -143,6 +144,7 @@ def run_frontend(command: Command) -> int:
     def ready(urls: dict[str, Any]) -> None:
         rl_url, http_url = urls["rl_url"] or "no port", urls["http_url"] or "no port"
         words = f"frontend is ready: /v1/rl on {rl_url}, generation on {http_url}"
+        spare_collector()
         say_ready(values["json"], "frontend", words, **urls, pid=os.getpid())
 
     asyncio.run(serve(options, ready))

@@ -1,0 +1,190 @@
+"""How token streams travel: many at once between two threads, in bundles over NATS, and until a reader has waited
+enough."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgpack
+import pytest
+from nats.aio.msg import Msg
+
+from rl_plane.bus import Bus
+from rl_plane.errors import DeadlineExceeded
+from rl_plane.nats_server import NatsServer
+from rl_plane.streams import CREDIT_EVERY, Outbox, StreamReceiver, StreamSender, bundles
+from worker.engine_loop import EngineLoop
+
+STREAMS, MESSAGES = 20, 150
+"""More messages than a batch takes, of more streams than one message need carry."""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_bundle_loses_nothing_and_stays_within_its_bound(seed: int) -> None:
+    pick = random.Random(seed)
+    most = 1000
+    sent = [
+        (format(number, "x"), msgpack.packb({"n": number, "x": "y" * pick.choice([1, 10, 400, 1500])}))
+        for number in range(200)
+    ]
+    got: list[tuple[str, Any]] = []
+    for key, packed in bundles(sent, most):
+        several = msgpack.unpackb(packed).get("many")
+        parts = (
+            list(zip(several[::2], several[1::2], strict=True)) if several else [(key, msgpack.unpackb(packed))]
+        )
+        assert parts[0][0] == key, "it goes to a stream that is in it"
+        assert len(packed) <= most or len(parts) == 1
+        got += parts
+    assert got == [(key, msgpack.unpackb(packed)) for key, packed in sent]
+
+
+class Sending:
+    """A worker's end: each stream that is opened sends its number of messages, as fast as it may."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._outbox = Outbox(bus)
+        self._senders: dict[str, StreamSender] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def message(self, message: Msg) -> None:
+        body = msgpack.unpackb(message.data)
+        if body["kind"] == "open":
+            sender = self._senders[body["id"]] = StreamSender(
+                partial(self._outbox.publish, message.reply), self._bus.nc.max_payload
+            )
+            self.tasks.append(asyncio.create_task(self._send(sender, body["messages"])))
+        elif body["kind"] == "credit":
+            await self._senders[body["id"]].credit(body["consumed"], body["have"], body["resend"])
+
+    async def _send(self, sender: StreamSender, messages: int) -> None:
+        for number in range(messages):
+            await sender.send({"x": number})
+            await asyncio.sleep(0)
+        if messages:
+            await sender.finish({"x": messages})
+
+
+@asynccontextmanager
+async def both_ends(url: str) -> AsyncIterator[tuple[StreamReceiver, str, Counter[str]]]:
+    """The receiver, the subject of the sender, and how many messages came over NATS."""
+    there, here = await Bus.connect(url), await Bus.connect(url)
+    subject, counted = f"streams.{secrets.token_hex(4)}", Counter[str]()
+    sending, receiver = Sending(there), StreamReceiver(here)
+    await there.subscribe(subject, sending.message)
+    await there.flush()
+
+    async def count(message: Msg) -> None:
+        counted["messages"] += 1
+
+    await receiver.start()
+    await here.subscribe(f"{receiver.inbox}.*", count)
+    await here.flush()
+    try:
+        yield receiver, subject, counted
+    finally:
+        for task in sending.tasks:
+            task.cancel()
+        await asyncio.gather(*sending.tasks, return_exceptions=True)
+        await receiver.stop()
+        await here.close()
+        await there.close()
+
+
+async def test_streams_that_send_at_once_share_messages(nats: NatsServer) -> None:
+    async with both_ends(nats.url) as (receiver, subject, counted):
+
+        async def read(number: int) -> list[int]:
+            stream = await receiver.open(subject, f"s{number}", {"messages": MESSAGES})
+            got: list[int] = []
+            async for batch in stream.batches():
+                assert len(batch) <= CREDIT_EVERY
+                got += [message["x"] for message in batch]
+            return got
+
+        read_all = await asyncio.gather(*map(read, range(STREAMS)))
+        assert read_all == [list(range(MESSAGES + 1))] * STREAMS
+        assert counted["messages"] < STREAMS * MESSAGES / 2
+
+
+async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:
+    async with both_ends(nats.url) as (receiver, subject, _):
+        stream = await receiver.open(subject, "s", {"messages": 0}, silence_s=60.0)
+        stream.check_silence(time.monotonic() + 61.0)  # nobody waits yet
+        async with aclosing(stream.batches()) as batches:
+            waiting = asyncio.ensure_future(anext(batches))
+            await asyncio.sleep(0)
+            stream.check_silence(time.monotonic() + 59.0)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            stream.check_silence(time.monotonic() + 61.0)
+            with pytest.raises(DeadlineExceeded):
+                await waiting
+
+
+# ---- between the threads of a worker ----
+
+
+@pytest.fixture
+def engine_loop() -> Iterator[tuple[EngineLoop, asyncio.AbstractEventLoop]]:
+    made: list[tuple[EngineLoop, asyncio.AbstractEventLoop]] = []
+    ready, end = threading.Event(), asyncio.Event()
+
+    async def run() -> None:
+        made.append((EngineLoop(), asyncio.get_running_loop()))
+        ready.set()
+        await end.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(30)
+    yield made[0]
+    made[0][1].call_soon_threadsafe(end.set)
+    thread.join()
+
+
+async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, crossings = asyncio.get_running_loop(), 0
+    to_here = here.call_soon_threadsafe
+
+    def counted(*args: Any, **more: Any) -> asyncio.Handle:
+        nonlocal crossings
+        crossings += 1
+        return to_here(*args, **more)
+
+    async def source(fails: bool) -> AsyncGenerator[int, None]:
+        for number in range(MESSAGES):
+            yield number
+            await asyncio.sleep(0)
+        if fails:
+            raise ValueError("as it should")
+
+    async def read(fails: bool) -> list[int]:
+        got: list[int] = []
+        try:
+            async for batch in engine_loop[0].stream(source(fails)):
+                got += batch
+        except ValueError:
+            assert fails
+        else:
+            assert not fails
+        return got
+
+    monkeypatch.setattr(here, "call_soon_threadsafe", counted)
+    assert (
+        await asyncio.gather(*(read(number % 2 == 0) for number in range(STREAMS)))
+        == [list(range(MESSAGES))] * STREAMS
+    )
+    assert crossings < STREAMS * MESSAGES / 2
