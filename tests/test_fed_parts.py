@@ -8,9 +8,9 @@ import pytest
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_replies import group_places
+from rl_plane.group_place import Place
 from rl_plane.membership import Member, Snapshot
 from rl_plane.ops import FeedUpdate, UpdateWeights
-from rl_plane.torch_group import Place
 from worker.transports.fed import chunks
 
 SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
