@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.shared_memory import hash_alone
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
 from rl_plane.publish.group import GroupSender
@@ -28,9 +29,9 @@ TENSOR_BYTES = 16 << 20
 TIMEOUT_S = 120.0
 """Of one round on a busy machine."""
 
-WAYS = ("bare", "received", "checked", "staged")
+WAYS = ("bare", "received", "checked", "staged", "hashed")
 """Each bucket broadcast and waited for, and nothing else · the transport · and both sides make the digests · and copied
-into new memory, as the `hf` engine keeps it."""
+into new memory, as the `hf` engine keeps it · BLAKE3 of as many bytes, on all sides at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -70,6 +71,11 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
         whole = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in manifest.buckets]
 
         def sent(way: str) -> None:
+            if way == "hashed":
+                for one in started:
+                    _tell(one, {"way": way, "nbytes": times.nbytes})
+                hash_alone(data[0].data, times.nbytes)
+                return
             if way == "bare":
                 told: dict[str, Any] = {"sizes": [one.numel() for one in whole]}
             else:
@@ -153,7 +159,9 @@ def main() -> None:
     buffers: list[torch.Tensor] = []
     for line in sys.stdin:
         asked = json.loads(line)
-        if asked["way"] == "bare":
+        if asked["way"] == "hashed":
+            hash_alone(memoryview(bytearray(TENSOR_BYTES)), asked["nbytes"])
+        elif asked["way"] == "bare":
             sizes = asked["sizes"]
             buffers = buffers or [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(2)]
             print("{}", flush=True)

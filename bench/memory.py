@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.nixl_wire import have_nixl
 from rl_plane.publish.senders import installed
-from rl_plane.publish.sources import DirectorySource, Taken
 from worker.tiny_model import make_tiny_model
 
 BUCKET_BYTES = 64 << 20
@@ -28,32 +26,16 @@ BUCKET_BYTES = 64 << 20
 BUCKETS = 2
 UPDATES = 3
 """Of which the largest peak counts: some buffers are made once and stay. The first one loads libraries, too."""
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"nixl": {"": {}, ", keep_copy false": {"keep_copy": False}}}
+"""With which a transport is measured."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
-class Trained:
+def trained(directory: Path) -> dict[str, Any]:
     """A model that the trainer has in memory already: what it takes is not the update's."""
+    from safetensors.torch import load_file
 
-    collective = False
-    adapter = False
-
-    def __init__(self, directory: Path) -> None:
-        import torch
-        from safetensors.torch import load_file
-
-        tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
-        taken = DirectorySource(directory).take()
-        self._specs = taken.specs
-        taken.close()
-        self._tensors = tensors
-        self._no_grad = torch.no_grad
-
-    def take(self) -> Taken:
-        def tensors() -> Iterator[tuple[str, Any]]:
-            with self._no_grad():
-                yield from ((name, self._tensors[name]) for name, _ in self._specs)
-
-        return Taken(self._specs, tensors(), None, lambda: None)
+    return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
 def _status(pid: int | str, field: str) -> int:
@@ -68,8 +50,8 @@ def _begin(pid: int | str) -> int:
     return _status(pid, "VmRSS")
 
 
-def measure(backend: str, model: Path) -> tuple[int, int]:
-    """(trainer's, worker's) bytes beyond what they had."""
+def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
+    """(trainer's, worker's) bytes beyond what they had. `more`: options of the transport."""
     namespace = f"memory{secrets.token_hex(2)}"
     with ExitStack() as stack:
         server = NatsServer()
@@ -87,11 +69,12 @@ def measure(backend: str, model: Path) -> tuple[int, int]:
         stack.enter_context(peers([started]))
         options: dict[str, Any] = {"root": model.parent / "published"} if backend == "filesystem" else {}
         publisher = WeightPublisher(
-            Trained(model),
+            trained(model),
             server.url,
             namespace=namespace,
             transport=backend,
             bucket_bytes=BUCKET_BYTES,
+            options=more,
             **options,
         )
         stack.enter_context(closing(publisher))
@@ -113,11 +96,12 @@ def main() -> None:
         staging = (model / "model.safetensors").stat().st_size
         lacking = {"nccl"} | (set() if have_nixl() else {"nixl"})
         for backend in [arguments.only] if arguments.only else sorted(installed().keys() - lacking):
-            trainer, worker = measure(backend, model)
-            buckets = BUCKETS * BUCKET_BYTES
-            cells = [f"{trainer / 1e6:,.0f}", f"{trainer / buckets:.2f}"]
-            cells += [f"{worker / 1e6:,.0f}", f"{worker / (buckets + staging):.2f}"]
-            print(f"| {backend} | " + " | ".join(cells) + " |", flush=True)
+            for words, more in OPTIONS.get(backend, {"": {}}).items():
+                trainer, worker = measure(backend, model, more)
+                buckets = BUCKETS * BUCKET_BYTES
+                cells = [f"{trainer / 1e6:,.0f}", f"{trainer / buckets:.2f}"]
+                cells += [f"{worker / 1e6:,.0f}", f"{worker / (buckets + staging):.2f}"]
+                print(f"| {backend}{words} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

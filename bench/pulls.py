@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.peers import Peer, await_ready, stop_peers
+from bench.shared_memory import hash_alone
 from rl_plane.frames import read_frame, send_frame
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
@@ -28,8 +29,9 @@ from rl_plane.versions import HostTensor, TensorSpec
 TENSOR_BYTES = 16 << 20
 """A linear layer's."""
 
-WAYS = ("bare", "pull", "verified", "staged")
-"""Reads by nixl and nothing else · the transport · and digests checked · and copied, as the `hf` engine keeps it."""
+WAYS = ("bare", "pull", "verified", "staged", "hashed")
+"""Reads by nixl and nothing else · the transport · and digests checked · and copied, as the `hf` engine keeps it ·
+BLAKE3 of as many bytes, in all receivers at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -144,6 +146,7 @@ def receiver(transport: dict[str, Any]) -> None:
         "pull": lambda: consume(False),
         "verified": lambda: consume(True),
         "staged": staged,
+        "hashed": lambda: hash_alone(memoryview(bytearray(TENSOR_BYTES)), sum(nbytes for _, nbytes, _ in places)),
     }
     _say(ready=True)
     for line in sys.stdin:

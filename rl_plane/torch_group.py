@@ -1,28 +1,24 @@
 """A group of a trainer, rank 0, and the ranks of engines, in which packed buckets are broadcast. Both halves use it.
 
 It is a process group of its own, never torch's default one. A group in which anything goes wrong is of no use any more,
-and is formed anew over whoever is there. gloo can't take back what was posted, and does not always tell of a death: so
-each rank holds a connection to the trainer, by which whoever gives up says why, and which the kernel cuts when a
-process ends. A trainer that forms its group by itself, as torch does (`form: torch`), has no such connections: there a
-rank holds one to the trainer's store, on which nothing is said.
+and is formed anew over whoever is there: gloo can't take back what was posted. Who dies or gives up is told by the
+`lifelines`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rl_plane.buffers import fresh
-from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable, Unsupported
-from rl_plane.ops import MAX_TIMEOUT_S
+from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
+from rl_plane.group_place import FORM_AGAIN, Place
+from rl_plane.lifelines import Lifelines, connected
 from rl_plane.tasks import never
 
 if TYPE_CHECKING:
@@ -32,26 +28,8 @@ JOIN_TIMEOUT_S = 60.0
 """To form a group: its ranks come within a second or two, unless one has died or stands still."""
 JOIN_TORCH_S = 120.0
 """To a trainer's own group: it is told of the workers first, and comes when it has gathered its own ranks."""
-RECEIVE_TIMEOUT_S = 300.0
-"""Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""
-CONNECT_TIMEOUT_S = 5.0
-"""To the trainer, which listens before anybody is told to come. torch's own connections to the store take their time
-from the group's: each asks a name server, which may be slow."""
-CONNECT_AGAIN_S = 0.1
-"""Between two tries to reach a trainer that does not listen yet."""
 LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
-WATCH_S = 1.0
-"""At most so much later a lifeline's watch ends."""
-MAX_REASON_BYTES = 4096
-HELLO_S = 5.0
-"""For a connection to say which rank it is: a rank does so at once."""
-STRANGERS = 64
-"""Connections beside the ranks' that may be open, for so long as HELLO_S."""
-ACCEPT_AGAIN_S = 0.2
-"""After an accept that failed: without descriptors it fails again at once."""
-BACKLOG = 4096
-"""Ranks that come at once: what Linux allows by default."""
 TAKE_S = 30.0
 """For what the trainer has put into the store: some MB."""
 REMOVE_S = 5.0
@@ -63,212 +41,6 @@ AHEAD = 2
 """Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
-MAX_NAME_BYTES = 256
-MAX_WORLD_SIZE = 1 << 16
-
-FORM_AGAIN = "form the group again (init_transport), and send the update again"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One rank's place in a group."""
-
-    backend: str
-    group: str
-    """Of form `plane`, never used before: each forming has a name of its own."""
-    master_address: str
-    master_port: int
-    world_size: int
-    rank: int
-    timeout_s: float = RECEIVE_TIMEOUT_S
-    lifeline_port: int | None = None
-    """Where the trainer's Lifelines listen; None: there are none."""
-    device: str | None = None
-    """Where nccl's buckets are; None: in host memory."""
-    form: Literal["plane", "torch"] = "plane"
-    """`torch`: as `init_process_group("tcp://…", group_name=…)` makes one on the trainer's side."""
-    fleet_ranks: int | None = None
-    """Of form `torch`: so many of its ranks are the fleet's."""
-
-    @classmethod
-    def of_worker(cls, config: Mapping[str, Any], backend: str, device: str | None = None) -> Place:
-        """From what `init_transport` says."""
-        known = {field.name for field in fields(cls)} - {"rank", "device"} | {"rank_offset"}
-        for key in config:
-            if key not in known:
-                raise InvalidRequest(
-                    f"{backend} has no field {key}", field=key, fix=f"use {', '.join(sorted(known))}"
-                )
-        for key in ("master_address", "group"):
-            value = config.get(key)
-            if not (isinstance(value, str) and value.isprintable() and 0 < len(value.encode()) <= MAX_NAME_BYTES):
-                raise InvalidRequest(
-                    f"{key} must be a text", field=key, fix="give what the trainer's sender announces"
-                )
-        port = _number(config, "master_port", 1, 65_535)
-        world_size = _number(config, "world_size", 2, MAX_WORLD_SIZE)
-        rank = _number(config, "rank_offset", 1, world_size - 1)
-        timeout_s = config.get("timeout_s", RECEIVE_TIMEOUT_S)
-        if (
-            isinstance(timeout_s, bool)
-            or not isinstance(timeout_s, int | float)
-            or not 0 < timeout_s <= MAX_TIMEOUT_S
-        ):
-            raise InvalidRequest(
-                f"timeout_s is {timeout_s!r}",
-                field="timeout_s",
-                fix=f"seconds, above 0 and at most {MAX_TIMEOUT_S:g}",
-            )
-        lifeline = None if config.get("lifeline_port") is None else _number(config, "lifeline_port", 1, 65_535)
-        form = config.get("form", "plane")
-        if form not in ("plane", "torch"):
-            raise InvalidRequest(
-                f"form is {form!r}", field="form", fix="plane, or torch for a trainer's own group"
-            )
-        if form == "torch" and lifeline is not None:
-            raise InvalidRequest(
-                "a group of form torch has no lifelines", field="lifeline_port", fix="leave it out, or the form"
-            )
-        return cls(
-            backend,
-            config["group"],
-            config["master_address"],
-            port,
-            world_size,
-            rank,
-            float(timeout_s),
-            lifeline,
-            device,
-            form,
-            None if form == "plane" else _number(config, "fleet_ranks", 1, world_size - 1),
-        )
-
-
-def _number(config: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    value = config.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise InvalidRequest(f"{name} is {value!r}", field=name, fix=f"a whole number from {least} to {most}")
-    return value
-
-
-class Lifelines:
-    """Connections between the trainer and each rank of the fleet. A rank says who it is; after that either side says
-    at most why it gives up. Who comes to the trainer's port and is no rank is not listened to, and not kept."""
-
-    def __init__(self, listener: socket.socket | None, *lines: socket.socket) -> None:
-        self._listener = listener
-        self._lines = list(lines)
-        self._says = True
-        self._strangers: dict[socket.socket, float] = {}
-        """Line that has not said who it is → when it is closed."""
-        self._selector = selectors.DefaultSelector()
-        for one in (listener, *lines):
-            if one is not None:
-                self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
-
-    @classmethod
-    def of_trainer(cls, host: str) -> Lifelines:
-        """Listens, at any port."""
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise InvalidRequest(
-                f"can't listen at {host}: {error.strerror or error}",
-                field="host",
-                fix="give an address of this machine",
-            ) from error
-        listener.setblocking(False)
-        return cls(listener)
-
-    @classmethod
-    def of_rank(cls, place: Place, timeout_s: float = CONNECT_TIMEOUT_S) -> Lifelines | None:
-        """`timeout_s`: for a trainer of form torch, which may not listen yet."""
-        if place.form == "torch":
-            lines = cls(None, _connected_within((place.master_address, place.master_port), timeout_s))
-            lines._says = False  # its store would take it for a request
-            return lines
-        if place.lifeline_port is None:
-            return None
-        address = (place.master_address, place.lifeline_port)
-        line = _connected(address, "lifeline_port", "the trainer's lifelines do not answer")
-        try:
-            line.sendall(f"{place.group} {place.rank}\n".encode())
-        except OSError as error:
-            line.close()
-            raise Unavailable(f"the trainer's lifeline broke: {error}", fix=FORM_AGAIN) from error
-        return cls(None, line)
-
-    @property
-    def port(self) -> int:
-        assert self._listener is not None, "the trainer's"
-        return int(self._listener.getsockname()[1])
-
-    def watch(self, group: str, ended: Callable[[], object], look_s: float = WATCH_S) -> str:
-        """Blocks until somebody has given up or died, and says why; or until it has `ended`, here."""
-        listener = self._listener
-        while not ended():
-            for key, _ in self._selector.select(look_s):
-                line: Any = key.fileobj
-                if listener is not None and line is listener:
-                    self._accept(listener)
-                elif why := self._heard(line, key.data, group):
-                    return why
-            self._close_strangers()
-        return ""
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            line = listener.accept()[0]
-        except OSError:  # it has gone again, or there are no descriptors left
-            time.sleep(ACCEPT_AGAIN_S)
-            return
-        self._lines.append(line)
-        self._strangers[line] = time.monotonic() + HELLO_S
-        self._selector.register(line, selectors.EVENT_READ)
-
-    def _close_strangers(self) -> None:
-        """Those that have had their time, and the oldest beyond STRANGERS."""
-        now, over = time.monotonic(), len(self._strangers) - STRANGERS
-        for place, (line, until) in enumerate(list(self._strangers.items())):
-            if place < over or until < now:
-                self._drop(line)
-
-    def _drop(self, line: socket.socket) -> None:
-        self._selector.unregister(line)
-        del self._strangers[line]
-        self._lines.remove(line)
-        line.close()
-
-    def _heard(self, line: socket.socket, who: str | None, group: str) -> str:
-        try:
-            said = line.recv(MAX_REASON_BYTES).decode(errors="replace")
-        except OSError:
-            said = ""
-        if who is None:
-            hello, _, said = said.partition("\n")
-            name, _, rank = hello.rpartition(" ")
-            if name != group:
-                self._drop(line)
-                return ""
-            del self._strangers[line]
-            self._selector.modify(line, selectors.EVENT_READ, who := f"rank {rank}")
-            return said
-        return said or f"{who} is gone"
-
-    def end(self, why: str) -> None:
-        """Tells the other side, and ends `watch`."""
-        for line in list(self._lines):
-            with contextlib.suppress(OSError):
-                if self._says:
-                    line.send(why.encode()[:MAX_REASON_BYTES])
-                line.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for one in (self._listener, *self._lines):
-            if one is not None:
-                one.close()
-        self._selector.close()
 
 
 class Group:
@@ -481,7 +253,9 @@ class Group:
 
     def _watch(self) -> None:
         assert self._lifelines is not None
-        if why := self._lifelines.watch(self.place.group, lambda: self.why_dropped):
+        if why := self._lifelines.watch(
+            self.place.group, lambda: self.why_dropped, world_size=self.place.world_size
+        ):
             self.drop(why)
         self._lifelines.close()
 
@@ -576,33 +350,9 @@ def connect_store(place: Place, timeout_s: float) -> Any:
         for prefix in (place.group, f"{place.group}/", "cpu/" if place.backend == "gloo" else "cuda/"):
             store = dist.PrefixStore(prefix, store)
         return store
-    _connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
+    connected(address, "master_port", "the trainer's store does not answer").close()  # torch's would try for long
     store = dist.TCPStore(*address, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(place.group, store)
-
-
-def _connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
-    try:
-        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
-    except OSError as error:
-        raise InvalidRequest(
-            f"{what} at {address[0]}:{address[1]}: {error.strerror or error}",
-            field=field,
-            fix="let the trainer's sender listen first, at an address that the workers reach",
-        ) from error
-    return connection
-
-
-def _connected_within(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """To a trainer that is told of the workers before it listens."""
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            return _connected(address, "master_port", "the trainer's store does not answer")
-        except InvalidRequest:
-            if time.monotonic() > until:
-                raise
-        time.sleep(CONNECT_AGAIN_S)
 
 
 def _first_line(error: Exception) -> str:

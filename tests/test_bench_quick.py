@@ -39,10 +39,11 @@ STORED = (
     ("object_store, publishing", "nats-py put"),
 )
 DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
+HASHED = ", BLAKE3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
-    ("ipc, 67 MB", "digests alone"),
+    (f"ipc, 67 MB{HASHED}", "copy"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
 ]
@@ -50,7 +51,7 @@ SHARED_MEMORY = [
 PULLS = [
     (f"nixl, 34 MB{what}", receivers)
     for receivers in (1, 3)
-    for what in (", digests not checked", "", ", staged")
+    for what in (", digests not checked", "", HASHED, ", staged")
     if have_nixl()
 ]
 STREAMS = [
@@ -63,7 +64,7 @@ STREAMS = [
         ("1,000 tokens", ", two frontends"),
     )
 ]
-BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", ", staged")]
+BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", HASHED, ", staged")]
 
 
 @pytest.fixture(scope="module")

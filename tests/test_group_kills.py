@@ -17,8 +17,9 @@ pytest.importorskip("torch")
 
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, Unavailable, UpdateAborted
+from rl_plane.group_place import Place
+from rl_plane.lifelines import Lifelines
 from rl_plane.tasks import never
-from rl_plane.torch_group import Lifelines, Place
 from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
 from tests.test_group_transport import Pushing, _send_all

@@ -26,9 +26,9 @@ from rl_plane.errors import (
     Unsupported,
     UpdateAborted,
 )
+from rl_plane.group_place import Place
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender
-from rl_plane.torch_group import Place
 from rl_plane.wire import MAX_MESSAGE_BYTES
 from tests.faults import Stream
 from tests.group_trainer import Trainer

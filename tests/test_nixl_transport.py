@@ -30,7 +30,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.publish import nixl_wire
 from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
-from rl_plane.publish.sender import KeepingSender
+from rl_plane.publish.sender import KeepingSender, LendingSender
 from rl_plane.versions import HostTensor, TensorSpec
 from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
@@ -162,6 +162,116 @@ def test_what_is_kept_stays_until_the_next_is(sender: NixlSender, puller: NixlTr
     gone(second)
     with pytest.raises(InvalidRequest, match="stopped"):
         sender.open(Manifest(pack(SPECS.items(), 1 << 20)))
+
+
+def lent_offer(sender: NixlSender, given: dict[str, HostTensor], packed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Of tensors that are read where they are, but for those that can't be."""
+    transport, digests = sender.open(MANIFEST), dict[str, str]()
+    lent = sender.lend({name: tensor for name, tensor in given.items() if name not in packed})
+    for number in fill(MANIFEST, given.items(), sender.buffer, digests, lent):
+        sender.send(number)
+    sender.finish(digests)
+    return transport
+
+
+def writable(seed: int) -> dict[str, HostTensor]:
+    return {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in tensors(seed).items()}
+
+
+def change(given: dict[str, HostTensor], seed: int) -> None:
+    """As a trainer's step does."""
+    for name, one in tensors(seed).items():
+        given[name].data[:] = one.data
+
+
+@needs_nixl
+@pytest.mark.parametrize("packed", [(), ("layer.3",)])
+def test_what_is_lent_is_pulled_from_where_it_lies_and_copied_once_it_is_committed(
+    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch, packed: tuple[str, ...]
+) -> None:
+    assert isinstance(sender, LendingSender)
+    made: list[int] = []
+    init = nixl_wire.Memory.__init__
+
+    def counted(self: nixl_wire.Memory, agent: Any, nbytes: int) -> None:
+        made.append(nbytes)
+        init(self, agent, nbytes)
+
+    given, kept = writable(1), None
+    own = given["layer.0"].data
+    for seed in range(1, 4):
+        change(given, seed)
+        if kept is not None:
+            assert pull(puller, kept) == (data_of(tensors(seed - 1)), _digest(seed - 1)), "of the version before"
+        with monkeypatch.context() as patched:
+            patched.setattr(nixl_wire.Memory, "__init__", counted)
+            transport = lent_offer(sender, given, packed)
+        own[0] ^= 1
+        assert pull(puller, transport)[0]["layer.0"] == bytes(own), "it is the trainer's memory that is read"
+        own[0] ^= 1
+        assert pull(puller, transport) == (data_of(tensors(seed)), _digest(seed))
+        with monkeypatch.context() as patched:
+            patched.setattr(nixl_wire.Memory, "__init__", counted)
+            sender.keep()
+        sender.close()
+        kept = transport
+    change(given, 9)
+    assert kept is not None
+    assert pull(puller, kept) == (data_of(tensors(3)), _digest(3))
+    total = sum(bucket.nbytes for bucket in MANIFEST.buckets)
+    assert [nbytes for nbytes in made if nbytes == total] == [total], "one copy, used again"
+
+
+@needs_nixl
+def test_a_pull_in_the_middle_of_which_a_version_is_committed_begins_again(
+    sender: NixlSender, puller: NixlTransport
+) -> None:
+    given = writable(1)
+    transport = lent_offer(sender, given)
+    delivery = puller.open(transport, "base")
+    arriving = delivery.tensors()
+    next(arriving)
+    sender.keep()
+    with pytest.raises(Unavailable, match="no longer"):
+        list(arriving)
+    delivery.close()
+    change(given, 2)
+    assert pull(puller, transport)[0] == data_of(tensors(1))
+
+
+@needs_nixl
+def test_without_a_copy_nothing_is_kept_and_that_is_said(puller: NixlTransport) -> None:
+    with NixlSender(keep_copy=False) as sender:
+        for lent in (True, False):
+            transport = lent_offer(sender, writable(1)) if lent else offer(sender, 1)
+            delivery = puller.open(transport, "base")
+            assert not delivery.refetchable
+            delivery.close()
+        assert pull(puller, transport)[0] == data_of(tensors(1))
+        sender.keep()
+        sender.close()
+        with pytest.raises(InvalidRequest, match="source_gone"):
+            pull(puller, transport)
+        assert sender._free == []
+
+
+@needs_nixl
+def test_memory_that_can_not_be_registered_is_copied(
+    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only = {name: HostTensor(one.spec, one.data.toreadonly()) for name, one in writable(1).items()}
+    assert pull(puller, lent_offer(sender, read_only))[0] == data_of(tensors(1))
+    agent = sender._agent
+
+    def refused(*args: Any) -> Any:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    offer(sender, 1)  # its memory is there
+    sender.keep()
+    offer(sender, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(agent, "register_memory", refused)
+        assert pull(puller, lent_offer(sender, writable(3)))[0] == data_of(tensors(3))
 
 
 @needs_nixl

@@ -464,6 +464,79 @@ async def two_serve(plane: Plane) -> bool:
     return [row["version"]["label"] for row in rows if row["admission"]["open"]] == ["one", "one"]
 
 
+@pytest.mark.engines("nixl")
+@pytest.mark.timeout(240)
+async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_kept(plane: Plane) -> None:
+    pytest.importorskip("torch")
+    plane.spawn()
+    client = await plane.client()
+    models = [plane.model(seed) for seed in (1, 2, 3)]
+    state = {name: tensor.clone() for name, tensor in loaded(models[0]).items()}
+
+    def step(number: int) -> str:
+        for name, tensor in loaded(models[number]).items():
+            state[name].copy_(tensor)
+        return model_digest(models[number])
+
+    publisher = WeightPublisher(state, await plane.fleet(), transport="nixl")
+    for number, label in enumerate(("one", "two")):
+        digest = step(number)
+        assert (await publisher.publish_async(label)).read
+        assert await served(plane) == {(label, digest, number + 1)}
+    sender: Any = publisher._way._sender if publisher._way is not None else None
+    (kept,) = sender._kept[None]
+    assert not kept.lent
+    assert sender._loan is not None
+    assert sender._free == [], "no second copy"
+    for tensor in state.values():  # as the next step does
+        tensor.zero_()
+    plane.spawn()
+    await plane.until(lambda: all_serve(client, "two"), BOUND_S)
+    # What goes on while the trainer does is packed beside it.
+    digest = step(2)
+    publication = await asyncio.to_thread(publisher.publish, "three", wait=False)
+    await asyncio.to_thread(publication.wait_read, BOUND_S)
+    for tensor in state.values():
+        tensor.zero_()
+    await publication.wait()
+    assert await served(plane) == {("three", digest, 3)}
+    await asyncio.to_thread(publisher.close)
+
+
+def loaded(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = load_file(model / "model.safetensors")
+    return found
+
+
+@pytest.mark.engines("nixl")
+@pytest.mark.timeout(240)
+async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane) -> None:
+    pytest.importorskip("torch")
+    plane.spawn()
+    client, fleet = await plane.client(), await plane.fleet()
+
+    def publisher_of(keep_copy: Any) -> WeightPublisher:
+        weights, policy = loaded(plane.model(1)), {"keep_staged": True}
+        return WeightPublisher(weights, fleet, transport="nixl", policy=policy, options={"keep_copy": keep_copy})
+
+    with pytest.raises(InvalidRequest, match="keep_copy"):
+        await publisher_of("no").publish_async("never")
+    publisher = publisher_of(False)
+    await publisher.publish_async("one")
+    sender: Any = publisher._way._sender if publisher._way is not None else None
+    assert (sender._kept, sender._free, sender._desk._offers) == ({}, [], {})
+    plane.spawn()
+    await plane.until(lambda: all_serve(client, "one"), BOUND_S)
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    unstaged = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}, "policy": {"staging": "none"}}
+    with pytest.raises(InvalidRequest) as refused:  # a worker that fails could not come back
+        await client.run("update_weights", unstaged)
+    assert refused.value.facts["field"] == "policy.staging"
+    await asyncio.to_thread(publisher.close)
+
+
 class Gathering(Held):
     """As sharded weights are: every rank must use the iterator up."""
 

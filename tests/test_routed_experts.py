@@ -25,7 +25,7 @@ from tests.moe import LAYERS, TOP_K, check_experts, make_moe_model
 from tests.test_frontend_generation import ask, error_of, events_of, frontend
 from tests.test_frontend_rollouts import Streaming, ready
 from worker.engines.vllm_streams import _routed
-from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts, _joined
+from worker.generation import MAX_ROUTED_ALONE, MAX_ROUTED_BESIDE, _in_parts
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -81,7 +81,7 @@ def test_many_rows_go_ahead_in_messages_that_are_not_too_long() -> None:
     rows = rows_of(0, 2 * MAX_ROUTED_ALONE // 6)
     few = rows_of(0, MAX_ROUTED_BESIDE // 6)
     batch = [GenerateDelta(token_ids=[1], routed_experts=rows), GenerateDelta(token_ids=[2], routed_experts=few)]
-    *ahead, last = _in_parts(_joined(batch), 0)
+    *ahead, last = _in_parts(merged(batch), 0)
     assert (last.token_ids, last.routed_experts) == ([1, 2], None)
     assert all(
         part.is_ahead and len(part.model_dump()["routed_experts"]["data"]) <= MAX_ROUTED_ALONE for part in ahead

@@ -25,6 +25,14 @@ def test_only_what_the_model_can_make_ends_a_text(tmp_path: Path) -> None:
     assert eos_tokens(tmp_path, SimpleNamespace(eos_token_id=20)) == {3, 4, 15}
 
 
+def test_a_model_of_text_and_images_ends_a_text_with_what_either_config_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = {"model_type": "gemma3_text", "vocab_size": 16, "eos_token_id": 1}
+    config = {"model_type": "gemma3", "eos_token_id": [1, 6, 16], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert eos_tokens(tmp_path, SimpleNamespace(eos_token_id=None)) == {1, 6}
+
+
 class Threads:
     """A tokenizer that tells on which thread it was asked."""
 

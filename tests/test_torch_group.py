@@ -12,11 +12,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rl_plane import torch_group
+from rl_plane import lifelines
 from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.group_place import Place
+from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender
-from rl_plane.torch_group import CHUNK_BYTES, Group, Lifelines, Place, import_torch
+from rl_plane.torch_group import CHUNK_BYTES, Group, import_torch
 from rl_plane.versions import TensorSpec
 from worker.transports.base import Places
 from worker.transports.group import GlooTransport
@@ -41,7 +43,7 @@ def is_closed(line: socket.socket) -> bool:
 
 @pytest.mark.parametrize("bound", ["HELLO_S", "STRANGERS"])
 def test_who_does_not_say_who_it_is_is_not_kept(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
-    monkeypatch.setattr(torch_group, bound, 0)
+    monkeypatch.setattr(lifelines, bound, 0)
     trainer = Lifelines.of_trainer("127.0.0.1")
     done = threading.Event()
     watching = threading.Thread(target=trainer.watch, args=("g", done.is_set))
@@ -62,7 +64,7 @@ def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch)
         rank = lines.enter_context(socket.create_connection(address))
         rank.sendall(b"g 1\n")
         assert trainer.watch("g", lambda: next(looks) >= 2) == ""  # it comes, and says who it is
-        monkeypatch.setattr(torch_group, "HELLO_S", 0.0)
+        monkeypatch.setattr(lifelines, "HELLO_S", 0.0)
         lines.enter_context(socket.create_connection(address))
         looks = iter(range(10))
         assert trainer.watch("g", lambda: next(looks) >= 2) == ""
@@ -71,9 +73,41 @@ def test_a_rank_that_has_said_who_it_is_is_kept(monkeypatch: pytest.MonkeyPatch)
     trainer.close()
 
 
+def test_a_rank_says_once_who_it_is() -> None:
+    trainer = Lifelines.of_trainer("127.0.0.1")
+    address = ("127.0.0.1", trainer.port)
+    done = threading.Event()
+    why: list[str] = []
+
+    def watch() -> None:
+        why.append(trainer.watch("g", done.is_set, world_size=2))
+
+    watching = threading.Thread(target=watch)
+    with socket.create_connection(address) as rank:
+        rank.sendall(b"g 1\n")
+        assert trainer.watch("g", lambda: trainer._ranks) == ""
+        watching.start()
+        for said in (
+            b"g 1\n",
+            b"g 1\nI give up",
+            b"g 0\n",
+            b"g 01\n",
+            b"g 2\n",
+            b"g x\n",
+            b"g " + b"9" * 4000 + b"\n",
+        ):
+            with socket.create_connection(address) as again:
+                again.sendall(said)
+                assert is_closed(again), said
+        assert watching.is_alive()
+    watching.join(BOUND_S)
+    assert why == ["rank 1 is gone"]
+    trainer.close()
+
+
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("rl_plane.torch_group.time.sleep", slept.append)
+    monkeypatch.setattr("rl_plane.lifelines.time.sleep", slept.append)
     trainer = Lifelines.of_trainer("127.0.0.1")
 
     def accept() -> Any:
@@ -81,7 +115,7 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
 
     listener: Any = SimpleNamespace(accept=accept)
     trainer._accept(listener)
-    assert slept == [torch_group.ACCEPT_AGAIN_S]
+    assert slept == [lifelines.ACCEPT_AGAIN_S]
     trainer.close()
 
 
@@ -108,7 +142,7 @@ def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch)
         raise BrokenPipeError(32, "Broken pipe")
 
     line = SimpleNamespace(sendall=sendall, close=closed.set)
-    monkeypatch.setattr(torch_group, "_connected", lambda *args: line)
+    monkeypatch.setattr(lifelines, "connected", lambda *args: line)
     with pytest.raises(Unavailable, match="lifeline broke"):
         Lifelines.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
     assert closed.is_set()

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.packing import Place, Tensor, fill
 from rl_plane.publish.publication import Publication
-from rl_plane.publish.sender import DeviceSender, KeepingSender, PushingSender, Sender
+from rl_plane.publish.sender import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
 from rl_plane.publish.sources import Source, Taken
 from rl_plane.publish.way import Way
 
@@ -43,9 +43,15 @@ class Attempt:
         publication: Publication,
         previous: Publication | None,
         more: Mapping[str, Any] | None = None,
+        *,
+        lends: bool = False,
     ) -> None:
-        """`more`: fields of the update's body."""
+        """`more`: fields of the update's body. `lends`: the tensors stay as they are until the publication ends, so
+        they may be read where they are."""
         self._more = more or {}
+        self._lends = lends
+        self._lent: Collection[int] = ()
+        """Buckets."""
         self._way = way
         self._fleet = way.fleet
         self._source = source
@@ -83,7 +89,8 @@ class Attempt:
         finally:
             if taken is not None:
                 taken.close()
-            self._publication.tensors_were_read()
+            if not self._lent:  # else they are read until the end
+                self._publication.tensors_were_read()
 
     def _send(self, taken: Taken) -> None:
         way, publication = self._way, self._publication
@@ -109,13 +116,15 @@ class Attempt:
             self._run("prepare_weights_update", body, self._prepared)
         elif sender.receivers_from == "open":
             self._update = self._ask()
+        if self._lends and taken.held and isinstance(sender, LendingSender):
+            self._lent = sender.lend(taken.held)
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication.tell("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
 
         def buffer(number: int) -> Place:
             return _sent(lambda: sender.buffer(number))
 
-        for number in fill(manifest, taken.tensors, buffer, self._digests):
+        for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
             _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
             publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
 
@@ -295,7 +304,8 @@ class AttemptByCopy(Attempt):
         return any(row.get("kept") == base for row in self._way.workers())
 
     def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
-        attempt = Attempt(self._way, self._source, self._publication, None, more)
+        # The copy changes with the next publication, which waits for the end of this one.
+        attempt = Attempt(self._way, self._source, self._publication, None, more, lends=True)
         try:
             attempt._send(taken)
         except BaseException as error:

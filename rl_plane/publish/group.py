@@ -25,22 +25,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from blake3 import blake3
 
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, PlaneError, Unavailable
+from rl_plane.group_place import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
+from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest
 from rl_plane.publish.sender import Surroundings
-from rl_plane.torch_group import (
-    AHEAD,
-    FORM_AGAIN,
-    JOIN_TIMEOUT_S,
-    LOOK_S,
-    RECEIVE_TIMEOUT_S,
-    Broadcast,
-    Group,
-    Lifelines,
-    Place,
-    digest_tensor,
-    gpu,
-    import_torch,
-)
+from rl_plane.torch_group import AHEAD, JOIN_TIMEOUT_S, LOOK_S, Broadcast, Group, digest_tensor, gpu, import_torch
 from rl_plane.versions import DIGEST_PREFIX
 
 if TYPE_CHECKING:

@@ -98,8 +98,8 @@ class HostCopy:
 
     def whole(self) -> Taken:
         """The version that it holds."""
-        tensors = ((name, HostTensor(spec, self._places[name])) for name, spec in self.specs.items())
-        return Taken(list(self.specs.items()), tensors)
+        tensors = {name: HostTensor(spec, self._places[name]) for name, spec in self.specs.items()}
+        return Taken(list(self.specs.items()), iter(tensors.items()), held=tensors)
 
 
 def as_tensors(deltas: Mapping[str, bytes]) -> Taken:

@@ -55,14 +55,22 @@ class Desk:
         return {"backend": BACKEND, "host": self.host, "port": self.port, "key": key}
 
     def offer(
-        self, key: str, metadata: bytes, manifest: Manifest, places: Sequence[Sequence[tuple[int, int]]]
+        self,
+        key: str,
+        metadata: bytes,
+        manifest: Manifest,
+        places: Sequence[Sequence[tuple[int, int]]],
+        *,
+        refetchable: bool = True,
     ) -> None:
         """`metadata`: what an agent needs to read this memory, and nothing else of ours. `places`: for each bucket
-        (address, bytes) of the whole of it, or of each of its tensors."""
+        (address, bytes) of the whole of it, or of each of its tensors. `refetchable`: it will be kept. Again under the
+        same key: those who pull from where it was have left as after `withdraw`, and may ask again."""
         answer = {
             "metadata": metadata,
             "manifest": manifest.to_wire(),
             "places": [[[*piece, 0] for piece in bucket] for bucket in places],
+            "refetchable": refetchable,
         }
         try:
             frame = frame_of(answer)
@@ -70,21 +78,26 @@ class Desk:
             raise InvalidRequest(
                 f"the manifest is too large: {error}", field="tensors", fix="use shorter names, or fewer tensors"
             ) from error
-        with self._lock:
+        with self._left:
+            pulling = self._pulling.pop(key, set())
             self._offers[key] = frame
             self._pulling[key] = set()
+            self._dismiss(pulling)
 
     def withdraw(self, key: str) -> None:
         """Tells those who pull it, and waits until they have left, at most LEAVE_S."""
         with self._left:
             self._offers.pop(key, None)
-            pulling = self._pulling.pop(key, set())
-            for connection in pulling:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_WR)
-            self._left.wait_for(lambda: not pulling, LEAVE_S)
-            for connection in pulling:
-                _hang_up(connection)
+            self._dismiss(self._pulling.pop(key, set()))
+
+    def _dismiss(self, pulling: set[socket.socket]) -> None:
+        """The lock is held."""
+        for connection in pulling:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+        self._left.wait_for(lambda: not pulling, LEAVE_S)
+        for connection in pulling:
+            _hang_up(connection)
 
     def close(self) -> None:
         with self._lock:

@@ -1,9 +1,10 @@
 """What both sides of a pull by NIXL share: an agent, registered memory, and how a puller asks where to pull from.
 
 It asks over TCP, with one frame each way: four bytes of length, big-endian, and so much msgpack. The request is
-`{protocol, key}`, the answer `{metadata, manifest, places}` or `{error}`: for each bucket its places, `[address, bytes,
-device]`, either one with all of it or one for each of its tensors. The connection stays open for as long as it pulls:
-its end says that the source has died, or keeps these weights no longer.
+`{protocol, key}`, the answer `{metadata, manifest, places, refetchable}` or `{error}`: for each bucket its places,
+`[address, bytes, device]`, either one with all of it or one for each of its tensors; and whether it will be kept once
+it is committed. The connection stays open for as long as it pulls: its end says that the source has died, or keeps
+these weights no longer.
 """
 
 from __future__ import annotations

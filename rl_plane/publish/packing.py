@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Union
 
 from rl_plane.errors import InvalidRequest
@@ -75,19 +75,28 @@ def fill(
     tensors: Named,
     buffer: Callable[[int], Place],
     digests: dict[str, str] | None = None,
+    lent: Collection[int] = (),
 ) -> Iterator[int]:
     """Packs `tensors`, which come in the manifest's order, into `buffer(number)` for each bucket; yields the bucket's
-    number once it is full. `digests` takes the digest of each tensor; None: none are made."""
+    number once it is full. `digests` takes the digest of each tensor, made while the bucket is on its way: they are all
+    there at the end; None: none are made. `lent`: buckets whose tensors are read where they are: they are hashed
+    there, and not packed."""
     source = in_order(manifest.specs.items(), tensors)
     for number, bucket in enumerate(manifest.buckets):
+        if number in lent:
+            for placed in bucket.tensors:
+                _, tensor = next(source)
+                if digests is not None:
+                    digests[placed.name] = tensor_digest(raw_bytes(tensor))
+            yield number
+            continue
         data = buffer(number)
-        for placed in bucket.tensors:
-            _, tensor = next(source)
-            place = data[placed.offset : placed.offset + placed.spec.nbytes]
-            copy_into(place, tensor)
-            if digests is not None:
-                digests[placed.name] = _hash(place)
+        places = {placed.name: data[placed.offset :][: placed.spec.nbytes] for placed in bucket.tensors}
+        for place in places.values():
+            copy_into(place, next(source)[1])
         yield number
+        if digests is not None:
+            digests.update((name, _hash(place)) for name, place in places.items())
 
 
 def _hash(place: Place) -> str:

@@ -113,10 +113,15 @@ class WeightPublisher:
         return self._way.backend if self._way is not None else None
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
-        """Sends the weights as they are now. `wait`: until they are committed, and with their error.
+        """Sends the weights as they are now. `wait`: until they are committed, and with their error; the tensors must
+        not change before.
 
         One at a time: while another is under way, this waits for it. A source that gathers among ranks is read before
         this returns, on the calling thread, whatever `wait` says."""
+        return self._publish(version, wait, lends=wait)
+
+    def _publish(self, version: str | None, wait: bool, lends: bool) -> Publication:
+        """`lends`: the caller goes on with the tensors only when the publication has ended."""
         publication = Publication(version, self._progress if self.rank == 0 else None)
         if self.rank != 0:
             self._take_part(publication)
@@ -131,7 +136,7 @@ class WeightPublisher:
             )
         previous, self._previous = self._previous, publication
         attempt = (
-            Attempt(self._way, self._source, publication, previous)
+            Attempt(self._way, self._source, publication, previous, lends=lends)
             if self._copy is None
             else AttemptByCopy(self._way, self._source, publication, previous, self._copy)
         )
@@ -145,8 +150,8 @@ class WeightPublisher:
         return publication
 
     async def publish_async(self, version: str | None = None) -> Publication:
-        """`publish` for asyncio: waits without blocking the loop."""
-        publication = await asyncio.to_thread(self.publish, version, wait=False)
+        """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile."""
+        publication = await asyncio.to_thread(self._publish, version, wait=False, lends=True)
         await publication.wait()
         return publication
 

@@ -1,13 +1,16 @@
 """The seam on the trainer's side: how packed buckets leave.
 
 Life of one update: `open(manifest)` gives the `transport` object of the request; for each bucket, in order,
-`buffer(number)` gives the place to pack it into (it blocks until that is free) and `send(number)` sends it;
+`buffer(number)` gives the place to pack it into (it blocks until that is free) and `send(number)` sends it; its bytes
+stay as they are until the next place is asked for, since they are hashed meanwhile;
 `finish(digests)` tells what the tensors' digests are and waits until every receiver that is still there has everything;
 `close()` frees what the update held, on every path, twice included. Then the next one may be opened; what outlasts an
 update (a group, registered memory) goes with `destroy()`.
 
 All block: they are for a thread. `close` may come from another thread in the middle: then what blocks ends. They raise
 Unavailable when nobody is left to send to, DeadlineExceeded when a bound ran out.
+
+A LendingSender's receivers may read tensors where they are: then these are not packed.
 
 A PushingSender's receivers must listen before it sends: its update is prepared before the first bucket, and completed
 after `finish`, on the fleet that it was opened for.
@@ -22,7 +25,7 @@ Surroundings.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -30,6 +33,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
 from rl_plane.publish.packing import Place
+from rl_plane.versions import HostTensor
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -65,6 +69,14 @@ class KeepingSender(Sender, Protocol):
     def keep(self, adapter: str | None = None, onto_previous: bool = False) -> None:
         """What was sent last is committed, as the base weights or as this adapter; it stays until the next is kept.
         `onto_previous`: it is a delta of the one before, which stays as long as it does."""
+
+
+@runtime_checkable
+class LendingSender(Sender, Protocol):
+    def lend(self, tensors: Mapping[str, HostTensor]) -> Collection[int]:
+        """Between `open` and the first `buffer`: these stay where and as they are until the update is closed. Which
+        buckets are read from there: `buffer` is not asked for those. Their memory is not freed before the next
+        version, or `destroy`."""
 
 
 @runtime_checkable

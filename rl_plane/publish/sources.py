@@ -16,13 +16,13 @@ import copy
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
-from rl_plane.publish.packing import Tensor, spec_of
+from rl_plane.publish.packing import Tensor, raw_bytes, spec_of
 from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Taken:
     close: Callable[[], None] = _nothing
     device: str = "cpu"
     """Of the tensors that will come, as far as it is known."""
+    held: Mapping[str, HostTensor] = field(default_factory=dict)
+    """Those that lie in host memory as they are sent, in the trainer's own memory, and stay there."""
 
 
 class Source(Protocol):
@@ -81,7 +83,7 @@ class ModuleSource:
         self.collective = _is_sharded(self._module)
 
     def take(self) -> Taken:
-        return _taken(_named_parameters(self._module), self._dtype, self._names)
+        return _with_held(_named_parameters(self._module), self._dtype, self._names)
 
 
 class StateDictSource:
@@ -104,8 +106,9 @@ class StateDictSource:
         self.collective = collective
 
     def take(self) -> Taken:
-        state = self._state() if callable(self._state) else self._state
-        return _taken(state, self._dtype, self._names)
+        if callable(self._state):  # it may make them anew each time
+            return _taken(self._state(), self._dtype, self._names)
+        return _with_held(self._state, self._dtype, self._names)
 
 
 class ExportSource:
@@ -263,6 +266,29 @@ def _taken(
         sent.append((new_name, tensor))
     specs = _checked((name, _spec(tensor, dtype)) for name, tensor in sent)
     return Taken(specs, _whole(sent, dtype), adapter_config, device=_device(sent[0][1]))
+
+
+def _with_held(state: Mapping[str, Any], dtype: torch.dtype | None, names: Names) -> Taken:
+    """Of tensors that the trainer keeps from one version to the next."""
+    taken = _taken(state, dtype, names)
+    renamed = ((_renamed(name, names), tensor) for name, tensor in state.items() if _is_plain(tensor, dtype))
+    sent = dict(taken.specs)
+    held = {name: HostTensor(sent[name], raw_bytes(tensor)) for name, tensor in renamed if name in sent}
+    return replace(taken, held=held)
+
+
+def _is_plain(tensor: Any, dtype: torch.dtype | None) -> bool:
+    """Does it lie in host memory as it is sent?"""
+    import torch
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not _is_zero3(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and tensor.dtype == _dtype_of(tensor, dtype)
+    )
 
 
 def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:

@@ -26,13 +26,14 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def eos_tokens(model: Path, tokenizer: Any) -> frozenset[int]:
-    """All that the model, its generation config and its tokenizer end a text with, and that the model can make: a
-    tokenizer may have more tokens than its model."""
+    """All that the model (the whole, and its part for text), its generation config and its tokenizer end a text with,
+    and that it can make: a tokenizer may have more tokens than its model. Its vocabulary is that of the part for text,
+    by which every engine makes its logits."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     text = config.get_text_config()
-    sources = [text, tokenizer]
+    sources = [config, text, tokenizer]
     if (model / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(model, local_files_only=True))
     found: set[int] = set()

@@ -21,18 +21,10 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from rl_plane.errors import Conflict, InvalidRequest
+from rl_plane.group_place import FORM_AGAIN, Place
 from rl_plane.manifest import Manifest
 from rl_plane.safetensors_file import load_json_object
-from rl_plane.torch_group import (
-    FORM_AGAIN,
-    JOIN_TIMEOUT_S,
-    JOIN_TORCH_S,
-    Group,
-    Place,
-    digest_tensor,
-    gpu,
-    import_torch,
-)
+from rl_plane.torch_group import JOIN_TIMEOUT_S, JOIN_TORCH_S, Group, digest_tensor, gpu, import_torch
 from rl_plane.versions import DIGEST_PREFIX
 from worker.transports.base import Places, check_fields
 from worker.transports.fed import GroupFedDelivery, received

@@ -131,9 +131,10 @@ class Pull(PackedDelivery):
         manifest: Manifest,
         places: Sequence[Sequence[Piece]],
         metadata: bytes,
+        refetchable: bool,
         connection: socket.socket,
     ) -> None:
-        super().__init__(manifest, self._received(), refetchable=True, close=self._end)
+        super().__init__(manifest, self._received(), refetchable=refetchable, close=self._end)
         self._transport = transport
         self._places = places
         self._metadata = metadata
@@ -251,7 +252,7 @@ def _is_port(value: Any) -> bool:
 
 def _asked(
     connection: socket.socket, key: str, kind: Literal["base", "lora"]
-) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes]:
+) -> tuple[Manifest, Sequence[Sequence[Piece]], bytes, bool]:
     try:
         send_frame(connection, {"protocol": PROTOCOL, "key": key})
         answer = read_frame(connection)
@@ -270,7 +271,8 @@ def _asked(
     if not isinstance(answer.get("metadata"), bytes):
         raise _refuse("it gave no metadata")
     connection.setblocking(False)
-    return manifest, _checked_places(answer.get("places"), manifest.buckets), answer["metadata"]
+    places = _checked_places(answer.get("places"), manifest.buckets)
+    return manifest, places, answer["metadata"], answer.get("refetchable") is not False
 
 
 def _checked_places(places: Any, buckets: Sequence[Bucket]) -> Sequence[Sequence[Piece]]:

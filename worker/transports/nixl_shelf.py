@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import socket
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rl_plane.manifest import Manifest, pack
 from rl_plane.nats_socket import DEFAULT_PORT
-from rl_plane.publish.nixl import NixlSender
+from rl_plane.publish.nixl import NixlSender, address_of
 from rl_plane.publish.nixl_desk import Desk
 from rl_plane.publish.nixl_wire import make_agent
 from rl_plane.versions import HostTensor
@@ -32,7 +31,7 @@ class Shelf:
         self.withdraw()
         manifest = Manifest(pack(((name, one.spec) for name, one in tensors.items()), NixlSender.bucket_bytes))
         places = [
-            [(_address(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
+            [(address_of(tensors[placed.name]), placed.spec.nbytes) for placed in bucket.tensors]
             for bucket in manifest.buckets
         ]
         regions = [(address, nbytes, 0, "") for bucket in places for address, nbytes in bucket if nbytes]
@@ -62,7 +61,3 @@ def address_towards(nats_url: str) -> str:
     with socket.socket(there[0], socket.SOCK_DGRAM) as connection:
         connection.connect(there[4])  # sends nothing
         return str(connection.getsockname()[0])
-
-
-def _address(tensor: HostTensor) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data)) if tensor.data.nbytes else 0
