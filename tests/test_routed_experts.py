@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 from frontend.continuation import SoFar
 from frontend.replies import Choice
+from rl_plane.deltas import merged
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.routed_experts import RoutedExperts, as_int32, as_npy, width_of
