@@ -262,6 +262,22 @@ async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
         await makes(4)
 
 
+WITHOUT_A_SAVER = """
+import worker.engines.fake as fake
+described = fake.EngineInfo
+fake.EngineInfo = lambda **info: described(**info | {"capabilities": {"release_memory": "it has no saver"}})
+"""
+
+
+async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
+    plane.spawn()
+    one = plane.spawn(patch=WITHOUT_A_SAVER)
+    async with facade(plane) as http:
+        error = refused(await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]}), 501)
+        assert error["lacking"] == {one.instance_id: "it has no saver"}
+        assert await served(http) == [(True, "initial")] * 2
+
+
 async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
     """`continue_generation` commits. Where that fails, nothing of the update is left, so the fleet goes on as it was;
     where it has not begun, the update is still here, and the error says for how long the fleet stands still."""

@@ -11,6 +11,8 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.routes import SHOWN, by_worker
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 
+MEMORY = ("weights", "kv_cache")
+"""What can be released."""
 TRIES = 3
 """Of a question to all workers, each of which has a second to answer."""
 
@@ -111,4 +113,19 @@ def check_world(asked: int, base: int, ranks: int) -> None:
             f"world_size is {asked}; {base} of the trainer and the {ranks} ranks of the fleet are {base + ranks}",
             field="world_size",
             fix=f"ask for the world size again; it is {ranks} now",
+        )
+
+
+async def check_can_release(plane: DialectPlane, field: str) -> None:
+    """Before anybody is paused for it, or a part of the fleet has released its memory."""
+    rows = (await plane.calls.run("describe", {}))["workers"]
+    lacking = {
+        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
+    }
+    if lacking:
+        raise Unsupported(
+            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
+            field=field,
+            lacking=lacking,
+            fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
         )

@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import joined, let_go, members, tell_paused
+from frontend.dialects.common import MEMORY, check_can_release, joined, let_go, members, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
@@ -22,7 +22,6 @@ FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
 """`timeout` of a flush: beyond it a client has gone."""
 
-MEMORY = ("weights", "kv_cache")
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -164,6 +163,7 @@ async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
     if "cuda_graph" in asked:
         report(ask.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
     tags = [tag for tag in MEMORY if tag in asked]
+    await check_can_release(plane, "tags")
     if tags:
         await plane.calls.run(op, {"tags": tags}, ask.request_id)
 

@@ -8,7 +8,15 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import let_go, members, same_of_all, served_version, world_size
+from frontend.dialects.common import (
+    MEMORY,
+    check_can_release,
+    let_go,
+    members,
+    same_of_all,
+    served_version,
+    world_size,
+)
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
@@ -18,7 +26,6 @@ from rl_plane.ops import LABEL_CHARS, PRINTABLE
 from rl_plane.record import PauseMode
 from rl_plane.vllm_bodies import GROUP
 
-MEMORY = ("weights", "kv_cache")
 LARGEST_RANK = 512
 """That vLLM itself can be started for: told where no engine of the fleet has a bound."""
 MANY_ADAPTERS = 512
@@ -218,7 +225,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def sleep(ask: Ask) -> Any:
         fields = take(SleepFields, ask)
         if fields.level > 0:
-            await _check_can_sleep(plane)
+            await check_can_release(plane, "level")
         await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
         if fields.level > 0:
             await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
@@ -226,7 +233,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
 
     async def wake_up(ask: Ask) -> Any:
         fields = take(WakeFields, ask)
-        await _check_can_sleep(plane)
+        await check_can_release(plane, "tags")
         reply = await plane.calls.run("resume_memory", {"tags": fields.tags or list(MEMORY)}, ask.request_id)
         awake = not any(row["tags"] for row in reply["workers"])
         if awake:
@@ -245,21 +252,6 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     add_route(app, ["POST"], "/weight_checker", weight_checker, summary="Checksums by rank.", fields=CheckerFields)
     add_route(app, ["POST"], "/sleep", sleep, summary="Pause, and release memory.", fields=SleepFields)
     add_route(app, ["POST"], "/wake_up", wake_up, summary="Take memory again, and go on.", fields=WakeFields)
-
-
-async def _check_can_sleep(plane: DialectPlane) -> None:
-    """Before anybody is paused for it."""
-    rows = (await plane.calls.run("describe", {}))["workers"]
-    lacking = {
-        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
-    }
-    if lacking:
-        raise Unsupported(
-            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
-            field="level",
-            lacking=lacking,
-            fix="start the workers with --enable-memory-saver, where the engine has it; level 0 only pauses",
-        )
 
 
 def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:
