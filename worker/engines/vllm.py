@@ -159,7 +159,8 @@ class VllmEngine(Tokenizing):
         arguments = completed(self._arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         binding = thread_binding(ranks) if on_cpu else None
-        with _environment(directory, binding, self._options.deterministic):
+        eager = on_cpu and arguments["enforce_eager"]
+        with _environment(directory, binding, self._options.deterministic, eager):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
                     model=str(self._options.model),
@@ -622,8 +623,8 @@ def _model_dtype(model: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment(sockets: Path, binding: str | None, deterministic: bool) -> Iterator[None]:
-    """For vLLM's processes."""
+def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
+    """For vLLM's processes. `eager`: nothing is compiled."""
     kept = dict(os.environ)
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
@@ -634,6 +635,8 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool) -> Ite
         ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
         ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
+        # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
+        ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):
         if value is not None:
             os.environ.setdefault(name, value)
