@@ -693,14 +693,47 @@ async def test_trainers_own_clients_drive_all_three(
             await proven(http, mixed, version["label"], mixed.base(2))
 
 
-async def test_an_engine_that_loses_a_process_ends_its_worker(mixed: Mixed, client: RlClient) -> None:
-    """The last one: it leaves `hf` alone. What comes back: tests/test_engine_kills.py."""
-    families = []
-    for engine, name in (("vllm", "VLLM::EngineCore"), ("sglang", "sglang::detokenizer")):
-        (worker,) = (one for one in mixed.plane.spawned if one.instance_id == mixed.ids[engine])
-        family = psutil.Process(worker.process.pid).children(recursive=True)
-        families += family
-        next(one for one in family if one.name().startswith(name)).kill()
-        assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
+async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """The last one: it leaves `hf` alone. First a worker is killed, then one whose engine loses a process ends itself.
+    What comes back: tests/test_engine_kills.py."""
+    before = seed_of(await settled(client, mixed))
+    after = before % 3 + 1
+    workers = {
+        engine: next(one for one in mixed.plane.spawned if one.instance_id == mixed.ids[engine])
+        for engine in ENGINES
+    }
+    families = [
+        one
+        for engine in ("vllm", "sglang")
+        for one in psutil.Process(workers[engine].process.pid).children(recursive=True)
+    ]
+    update = update_of(mixed.base(after), f"base {after}")
+    await client.run("disable", {"workers": [mixed.ids["sglang"], mixed.ids["hf"]]})
+    body = {"max_tokens": ENDLESS["sglang"], "temperature": 0, "ignore_eos": True, "migrate": True}
+    async with Streaming(http, **body) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 20)
+        workers["vllm"].kill()
+        await client.run("update_weights", update)
+        for engine, doomed in (("sglang", "sglang::detokenizer"), ("hf", None)):
+            await client.run("enable", {"workers": [mixed.ids[engine]]})
+            await stream.until(lambda stream, engine=engine: stream.last["instance_id"] == mixed.ids[engine])  # type: ignore[misc]
+            if doomed is not None:
+                next(one for one in families if one.is_running() and one.name().startswith(doomed)).kill()
+                assert await asyncio.to_thread(workers[engine].process.wait, END_S) == ENGINE_DEAD
+        await client.run("abort_requests", {})
+        await stream.end()
+    assert (stream.error, stream.last["finish_reason"]) == (None, "abort")
+    makers = stream.last["instances"]
+    assert [maker["instance_id"] for maker in makers] == [mixed.ids[engine] for engine in ("vllm", "sglang", "hf")]
+    seam = makers[1]["start"]
+    spans = [(seed_of(span["version"]), span["start"], span["end"]) for span in stream.spans]
+    assert spans == [(before, 0, seam), (after, seam, len(stream.tokens))]
+    last = PROMPT[-1]
+    for place, token in enumerate(stream.tokens):
+        last = witness_next_token(before if place < seam else after, last)
+        assert token == last, place
     await mixed.plane.until(lambda: not any(one.is_running() for one in families))
     assert {state["engine"] for state in (await states(client)).values()} == {"hf"}
+    await client.run("resume", {})
