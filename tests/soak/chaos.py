@@ -18,8 +18,9 @@ from tests.soak.models import BAD, Weights
 
 GAP_S = (1.5, 4.5)
 """From one thing to the next."""
-READY_S = 90.0
-"""Until everybody is back, before the next is killed: a worker that starts imports torch, on cores that are busy."""
+READY_S = 240.0
+"""Until everybody is back, before the next is killed: a worker that starts imports torch and its engine, on cores that
+are busy."""
 KILL_AFTER_S = 0.3
 """So far into an update, at most, comes a death that is meant for it."""
 BACK_OFF_S = 0.2
