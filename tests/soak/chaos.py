@@ -101,7 +101,8 @@ class Chaos:
         for name in FIRST_ADAPTERS if self.adapters else ():
             await self._adapter(Step(0.0, "adapter", {"name": name}, 0.0))
 
-    async def run(self, steps: Sequence[Step]) -> None:
+    async def run(self, steps: Sequence[Step], seconds: float) -> None:
+        """As many as there is time for: on a slow machine each death takes long to come back from."""
         start = time.monotonic()
         do: dict[Kind, Callable[[Step], Awaitable[Answer | None]]] = {
             "update": self._update,
@@ -113,6 +114,8 @@ class Chaos:
             "kill_frontend": self._kill_frontend,
         }
         for step in steps:
+            if time.monotonic() > start + seconds:
+                break
             await asyncio.sleep(max(0.0, start + step.at_s - time.monotonic()))
             self.fleet.note(f"== {step.name}")
             answer = await do[step.kind](step)

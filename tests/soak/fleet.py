@@ -120,9 +120,13 @@ class SoakFleet:
             model = ("--model", str(self.model), "--weight-root", str(self.weights))
             own = ("--instance-id", instance_id, "--engine", engine, "--device", "cpu", "--drain-s", "1")
             self._keep(instance_id, "worker", *bus, *model, *own, *_ENGINE_FLAGS.get(engine, ()))
-        async with asyncio.timeout(START_S):
-            for kept in self._supervisor.kept.values():
-                await kept.ready.wait()
+        try:
+            async with asyncio.timeout(START_S):
+                for kept in self._supervisor.kept.values():
+                    await kept.ready.wait()
+        except TimeoutError:
+            slow = [kept.name for kept in self._supervisor.kept.values() if not kept.ready.is_set()]
+            raise Broken(f"{', '.join(slow)} did not start within {START_S:g} s") from None
         await self.whole()
         await self.learn_committed()
 

@@ -56,7 +56,7 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
     clients = Clients(urls, checker, floors, adapters, fleet.was_down, clients=count, seed=report.seed)
     settling = asyncio.create_task(_settle(fleet, checker, report))
     try:
-        await chaos.run(schedule(report.seed, report.seconds, with_adapters))
+        await chaos.run(schedule(report.seed, report.seconds, with_adapters), report.seconds)
         ended = time.monotonic()
         await _served(clients, report)
         async with asyncio.timeout(ENDED_S):
