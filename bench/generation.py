@@ -44,6 +44,9 @@ SERVER_START_S = 240.0
 """vLLM's server imports torch three times, on cores that are busy."""
 VLLM_ARGUMENTS = {"max_model_len": "2048", "max_num_seqs": "256", "kv_cache_memory_bytes": str(256 << 20)}
 """Of our worker and of vLLM's own server alike."""
+FRONTEND, NATS_SERVER, WORKER, VLLM_SERVER = "a frontend", "nats-server", "a worker", "vLLM's server"
+PROCESSES = FRONTEND, NATS_SERVER, WORKER
+"""Whose CPU time is told. What runs a model beside the worker, or beside vLLM's server, is not: it does the same."""
 BODY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -62,6 +65,18 @@ class StreamTimes:
 
     def per_thousand(self, way: str) -> list[float]:
         return [each.per_thousand_s for each in self.rounds[way]]
+
+    def cpu_per_thousand(self, way: str, *names: str) -> list[float]:
+        return [each.cpu_per_thousand_s(*names) for each in self.rounds[way]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One worker behind frontends."""
+
+    urls: list[str]
+    processes: dict[str, int]
+    """Their names, PROCESSES, and pids; of the frontends the first one."""
 
 
 async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
@@ -96,9 +111,9 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
         for size in sizes:
             times = StreamTimes(size, {name: [] for name in ("direct", "plane", "unpaced", "two frontends")})
             async with (
-                connected(paced, size) as one,
-                connected(fast[:1], size) as quick,
-                connected(fast, size) as two,
+                connected(paced.urls, size) as one,
+                connected(fast.urls[:1], size, fast.processes) as quick,
+                connected(fast.urls, size) as two,
             ):
                 for number in range(-WARM_UP, rounds):
                     measured = {
@@ -122,7 +137,10 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
             body = {**BODY, "max_tokens": tokens}
             for size in sizes:
                 times = StreamTimes(size, {"plane": [], "vllm": []})
-                async with connected(ours, size) as one, connected([theirs.url], size) as other:
+                async with (
+                    connected(ours.urls, size, ours.processes) as one,
+                    connected([theirs.url], size, {VLLM_SERVER: theirs.process.pid}) as other,
+                ):
                     for number in range(-WARM_UP, rounds):
                         ways: list[tuple[str, Streams]] = [("plane", one), ("vllm", other)]
                         if number % 2:
@@ -144,8 +162,7 @@ def _keep(times: StreamTimes, measured: dict[str, Round], number: int) -> None:
 
 
 @asynccontextmanager
-async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends: int) -> AsyncIterator[list[str]]:
-    """One worker behind so many frontends; their addresses."""
+async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends: int) -> AsyncIterator[Fleet]:
     with ExitStack() as stack:
         server = NatsServer()
         server.start()
@@ -170,7 +187,8 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
         ready = [await asyncio.to_thread(await_ready, one) for one in started]
         async with await RlClient.connect(server.url, namespace) as client:
             await client.wait_for(1, JOIN_TIMEOUT_S)
-            yield [peer.said["http_url"] for peer in ready[1:]]
+            pids = [ready[1].process.pid, server.process.pid, ready[0].process.pid]
+            yield Fleet([peer.said["http_url"] for peer in ready[1:]], dict(zip(PROCESSES, pids, strict=True)))
 
 
 class NotUp(Exception):

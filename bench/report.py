@@ -13,7 +13,7 @@ from bench.commits import CommitTimes
 from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
-from bench.generation import StreamTimes
+from bench.generation import PROCESSES, VLLM_SERVER, StreamTimes
 from bench.kills import WORKERS, KillTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import IpcTimes
@@ -247,6 +247,10 @@ def stream_rows(times: StreamTimes) -> list[Row]:
             fast,
             FRONTENDS_AIM if times.streams > 1 else None,
         ),
+        *(
+            time_row(f"CPU of {name} for 1,000 tokens, {size}", times.cpu_per_thousand("unpaced", name))
+            for name in PROCESSES
+        ),
     ]
 
 
@@ -261,6 +265,11 @@ def server_rows(times: StreamTimes) -> list[Row]:
         row("first token", times.firsts("plane"), times.firsts("vllm")),
         row("each next token", times.betweens("plane"), times.betweens("vllm")),
         row("1,000 tokens", times.per_thousand("plane"), times.per_thousand("vllm"), SERVER_AIM),
+        row(
+            "CPU beside the engine's for 1,000 tokens",
+            times.cpu_per_thousand("plane", *PROCESSES),
+            times.cpu_per_thousand("vllm", VLLM_SERVER),
+        ),
     ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,11 +37,20 @@ class Round:
 
     streams: Sequence[Heard]
     elapsed_s: float
+    cpu_s: Mapping[str, float] = field(default_factory=dict)
+    """That processes took meanwhile, by their names."""
 
     @property
     def per_thousand_s(self) -> float:
         """Seconds for 1,000 tokens of all streams together."""
-        return 1000 * self.elapsed_s / sum(stream.tokens for stream in self.streams)
+        return self._per_thousand(self.elapsed_s)
+
+    def cpu_per_thousand_s(self, *names: str) -> float:
+        """CPU seconds of these processes together, likewise."""
+        return self._per_thousand(sum(self.cpu_s[name] for name in names))
+
+    def _per_thousand(self, seconds: float) -> float:
+        return 1000 * seconds / sum(stream.tokens for stream in self.streams)
 
 
 class Connection(asyncio.Protocol):
@@ -100,11 +109,13 @@ def request_of(path: str, body: dict[str, Any]) -> bytes:
 class Streams:
     """Connections to one server, or to several in turn."""
 
-    def __init__(self, connections: Sequence[Connection]) -> None:
+    def __init__(self, connections: Sequence[Connection], processes: Mapping[str, int]) -> None:
         self._connections = connections
+        self._processes = processes
 
     async def run(self, count: int, body: dict[str, Any], tokens: int) -> Round:
         """`count` streams at once, each of so many tokens."""
+        before = self._cpu_s()
         start = time.perf_counter()
         requests = [
             request_of("/v1/completions", {**body, "prompt": [*body["prompt"], 3 + number]})
@@ -113,12 +124,23 @@ class Streams:
         heard = await asyncio.gather(
             *(one.ask(request, tokens) for one, request in zip(self._connections, requests, strict=False))
         )
-        return Round(heard, time.perf_counter() - start)
+        elapsed_s = time.perf_counter() - start
+        return Round(heard, elapsed_s, {name: now - before[name] for name, now in self._cpu_s().items()})
+
+    def _cpu_s(self) -> dict[str, float]:
+        return {name: time.clock_gettime(clock_of(pid)) for name, pid in self._processes.items()}
+
+
+def clock_of(pid: int) -> int:
+    """The clock of what a process takes of the cores: clock_getcpuclockid(3) as Linux has it."""
+    return (~pid << 3) | 2
 
 
 @asynccontextmanager
-async def connected(urls: Sequence[str], count: int) -> AsyncIterator[Streams]:
-    """As many connections, spread over the servers."""
+async def connected(
+    urls: Sequence[str], count: int, processes: Mapping[str, int] | None = None
+) -> AsyncIterator[Streams]:
+    """As many connections, spread over the servers. `processes`: names and pids of those whose CPU time is told."""
     loop = asyncio.get_running_loop()
     made: list[Connection] = []
     try:
@@ -128,7 +150,7 @@ async def connected(urls: Sequence[str], count: int) -> AsyncIterator[Streams]:
             assert where.port is not None
             _, connection = await loop.create_connection(Connection, where.hostname, where.port)
             made.append(connection)
-        yield Streams(made)
+        yield Streams(made, processes or {})
     finally:
         for connection in made:
             connection.close()

@@ -13,6 +13,10 @@ from collections.abc import Callable
 
 log = logging.getLogger("rl_plane.process")
 
+COLLECT_EVERY = 10_000
+"""Objects more than before, until the youngest are looked through: a step of an engine with 256 streams brings some
+thousands that are gone with the next, and Python's own 700 would have them all looked through several times."""
+
 EXIT_TOO_SLOW = 75
 """An orderly end took longer than it may (EX_TEMPFAIL)."""
 
@@ -43,6 +47,7 @@ def exit_within(limit_s: float, code: int = EXIT_TOO_SLOW) -> None:
 
 def spare_collector() -> None:
     """Once, when a process is ready: what it has imported and built stays, and the garbage collector need not look
-    through all of it again and again, for a tenth to a fifth of the time of a process that streams tokens."""
+    through all of it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(COLLECT_EVERY, *gc.get_threshold()[1:])

@@ -62,6 +62,9 @@ STREAMS = [
         ("each next token later", ""),
         ("1,000 tokens", ""),
         ("1,000 tokens", ", two frontends"),
+        ("CPU of a frontend for 1,000 tokens", ""),
+        ("CPU of nats-server for 1,000 tokens", ""),
+        ("CPU of a worker for 1,000 tokens", ""),
     )
 ]
 BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", HASHED, ", staged")]

@@ -168,7 +168,7 @@ def _names(stream_id: str) -> tuple[str, str, str]:
 
 
 async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
-    message = {"delta": delta.model_dump(exclude_defaults=True)}
+    message = {"delta": delta.model_dump()}
     if delta.finish_reason is not None:
         await sender.finish(message)
     else:
