@@ -1,21 +1,14 @@
 """A trainer in a process of its own that forms a torch group as slime, AReaL and SGLang's examples do, and broadcasts
 its tensors when it is told to. For tests of fed updates.
-
-Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.errors import EngineFailed
-from rl_plane.process import die_with_parent
-from tests.group_trainer import Trainer
+from tests.told_process import ToldProcess, serve
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -23,19 +16,11 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 
 
-class FedTrainer(Trainer):
+class FedTrainer(ToldProcess):
     """Here: the handle of such a process."""
 
     def __init__(self, plane: Plane) -> None:
-        self.log = plane.tmp / "fed-trainer.log"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fed_trainer"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
+        super().__init__(plane, "tests.fed_trainer")
 
 
 def parts_of(directory: Path, count: int, dtype: str = "") -> list[dict[str, Any]]:
@@ -116,12 +101,7 @@ def _serve() -> None:
         _send(groups[argument["group"]], argument["directory"], argument["part"])
         return None
 
-    while line := sys.stdin.readline():
-        try:
-            answer: dict[str, Any] = {"ok": do(*json.loads(line))}
-        except Exception as error:
-            answer = {"error": EngineFailed(f"{type(error).__name__}: {error}").to_wire()}
-        print(json.dumps(answer), flush=True)
+    serve(do)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""A trainer in a process of its own: rank 0 of a group, told line by line what to do. For tests of groups.
-
-Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
-"""
+"""A trainer in a process of its own: rank 0 of a group, told line by line what to do. For tests of groups."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import select
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,66 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.client import RlClient
-from rl_plane.errors import PlaneError, error_from_wire
+from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
 from rl_plane.publish.group import GroupSender, ensure_group
 from rl_plane.publish.packing import fill
 from rl_plane.versions import HostTensor
+from tests.told_process import ToldProcess
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-ANSWER_S = 150.0
-"""Of processes that import torch side by side on two cores."""
 JOIN_S = 30.0
 
 
-class Trainer:
+class Trainer(ToldProcess):
     """Here: the handle of such a process."""
 
     def __init__(self, plane: Plane, *, timeout_s: float = 60.0, stated: bool = False) -> None:
         """`stated`: the manifest has the digests already."""
-        told = json.dumps([plane.url, plane.namespace, plane.component, timeout_s, stated])
-        self.log = plane.tmp / "trainer.log"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.group_trainer", told],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
-
-    async def do(self, what: str, argument: Any = None) -> Any:
-        """Its answer, or its error."""
-        return await asyncio.to_thread(self._do, what, argument)
-
-    def _do(self, what: str, argument: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([what, argument]).encode() + b"\n")
-        self.process.stdin.flush()
-        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"{what}: no answer"
-        line = self.process.stdout.readline()
-        assert line, f"{what}: it died:\n{self.log.read_text()}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise error_from_wire(answer["error"])
-        return answer["ok"]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        told = [plane.url, plane.namespace, plane.component, timeout_s, stated]
+        super().__init__(plane, "tests.group_trainer", told)
 
 
 class Update:

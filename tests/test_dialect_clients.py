@@ -27,7 +27,7 @@ from worker.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-    from tests.group_trainer import Trainer
+    from tests.told_process import ToldProcess
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(400)]
 
@@ -39,7 +39,7 @@ PACKED_BYTES = 20_000
 
 
 @pytest.fixture
-def trainer(plane: Plane) -> Iterator[Trainer]:
+def trainer(plane: Plane) -> Iterator[ToldProcess]:
     with VllmTrainer(plane) as trainer:
         yield trainer
 
@@ -54,7 +54,7 @@ async def fleet(plane: Plane, count: int) -> list[str]:
     return [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
 
 
-async def form(plane: Plane, trainer: Trainer, ranks: int, *, packed: bool = False) -> None:
+async def form(plane: Plane, trainer: ToldProcess, ranks: int, *, packed: bool = False) -> None:
     """`WeightTransferTrainerFactory.trainer_init`, which forms the group by way of the client."""
     told = {
         "directory": str(witness(plane, 1)),
@@ -68,7 +68,7 @@ async def form(plane: Plane, trainer: Trainer, ranks: int, *, packed: bool = Fal
     await trainer.do("init", told)
 
 
-async def learn(plane: Plane, trainer: Trainer, seed: int) -> None:
+async def learn(plane: Plane, trainer: ToldProcess, seed: int) -> None:
     await trainer.do("load", str(witness(plane, seed)))
 
 
@@ -79,7 +79,7 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])
-async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: Trainer, kind: str) -> None:
+async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldProcess, kind: str) -> None:
     """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS."""
     ids = await fleet(plane, 2)
     async with facade(plane) as http:
@@ -123,7 +123,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: Train
             await trainer.do("call", ["shutdown_weight_transfer_engine"])
 
 
-async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: Trainer) -> None:
+async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: ToldProcess) -> None:
     """The client is told 409, once; the rest serve on, and the next group is of whoever is there."""
     ids = await fleet(plane, 2)
     async with facade(plane) as http:
@@ -154,7 +154,7 @@ async def _ready(http: httpx.AsyncClient) -> bool:
 
 
 async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(
-    plane: Plane, trainer: Trainer
+    plane: Plane, trainer: ToldProcess
 ) -> None:
     ids = await fleet(plane, 1)
     async with facade(plane) as http:

@@ -25,7 +25,7 @@ from tests.test_hf_fleet import Witnesses
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
-    from tests.group_trainer import Trainer
+    from tests.told_process import ToldProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -38,7 +38,7 @@ ENDS_S = 30.0
 class Replay:
     """A trainer that takes the facade for one SGLang server."""
 
-    def __init__(self, http: httpx.AsyncClient, trainer: Trainer) -> None:
+    def __init__(self, http: httpx.AsyncClient, trainer: ToldProcess) -> None:
         self.http = http
         self.trainer = trainer
 

@@ -23,7 +23,7 @@ from tests.test_plane_update import states
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
     from tests.conftest import Plane
-    from tests.group_trainer import Trainer
+    from tests.told_process import ToldProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -43,7 +43,7 @@ def free_port() -> int:
 class Feeding:
     """A fleet, and a trainer that has groups of its own with it."""
 
-    def __init__(self, client: RlClient, trainer: Trainer) -> None:
+    def __init__(self, client: RlClient, trainer: ToldProcess) -> None:
         self.client = client
         self.trainer = trainer
         self.group = ""

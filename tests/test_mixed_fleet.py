@@ -40,6 +40,7 @@ from tests.test_group_transport import Pushing
 from tests.test_ipc_transport import trainer_of
 from tests.test_nixl_transport import trainer
 from tests.test_plane_update import all_serve, states, update_of
+from tests.told_process import ToldProcess
 from tests.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_adapter import make_tiny_adapter
@@ -653,7 +654,7 @@ async def test_trainers_own_clients_drive_all_three(
     pytest.importorskip("trl")
     await mixed.witnessed(client)
 
-    async def form(trainer: group_trainer.Trainer, group: str, ranks: int) -> None:
+    async def form(trainer: ToldProcess, group: str, ranks: int) -> None:
         told = {
             "directory": str(mixed.first),
             "master_port": free_port(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -14,7 +15,9 @@ import pytest
 
 import rl_plane.publish.attempt as attempts
 import rl_plane.publish.way as ways
+from rl_plane.client import RlClient
 from rl_plane.errors import (
+    BusUnreachable,
     Conflict,
     InvalidRequest,
     InvalidWeights,
@@ -41,10 +44,19 @@ from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
 BOUND_S = 60.0
+HEAL_S = 120.0
+"""A worker that starts, and imports torch and nixl to fetch."""
 
 
 def root_of(plane: Plane) -> Path:
     return plane.tmp / "weights" / "published"
+
+
+async def serve(client: RlClient, label: str) -> bool:
+    """Do all? On a busy machine a question may go unanswered."""
+    with contextlib.suppress(BusUnreachable):
+        return await all_serve(client, label)
+    return False
 
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
@@ -210,8 +222,14 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
         await publisher.publish_async(f"step {model}")
         (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
         assert (newest["label"], newest["encoding"]) == (f"step {model}", encoding)
-        assert await all_serve(client, f"step {model}")
-        assert {row["kept"] for row in (await client.run("workers"))["workers"]} == {model_digest(models[model])}
+        # A worker that offers what it keeps loads nixl, and with it torch: on a busy machine it is late once.
+        await plane.until(lambda: serve(client, f"step {model}"), BOUND_S)
+
+        async def kept() -> bool:
+            rows = (await client.run("workers"))["workers"]
+            return {row.get("kept") for row in rows} == {model_digest(models[model])}
+
+        await plane.until(kept, BOUND_S)
 
     for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
         await publish(model, encoding)
@@ -491,7 +509,7 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
     for tensor in state.values():  # as the next step does
         tensor.zero_()
     plane.spawn()
-    await plane.until(lambda: all_serve(client, "two"), BOUND_S)
+    await plane.until(lambda: serve(client, "two"), HEAL_S)
     # What goes on while the trainer does is packed beside it.
     digest = step(2)
     publication = await asyncio.to_thread(publisher.publish, "three", wait=False)
@@ -528,7 +546,7 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
     sender: Any = publisher._way._sender if publisher._way is not None else None
     assert (sender._kept, sender._free, sender._desk._offers) == ({}, [], {})
     plane.spawn()
-    await plane.until(lambda: all_serve(client, "one"), BOUND_S)
+    await plane.until(lambda: serve(client, "one"), HEAL_S)
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
     unstaged = {"transport": {"backend": "filesystem", "path": str(plane.model(2))}, "policy": {"staging": "none"}}
     with pytest.raises(InvalidRequest) as refused:  # a worker that fails could not come back

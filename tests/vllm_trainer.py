@@ -1,40 +1,25 @@
 """A trainer in a process of its own that drives a fleet by vLLM's public trainer factory and an unchanged client:
 vLLM's own, TRL's, or ours by NATS. Its engine broadcasts over gloo, since vLLM's need GPUs.
-
-Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_plane.errors import EngineFailed
-from rl_plane.process import die_with_parent
 from tests.fed_trainer import HOST, form_group
-from tests.group_trainer import Trainer
+from tests.told_process import ToldProcess, serve
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
-class VllmTrainer(Trainer):
+class VllmTrainer(ToldProcess):
     """Here: the handle of such a process."""
 
     def __init__(self, plane: Plane) -> None:
-        self.log = plane.tmp / "vllm-trainer.log"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm_trainer"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
+        super().__init__(plane, "tests.vllm_trainer")
 
 
 def _engine_types() -> Any:
@@ -202,14 +187,7 @@ class _Served:
 
 def _serve() -> None:
     served = _Served()
-    while line := sys.stdin.readline():
-        what, argument = json.loads(line)
-        try:
-            answer: dict[str, Any] = {"ok": getattr(served, what)(argument)}
-        except Exception as error:
-            text = getattr(getattr(error, "response", None), "text", "")
-            answer = {"error": EngineFailed(f"{type(error).__name__}: {error} {text}").to_wire()}
-        print(json.dumps(answer), flush=True)
+    serve(lambda what, argument: getattr(served, what)(argument))
 
 
 if __name__ == "__main__":

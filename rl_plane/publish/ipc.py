@@ -8,16 +8,12 @@ in it. One that dies is noticed at once; one that stands still is given up. See 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import mmap
-import os
 import secrets
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -27,14 +23,13 @@ import msgpack
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from rl_plane.manifest import Manifest
 from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, given_up
+from rl_plane.publish.ipc_memory import HostBuffers, SealedMemory, not_for_children
 from rl_plane.publish.ipc_wire import (
     BACKEND,
     BUFFERS,
-    F_SEAL_FUTURE_WRITE,
     PROTOCOL,
     address,
     buffer_bytes,
-    buffer_count,
     check_platform,
     read_packet,
     same_user,
@@ -64,30 +59,6 @@ time, unless they stand still."""
 CLOSE_S = 5.0
 """For the thread to end, which waits for nothing else."""
 
-_not_for_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Sockets and memory. A child that a trainer forks (a data loader's) would keep them: receivers would not see that the
-trainer has died."""
-
-
-def _drop_in_child() -> None:
-    """Also the descriptors that maps have of their own. What holds them may close them later: the numbers stay."""
-    ours = {_identity(one.fileno()) for one in list(_not_for_children) if one.fileno() >= 0}
-    if ours:
-        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that lists them is closed
-                if _identity(int(name)) in ours:
-                    os.dup2(nothing, int(name), inheritable=False)
-        os.close(nothing)
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
-
 
 class IpcSender:
     """A Sender. `receivers`: how many will come to an update, asked when it is opened: each rank of each engine is one.
@@ -113,7 +84,7 @@ class IpcSender:
         self._first_receiver_s = first_receiver_s
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
-        self._buffers = _HostBuffers()
+        self._buffers = HostBuffers()
         self._update: _Update | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -123,7 +94,7 @@ class IpcSender:
         if receivers < 1:
             raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
         if self.device.startswith("cuda") and self._on_gpus():
-            buffers: _HostBuffers | GpuBuffers = GpuBuffers(manifest, buffer_bytes(manifest), self.device)
+            buffers: HostBuffers | GpuBuffers = GpuBuffers(manifest, buffer_bytes(manifest), self.device)
         else:
             buffers = self._buffers.fit(manifest)
         self._update = _Update(
@@ -158,7 +129,7 @@ class IpcSender:
 
     def destroy(self) -> None:
         self.close()
-        self._buffers = _HostBuffers()
+        self._buffers = HostBuffers()
 
     def _open_update(self) -> _Update:
         if self._update is None:
@@ -191,7 +162,7 @@ class _Update:
     def __init__(
         self,
         manifest: Manifest,
-        buffers: _HostBuffers | GpuBuffers,
+        buffers: HostBuffers | GpuBuffers,
         expected: int,
         first_receiver_s: float,
         other_receivers_s: float,
@@ -214,7 +185,7 @@ class _Update:
         self._closed = False
         self._changed = threading.Condition()
         packed: bytes = msgpack.packb(manifest.to_wire())
-        self._manifest = _Memory(len(packed))
+        self._manifest = SealedMemory(len(packed))
         self._manifest.map[: len(packed)] = packed
         self._on_gpu = isinstance(buffers, GpuBuffers)
         self._first = {
@@ -228,7 +199,7 @@ class _Update:
         self._listener.setblocking(False)
         self._listener.bind(address(self.name))
         self._listener.listen()
-        _not_for_children.update((self._wake, self._woken, self._listener))
+        not_for_children.update((self._wake, self._woken, self._listener))
         self._thread = threading.Thread(target=self._serve, name="ipc sender", daemon=True)
         self._thread.start()
 
@@ -319,7 +290,7 @@ class _Update:
             connection, _ = self._listener.accept()
         except OSError:
             return  # gone again, or out of descriptors
-        _not_for_children.add(connection)
+        not_for_children.add(connection)
         connection.setblocking(False)
         if not same_user(connection):
             log.warning("a process of another user wanted the weights")
@@ -331,7 +302,7 @@ class _Update:
                 send_packet(connection, {"error": "the update has begun without this receiver: it came too late"})
                 connection.close()
                 return
-            buffers = self.buffers.descriptors if isinstance(self.buffers, _HostBuffers) else []
+            buffers = self.buffers.descriptors if isinstance(self.buffers, HostBuffers) else []
             send_packet(connection, self._first, [self._manifest.descriptor, *buffers])
         except OSError:
             connection.close()
@@ -441,55 +412,6 @@ class _Update:
             for key, _ in self._selector.select(max(0.0, give_up - time.monotonic())):
                 if key.fileobj in self._receivers:
                     self._look(key.fileobj)
-
-
-class _HostBuffers:
-    """In memory that receivers map. They outlast an update: touching new memory takes longer than copying into it."""
-
-    def __init__(self) -> None:
-        self._made: list[_Memory] = []
-        self._sizes: list[int] = []
-
-    def fit(self, manifest: Manifest) -> _HostBuffers:
-        nbytes, count = buffer_bytes(manifest), buffer_count(manifest)
-        if len(self._made) < count or self.nbytes < nbytes:
-            self._made.clear()  # before there are new ones
-            self._made = [_Memory(nbytes) for _ in range(count)]
-        self._sizes = [bucket.nbytes for bucket in manifest.buckets]
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        return self._made[0].nbytes
-
-    @property
-    def descriptors(self) -> list[int]:
-        return [one.descriptor for one in self._made[: min(BUFFERS, len(self._sizes))]]
-
-    def place(self, number: int) -> memoryview:
-        return memoryview(self._made[number % BUFFERS].map)[: self._sizes[number]]
-
-
-class _Memory:
-    """Memory without a name, of a fixed size; only this process may write it. It goes with this object and all maps of
-    it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        try:
-            self.descriptor = os.memfd_create("rl-plane-ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            weakref.finalize(self, os.close, self.descriptor)
-            _not_for_children.add(self)
-            os.posix_fallocate(self.descriptor, 0, nbytes)  # or the first write would end the process
-            self.map = mmap.mmap(self.descriptor, nbytes)
-        except OSError as error:
-            raise Unavailable(f"no {nbytes} bytes of shared memory: {error}", fix="use smaller buckets") from error
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-        self.map.madvise(mmap.MADV_DONTFORK)
-
-    def fileno(self) -> int:
-        return self.descriptor
 
 
 def build(around: Surroundings) -> IpcSender:

@@ -1,0 +1,79 @@
+"""A process that a test starts and tells line by line what to do.
+
+Each line is JSON, `[what, argument]`; each answer is one line, `{"ok": …}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_plane.errors import EngineFailed, error_from_wire
+from rl_plane.process import die_with_parent
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
+ANSWER_S = 150.0
+"""Of processes that import torch side by side on two cores."""
+
+
+class ToldProcess:
+    """The handle of `python -m MODULE [ARGUMENT]`."""
+
+    def __init__(self, plane: Plane, module: str, argument: Any = None) -> None:
+        self.log = plane.tmp / f"{module}.log"
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(argument)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=die_with_parent(),
+            )
+
+    async def do(self, what: str, argument: Any = None) -> Any:
+        """Its answer, or its error."""
+        return await asyncio.to_thread(self._do, what, argument)
+
+    def _do(self, what: str, argument: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([what, argument]).encode() + b"\n")
+        self.process.stdin.flush()
+        assert select.select([self.process.stdout], [], [], ANSWER_S)[0], f"{what}: no answer"
+        line = self.process.stdout.readline()
+        assert line, f"{what}: it died:\n{self.log.read_text()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise error_from_wire(answer["error"])
+        return answer["ok"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def serve(do: Callable[[str, Any], Any]) -> None:
+    """There, until the lines end. Whatever `do` raises is told."""
+    while line := sys.stdin.readline():
+        try:
+            answer: dict[str, Any] = {"ok": do(*json.loads(line))}
+        except Exception as error:
+            text = getattr(getattr(error, "response", None), "text", "")  # of an HTTP client's
+            answer = {"error": EngineFailed(f"{type(error).__name__}: {error} {text}".rstrip()).to_wire()}
+        print(json.dumps(answer), flush=True)
