@@ -14,12 +14,13 @@ from typing import Any
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
-from rl_plane.ops import FollowedReply, FollowRecord, parse_body
 from rl_plane.record import SERVING_LEASE_S
 from rl_plane.subjects import FRONTEND_PREFIX
 from rl_plane.tasks import end_tasks
+from rl_plane.update_bodies import FollowedReply, FollowRecord
 from rl_plane.view import MembershipView
 from rl_plane.wire import Reply, Request, decode, encode, format_of, request_from_wire
 

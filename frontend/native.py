@@ -23,6 +23,7 @@ from frontend.openai import (
     without,
 )
 from frontend.plans import ROUTED, Plan, default_tokens, fitting, read_prompts, requests_of, top_of
+from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import (
     MAX_BIASES,
@@ -35,7 +36,6 @@ from rl_plane.generation import (
     TokenId,
     TokenIdText,
 )
-from rl_plane.ops import parse_body
 
 MAX_ID_CHARS = 100
 SGLANG_TOKENS = 128

@@ -8,7 +8,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.settings import DIALECTS
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
+from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002
 DEFAULT_HTTP_PORT = 8000

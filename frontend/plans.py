@@ -24,9 +24,9 @@ from frontend.openai import (
     unsupported,
     without_neutral,
 )
+from rl_plane.bodies import invalid_from_pydantic, parse_body
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import MAX_PROMPT_TOKENS, GenerateRequest
-from rl_plane.ops import invalid_from_pydantic, parse_body
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions."""

@@ -19,6 +19,7 @@ from frontend.messages import (
     without_nulls_in_messages,
 )
 from frontend.openai import NONE, without
+from rl_plane.bodies import parse_body
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -31,7 +32,7 @@ from rl_plane.errors import (
     WrongIncarnation,
 )
 from rl_plane.generation import MAX_PROMPT_TOKENS, TokenId
-from rl_plane.ops import Tokenize, parse_body
+from rl_plane.ops import Tokenize
 from rl_plane.view import MembershipView
 
 MAX_ASKED = 3

@@ -17,6 +17,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_plane.bodies import MAX_TIMEOUT_S, parse_body
 from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, Bus
 from rl_plane.errors import (
     BusUnreachable,
@@ -33,7 +34,7 @@ from rl_plane.errors import (
 from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.membership import Changed, Member, Snapshot
-from rl_plane.ops import MAX_TIMEOUT_S, Op, not_a_member, op_named, parse_body
+from rl_plane.ops import Op, not_a_member, op_named
 from rl_plane.rows import WorkerRow
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.view import MembershipView

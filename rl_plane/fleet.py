@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rl_plane import ops
+from rl_plane import bodies, ops, update_bodies
 from rl_plane.client import FanOut, RlClient, check_pin, select_members
 from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
@@ -113,7 +113,7 @@ class Fleet:
         spec = FLEET_OPS.get(op)
         if spec is None:
             raise InvalidRequest(f"unknown op {op!r}", field="op", fix=f"the ops are {', '.join(FLEET_OPS)}")
-        parsed = ops.parse_body(spec.request, body or {})
+        parsed = bodies.parse_body(spec.request, body or {})
         assert isinstance(parsed, Select)
         own = parsed.model_dump(exclude=set(Select.model_fields), exclude_unset=True)
         names = list(dict.fromkeys(parsed.component or [self.client.component]))
@@ -255,7 +255,7 @@ class Fleet:
         snapshot = call.view.snapshot()
         check_pin(snapshot, call.select.epoch, call.select.fingerprint)
         entries = await read_history(
-            self.client.bus, call.view.subjects.state, ops.ListUpdates.model_validate(call.body).limit
+            self.client.bus, call.view.subjects.state, update_bodies.ListUpdates.model_validate(call.body).limit
         )
         told = [entry.to_wire() for entry in entries]
         if call.select.workers is not None:
@@ -323,7 +323,7 @@ class Fleet:
 
     async def _init_transport(self, call: Call) -> dict[str, Any]:
         """A group is formed by every rank of the fleet, each at its own place in it."""
-        if call.body["backend"] not in ops.PUSHED:
+        if call.body["backend"] not in update_bodies.PUSHED:
             return await self._change(call)
         await self._whole_fleet(call)
         async with self.client.lock(call.view) as held:
@@ -359,7 +359,7 @@ class Fleet:
     # ---- updates ----
 
     async def _update(self, call: Call) -> dict[str, Any]:
-        asked = ops.UpdateCall.model_validate(call.body)
+        asked = update_bodies.UpdateCall.model_validate(call.body)
         request = request_hash(asked.model_dump())
         if (first := await self._first_answer(call, request)) is not None:
             return first
@@ -396,13 +396,13 @@ class Fleet:
         return answered(call, entry) if entry is not None else None
 
     async def _with_source(
-        self, call: Call, asked: ops.UpdateCall, snapshot: Snapshot
-    ) -> tuple[ops.UpdateWeights, Source | None]:
+        self, call: Call, asked: update_bodies.UpdateCall, snapshot: Snapshot
+    ) -> tuple[update_bodies.UpdateWeights, Source | None]:
         """The update itself: a roll-back is one with the source and the digest that the history has, and of a delta
         with the source of what it changed."""
         given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
         if asked.rollback is None:
-            return ops.UpdateWeights.model_validate(given), None
+            return update_bodies.UpdateWeights.model_validate(given), None
         state = call.view.subjects.state
         entries = await read_history(self.client.bus, state)
         record = await read_record(self.client.bus, state)
@@ -416,7 +416,7 @@ class Fleet:
             "encoding": target.encoding,
             "base": target.base,
         }
-        body = ops.UpdateWeights.model_validate({"version": target.label, **given, **found})
+        body = update_bodies.UpdateWeights.model_validate({"version": target.label, **given, **found})
         return body, before_of(target)
 
     def _journal(
@@ -425,7 +425,7 @@ class Fleet:
         held: HeldLock,
         body: Mapping[str, Any],
         request: str,
-        rollback: ops.Rollback | None = None,
+        rollback: update_bodies.Rollback | None = None,
     ) -> Journal:
         return Journal(
             self.client.bus,
@@ -452,7 +452,7 @@ class Fleet:
 
     async def _prepare(self, call: Call) -> dict[str, Any]:
         snapshot = await self._whole_fleet(call)
-        body = ops.UpdateWeights.model_validate(call.body)
+        body = update_bodies.UpdateWeights.model_validate(call.body)
         _check_name(body.target, snapshot)
         asked = request_hash(body.model_dump())
         if body.fed and body.transport is not None:  # a group with ranks that are not there any more is no use
@@ -484,7 +484,9 @@ class Fleet:
         }
 
     async def _feed(self, call: Call) -> dict[str, Any]:
-        part = ops.Part.model_validate({key: call.body[key] for key in ops.Part.model_fields if key in call.body})
+        part = update_bodies.Part.model_validate(
+            {key: call.body[key] for key in update_bodies.Part.model_fields if key in call.body}
+        )
         snapshot, update_id = await self._whole_fleet(call), call.body.get("update_id")
         async with self.client.lock(call.view) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
@@ -545,7 +547,7 @@ class Fleet:
         if session is None:
             return None
         call.request_id = session.update_id
-        body = ops.UpdateWeights.model_validate(session.body)
+        body = update_bodies.UpdateWeights.model_validate(session.body)
         journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
         await journal.take_up()
         return journal
@@ -618,10 +620,10 @@ def _with_buckets(reply: dict[str, Any], pushed: int | None) -> dict[str, Any]:
     return reply if pushed is None else {**reply, "num_buckets_received": pushed}
 
 
-def _check_name(target: ops.BaseTarget | ops.LoraTarget, snapshot: Snapshot) -> None:
+def _check_name(target: update_bodies.BaseTarget | update_bodies.LoraTarget, snapshot: Snapshot) -> None:
     """Requests name an adapter as they name a model."""
     names = {member.info.get("model") for member in snapshot}
-    if isinstance(target, ops.LoraTarget) and target.op == "load" and target.name in names:
+    if isinstance(target, update_bodies.LoraTarget) and target.op == "load" and target.name in names:
         raise InvalidRequest(
             f"the base model is called {target.name!r}", field="target.name", fix="give the adapter another name"
         )

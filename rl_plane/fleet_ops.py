@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, create_model, field_validator
 
-from rl_plane import ops
+from rl_plane import bodies, ops, update_bodies
 
 DEFAULT_WAIT_S = 5.0
 """How long a call waits for a fleet that is still coming up."""
 MAX_WAIT_S = 3600.0
 
 
-class Select(ops.Body):
+class Select(bodies.Body):
     """Which workers a call means, beside the op's own fields. An HTTP query may carry these too."""
 
     component: list[str] | None = None
@@ -63,28 +63,28 @@ class FleetReply(BaseModel):
     elapsed_s: float
 
 
-class LoadLora(ops.Body):
-    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
+class LoadLora(bodies.Body):
+    lora_name: str = Field(min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
     lora_path: str = Field(min_length=1)
 
 
-class UnloadLora(ops.Body):
-    lora_name: str = Field(min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
+class UnloadLora(bodies.Body):
+    lora_name: str = Field(min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
 
 
-class UpdateId(ops.Body):
+class UpdateId(bodies.Body):
     update_id: str | None = Field(None, min_length=1, max_length=128)
     """As `prepare_weights_update` gave it; None: the one that is prepared."""
 
 
-class FeedWeights(ops.Part, UpdateId):
+class FeedWeights(update_bodies.Part, UpdateId):
     """Of an update that was prepared with `transport: {backend, group, fed: true}`."""
 
 
 class CompleteUpdate(UpdateId):
-    version: str | None = Field(None, min_length=1, max_length=ops.LABEL_CHARS, pattern=ops.PRINTABLE)
+    version: str | None = Field(None, min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
     """Its label, for a trainer that names it only now."""
-    digest: str | None = Field(None, pattern=ops.DIGEST)
+    digest: str | None = Field(None, pattern=bodies.DIGEST)
     """What was sent, for a trainer that knows it only now."""
     num_buckets: int | None = Field(None, ge=0)
     """How many buckets were sent: as many as the manifest has."""
@@ -122,23 +122,23 @@ def _fleet_op(
 FLEET_OPS: dict[str, FleetOp] = {
     op.name: op
     for op in (
-        _fleet_op("liveness", ops.Empty, "Each engine answers a real round trip, or 503.", "GET"),
-        _fleet_op("ready", ops.Empty, "Alive, and enough admitted workers at the committed version.", "GET"),
-        _fleet_op("state", ops.Empty, "The fleet and each worker, now.", "GET"),
-        _fleet_op("workers", ops.Empty, "Who is in the fleet.", "GET"),
-        _fleet_op("weight_version", ops.Empty, "The one version that is served; 409 if there are two.", "GET"),
-        _fleet_op("describe", ops.Empty, "What each engine is and can do.", "GET"),
+        _fleet_op("liveness", bodies.Empty, "Each engine answers a real round trip, or 503.", "GET"),
+        _fleet_op("ready", bodies.Empty, "Alive, and enough admitted workers at the committed version.", "GET"),
+        _fleet_op("state", bodies.Empty, "The fleet and each worker, now.", "GET"),
+        _fleet_op("workers", bodies.Empty, "Who is in the fleet.", "GET"),
+        _fleet_op("weight_version", bodies.Empty, "The one version that is served; 409 if there are two.", "GET"),
+        _fleet_op("describe", bodies.Empty, "What each engine is and can do.", "GET"),
         _fleet_op("pause", ops.Pause, "Stop generation, with a lease."),
-        _fleet_op("resume", ops.Empty, "Go on."),
-        _fleet_op("flush_cache", ops.Empty, "Drop the prefix caches."),
+        _fleet_op("resume", bodies.Empty, "Go on."),
+        _fleet_op("flush_cache", bodies.Empty, "Drop the prefix caches."),
         _fleet_op("abort_requests", ops.AbortRequests, "End requests now, with their tokens so far."),
-        _fleet_op("init_transport", ops.InitTransport, "Set up a weight transport."),
-        _fleet_op("destroy_transport", ops.DestroyTransport, "Take it down."),
-        _fleet_op("updates", ops.ListUpdates, "The updates that there were, newest first.", "GET"),
-        _fleet_op("update_weights", ops.UpdateCall, "New weights on the whole fleet, or on none."),
+        _fleet_op("init_transport", update_bodies.InitTransport, "Set up a weight transport."),
+        _fleet_op("destroy_transport", update_bodies.DestroyTransport, "Take it down."),
+        _fleet_op("updates", update_bodies.ListUpdates, "The updates that there were, newest first.", "GET"),
+        _fleet_op("update_weights", update_bodies.UpdateCall, "New weights on the whole fleet, or on none."),
         _fleet_op(
             "prepare_weights_update",
-            ops.UpdateWeights,
+            update_bodies.UpdateWeights,
             "Stage and verify, or listen for what is pushed; generation goes on.",
         ),
         _fleet_op(
@@ -149,15 +149,15 @@ FLEET_OPS: dict[str, FleetOp] = {
         _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
         _fleet_op(
-            "new_run", ops.Empty, "Begin a new run: sequence 0 is the model that every worker was started with."
+            "new_run", bodies.Empty, "Begin a new run: sequence 0 is the model that every worker was started with."
         ),
         _fleet_op("release_memory", ops.MemoryTags, "Give memory back (sleep)."),
         _fleet_op("resume_memory", ops.MemoryTags, "Take it again (wake)."),
         _fleet_op("check_weights", ops.CheckWeights, "Checksum, snapshot or compare the weights."),
         _fleet_op("load_lora_adapter", LoadLora, "Load or replace a LoRA adapter."),
         _fleet_op("unload_lora_adapter", UnloadLora, "Unload a LoRA adapter."),
-        _fleet_op("enable", ops.Empty, "Admit a worker again.", path="workers/{id}/enable"),
-        _fleet_op("disable", ops.Empty, "Take a worker out of routing.", path="workers/{id}/disable"),
+        _fleet_op("enable", bodies.Empty, "Admit a worker again.", path="workers/{id}/enable"),
+        _fleet_op("disable", bodies.Empty, "Take a worker out of routing.", path="workers/{id}/disable"),
     )
 }
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from rl_plane.bodies import MAX_TIMEOUT_S
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import MAX_TIMEOUT_S
 
 RECEIVE_TIMEOUT_S = 300.0
 """Of a whole update, from where the receivers listen: so long nobody waits for a trainer that gathers and sends."""

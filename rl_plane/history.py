@@ -31,9 +31,9 @@ from rl_plane.errors import (
 )
 from rl_plane.lock import HeldLock, read_holder
 from rl_plane.membership import Member
-from rl_plane.ops import PUSHED
 from rl_plane.record import DecisionRecord, Source, UpdateSession, read_record, read_session
 from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
+from rl_plane.update_bodies import PUSHED
 from rl_plane.versions import WeightVersion
 
 log = logging.getLogger("rl_plane.history")

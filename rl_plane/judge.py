@@ -17,9 +17,9 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.ops import LoraTarget, UpdatePolicy, UpdateWeights
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
 from rl_plane.rows import WorkerRow
+from rl_plane.update_bodies import LoraTarget, UpdatePolicy, UpdateWeights
 from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
 from rl_plane.versions import WeightVersion
 

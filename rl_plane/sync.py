@@ -24,8 +24,9 @@ from rl_plane.fleet import LOST_RETRIES
 from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, FEED_TIMEOUT_S, OPS, UpdatePolicy, op_named
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
 from rl_plane.rows import WorkerRow
+from rl_plane.update_bodies import FEED_TIMEOUT_S, UpdatePolicy
 
 MARGIN_S = 20.0
 """What a call may take beside its own bounds: a restart of NATS under it, reading the record, closing."""

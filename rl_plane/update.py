@@ -45,7 +45,7 @@ from rl_plane.judge import (
     still_there,
     too_few,
 )
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, Part, UpdatePolicy, UpdateWeights
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
@@ -56,6 +56,7 @@ from rl_plane.record import (
     first_record,
 )
 from rl_plane.rows import WorkerRow
+from rl_plane.update_bodies import Part, UpdatePolicy, UpdateWeights
 from rl_plane.update_steps import (
     Answered,
     Ask,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
-from rl_plane.ops import Part, UpdateWeights
 from rl_plane.record import DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
+from rl_plane.update_bodies import Part, UpdateWeights
 from rl_plane.versions import WeightVersion
 
 Members = Mapping[str, str]

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rl_plane.bodies import parse_body
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
-from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, parse_body
+from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 
 GROUP = "vllm"
 """How a trainer's group is called: vLLM's clients form one, without a name."""

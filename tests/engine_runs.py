@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
-from rl_plane.ops import PreparedReply
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineAdapter, PauseMode
 from worker.reception import Reception

@@ -66,7 +66,7 @@ def _send(group: Any, directory: str, part: dict[str, Any]) -> None:
     from safetensors import safe_open
     from torch import distributed as dist
 
-    from rl_plane.ops import FeedUpdate
+    from rl_plane.update_bodies import FeedUpdate
     from worker.transports.fed import chunks
 
     with safe_open(Path(directory) / "model.safetensors", "pt") as file:

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from rl_plane import delta
+from rl_plane.bodies import parse_body
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase
 from rl_plane.manifest import Manifest, pack
-from rl_plane.ops import PreparedReply, UpdateWeights, parse_body
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sources import Taken
 from rl_plane.tasks import never
+from rl_plane.update_bodies import PreparedReply, UpdateWeights
 from rl_plane.versions import HostTensor, TensorSpec
 from worker.engines.hf_weights import DTYPE_OF_NAME, StagedTensors, host_copies
 from worker.receiver import Receiver

@@ -14,7 +14,7 @@ import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAdmitted
 from rl_plane.generation import MAX_PROMPT_LOGPROBS, GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
 from worker.engines.fake import (

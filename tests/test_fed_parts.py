@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from frontend.options import FrontendOptions
+from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_replies import group_places
 from rl_plane.group_place import Place
 from rl_plane.membership import Member, Snapshot
-from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights, parse_body
 from rl_plane.sync import call_bound_s
+from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights
 from rl_plane.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
 from worker.transports.fed import chunks
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane import history, ops
+from rl_plane import bodies, history, update_bodies
 from rl_plane.client import RlClient
 from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
@@ -199,7 +199,7 @@ def test_an_adapter_is_rolled_back_by_loading_or_swapping_it() -> None:
 )
 def test_an_update_has_one_source(body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ops.parse_body(ops.UpdateCall, body)
+        bodies.parse_body(update_bodies.UpdateCall, body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rl_plane import ops
+from rl_plane import update_bodies
 from rl_plane.record import first_record
 from worker.dispatcher import Handler
 from worker.holds import VARIABLE, with_holds
@@ -50,7 +50,7 @@ async def test_an_op_is_held_before_and_after_its_handler(
 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     handle: Any = with_holds({"follow_record": at_once if plain else later}, ME)["follow_record"]
-    gate = ops.FollowRecord(record=GATE, sequence=1)
+    gate = update_bodies.FollowRecord(record=GATE, sequence=1)
     (tmp_path / "gate.before").touch()
     (tmp_path / f"gate.after.{ME}").touch()
     (tmp_path / "gate.after.another").touch()
@@ -64,14 +64,14 @@ async def test_an_op_is_held_before_and_after_its_handler(
     assert await asyncio.wait_for(held, BOUND_S) == {"fence": 7}
     # The other side of the gate is another point.
     (tmp_path / "gate.before").touch()
-    opened = ops.FollowRecord(record=GATE.opened(), sequence=2)
+    opened = update_bodies.FollowRecord(record=GATE.opened(), sequence=2)
     assert await asyncio.wait_for(handle(opened, 8), BOUND_S) == {"fence": 8}
     # And so is another update.
     (tmp_path / "gate.before").write_text("mine")
-    other = ops.FollowRecord(record=replace(GATE, update_id="other"), sequence=3)
+    other = update_bodies.FollowRecord(record=replace(GATE, update_id="other"), sequence=3)
     assert await asyncio.wait_for(handle(other, 9), BOUND_S) == {"fence": 9}
     (tmp_path / f"reached.gate.before.{ME}").unlink()
-    mine = ops.FollowRecord(record=replace(GATE, update_id="mine"), sequence=4)
+    mine = update_bodies.FollowRecord(record=replace(GATE, update_id="mine"), sequence=4)
     held = asyncio.create_task(handle(mine, 10))
     await until((tmp_path / f"reached.gate.before.{ME}").exists)
     (tmp_path / "gate.before").unlink()

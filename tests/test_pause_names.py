@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_plane import ops
+from rl_plane import bodies, ops, update_bodies
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import FLEET_OPS
@@ -40,7 +40,7 @@ def test_a_pause_is_keep_with_or_without_the_cache(
 
 @pytest.mark.parametrize(("word", "flush"), [("retract", True), ("in_place", False)])
 def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
-    for model in (ops.UpdateCall, ops.UpdateWeights):
+    for model in (update_bodies.UpdateCall, update_bodies.UpdateWeights):
         policy = model.model_validate({**SOURCE, "policy": {"pause_mode": word}}).policy
         assert (policy.pause_mode, policy.flush_cache) == ("keep", flush)
         with pytest.raises(InvalidRequest) as caught:
@@ -65,7 +65,7 @@ def test_so_is_the_pause_of_an_update(word: str, flush: bool) -> None:
 )
 def test_a_contradiction_is_refused_by_name(model: type[ops.Pause], body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ops.parse_body(model, body)
+        bodies.parse_body(model, body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
 
@@ -73,7 +73,9 @@ def test_a_contradiction_is_refused_by_name(model: type[ops.Pause], body: dict[s
 def test_an_adapters_own_modes_are_three() -> None:
     """What is prepared on a worker comes from the plane, which has no other names."""
     with pytest.raises(InvalidRequest, match="pause_mode"):
-        ops.parse_body(ops.Prepare, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"})
+        bodies.parse_body(
+            update_bodies.Prepare, {**SOURCE, "update_id": "u", "label": "l", "pause_mode": "retract"}
+        )
 
 
 async def test_a_fleet_pauses_by_sglangs_names(plane: Plane) -> None:

@@ -21,12 +21,12 @@ from rl_plane.errors import (
 )
 from rl_plane.judge import judge_prepare
 from rl_plane.membership import Changed, Member, MembershipCore, Purge, Resync, fingerprint
-from rl_plane.ops import UpdatePolicy
 from rl_plane.probing import CONFIRM_S, HUNG_AFTER_S, MIN_SILENT_PROBES, PROBE_TIMEOUT_S, SWEEP_S, ProbeCore
 from rl_plane.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.streams import ABANDONED_AFTER_S, CREDIT_EVERY, WINDOW, ReceiveWindow, SendWindow
 from rl_plane.subjects import Entry
+from rl_plane.update_bodies import UpdatePolicy
 from rl_plane.versions import WeightVersion
 
 # ---- membership ----

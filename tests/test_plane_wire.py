@@ -14,7 +14,7 @@ import pytest
 from blake3 import blake3
 
 import rl_plane
-from rl_plane import errors, ops
+from rl_plane import bodies, errors, ops
 from rl_plane.errors import DeadlineExceeded, InvalidRequest, MembershipChanged, PlaneError, error_from_wire
 from rl_plane.fleet_ops import FLEET_OPS
 from rl_plane.record import first_record
@@ -269,7 +269,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("op", "body", "field"), BAD_BODIES)
 def test_a_wrong_field_of_a_body_is_named(op: str, body: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ops.parse_body(ops.op_named(op).request, body)
+        bodies.parse_body(ops.op_named(op).request, body)
     assert caught.value.facts["field"].replace(".lora", "") == field.replace(".lora", "")
     assert caught.value.facts["fix"]
 

@@ -27,10 +27,11 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, Part, UpdateWeights
+from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
+from rl_plane.update_bodies import Part, UpdateWeights
 from rl_plane.update_steps import (
     Answered,
     Ask,

@@ -12,6 +12,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from pydantic import BaseModel
 
+from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus
 from rl_plane.errors import (
     DeadlineExceeded,
@@ -22,7 +23,7 @@ from rl_plane.errors import (
     StaleFence,
     Unavailable,
 )
-from rl_plane.ops import OPS, Op, op_named, parse_body
+from rl_plane.ops import OPS, Op, op_named
 from rl_plane.subjects import Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.view import PING

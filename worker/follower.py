@@ -14,7 +14,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from rl_plane import ops
+from rl_plane import ops, update_bodies
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
 from rl_plane.lock import live_fence
@@ -85,7 +85,7 @@ class RecordFollower:
         self._model = {"backend": "filesystem", "path": model_path}
         self._tell = tell
         self._wanted = asyncio.Event()
-        self._last_commit: ops.CommittedReply | None = None
+        self._last_commit: update_bodies.CommittedReply | None = None
 
     async def start(self) -> None:
         await self._bus.ensure_bucket(self._subjects.state)
@@ -299,12 +299,12 @@ class RecordFollower:
             await self._engine.run(self._adapter.resume())
         self._state.resume()
 
-    async def prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
+    async def prepare(self, body: update_bodies.Prepare, fence: int) -> update_bodies.PreparedReply:
         target = body.target.model_dump()
         name = target_name(target)
         if body.transport is None:
             self._updates.check(name, body.staging, None)
-            return ops.PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
+            return update_bodies.PreparedReply(digest=tensors_digest([]), tensors=0, bytes=0, refetchable=True)
         wanted = self._wanted_of(body, body.transport, name, fence)
         if not wanted.in_place:
             return await self._updates.prepare(wanted)
@@ -312,15 +312,17 @@ class RecordFollower:
             self._state.check_weights_here()
             return await self._overwrite(wanted, body.pause_mode)
 
-    async def arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
+    async def arm(self, body: update_bodies.Prepare, fence: int) -> update_bodies.ArmedReply:
         """As `prepare`, but answers as soon as every rank listens."""
         if body.transport is None or body.staging == "none":
             raise InvalidRequest("staged weights are listened for", field="transport", fix="use prepare_update")
         name = target_name(body.target.model_dump())
         await self._updates.arm(self._wanted_of(body, body.transport, name, fence))
-        return ops.ArmedReply(listening=True)
+        return update_bodies.ArmedReply(listening=True)
 
-    def _wanted_of(self, body: ops.Prepare, transport: ops.Transport, name: str | None, fence: int) -> Wanted:
+    def _wanted_of(
+        self, body: update_bodies.Prepare, transport: update_bodies.Transport, name: str | None, fence: int
+    ) -> Wanted:
         """Checked: this worker and its engine can do it."""
         self._updates.check(name, body.staging, transport.backend, self._state.adapters)
         return Wanted(
@@ -345,7 +347,7 @@ class RecordFollower:
             for digest, source in before.chain(base)
         ]
 
-    async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> ops.PreparedReply:
+    async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> update_bodies.PreparedReply:
         """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
 
         async def taint() -> None:
@@ -363,7 +365,7 @@ class RecordFollower:
             self.look()
             raise
 
-    async def commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
+    async def commit(self, body: update_bodies.Commit, fence: int) -> update_bodies.CommittedReply:
         """The coordinator's decision: swap what is staged."""
         record = body.record
         async with self.turn(fence):
@@ -372,14 +374,14 @@ class RecordFollower:
             if (
                 done is None or done["version"] != record.made.to_wire()
             ):  # else told twice, or it was faster itself
-                done = ops.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
+                done = update_bodies.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
                 done = await self._step(step, body.pause_s) or done
         self.look()
         self._tell()
         return done
 
-    async def take_alone(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
+    async def take_alone(self, body: update_bodies.UpdateWeights, fence: int) -> update_bodies.CommittedReply:
         """Prepare and commit on this worker only: towards the version that the fleet has committed, no other."""
         await self._read()
         record = self._core.record
@@ -426,7 +428,7 @@ class RecordFollower:
 
     # ---- one step ----
 
-    async def _step(self, step: Swap | Unload | Relabel, pause_s: float) -> ops.CommittedReply | None:
+    async def _step(self, step: Swap | Unload | Relabel, pause_s: float) -> update_bodies.CommittedReply | None:
         """`pause_s`: generation stays paused so long, from now on; 0: it is as it was."""
         if isinstance(step, Relabel):
             self._adapter.set_version(step.record.version)
@@ -439,7 +441,7 @@ class RecordFollower:
             return None
         return await self._swap(step, pause_s)
 
-    async def _swap(self, swap: Swap | Unload, pause_s: float) -> ops.CommittedReply:
+    async def _swap(self, swap: Swap | Unload, pause_s: float) -> update_bodies.CommittedReply:
         """Pause, swap, flush, resume. Generation that was paused before stays so."""
         state, core = self._state, self._core
         start = time.monotonic()
@@ -464,7 +466,7 @@ class RecordFollower:
         record = core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None
-        self._last_commit = ops.CommittedReply(
+        self._last_commit = update_bodies.CommittedReply(
             version=made.to_wire(), cache_flushed=flushed, swap_s=time.monotonic() - start
         )
         log.info("%s holds %s", state.instance_id, made.label)

@@ -14,11 +14,11 @@ import msgpack
 import nats.errors
 from nats.aio.msg import Msg
 
+from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus
 from rl_plane.deltas import joined
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
 from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest
-from rl_plane.ops import parse_body
 from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop

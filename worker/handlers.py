@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from rl_plane import ops
+from rl_plane import bodies, ops, update_bodies
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
 from rl_plane.versions import VersionReply
 from worker.core import WorkerCore
@@ -96,10 +96,10 @@ class OpHandlers:
 
     # ---- reading ----
 
-    async def _liveness(self, body: ops.Empty, fence: int) -> ops.LivenessReply:
+    async def _liveness(self, body: bodies.Empty, fence: int) -> ops.LivenessReply:
         return ops.LivenessReply(alive=True, round_trip_s=await self.round_trip())
 
-    def _state_now(self, body: ops.Empty, fence: int) -> ops.StateReply:
+    def _state_now(self, body: bodies.Empty, fence: int) -> ops.StateReply:
         state, staged = self._state, self._updates.staged
         admission = state.admission()
         running, waiting = self._adapter.load()
@@ -126,16 +126,16 @@ class OpHandlers:
             draining=bool(state.closed.keys() & {"draining", "leaving"}),
         )
 
-    def _attest(self, body: ops.Attest, fence: int) -> ops.AttestReply:
+    def _attest(self, body: update_bodies.Attest, fence: int) -> update_bodies.AttestReply:
         record = self._core.record
-        return ops.AttestReply(
+        return update_bodies.AttestReply(
             record=record.to_wire() if record is not None else None,
             admitted=self._state.admission()["open"],
             model_digest=self._core.model_digest,
             failed=self._updates.failed,
         )
 
-    def _describe(self, body: ops.Empty, fence: int) -> ops.DescribeReply:
+    def _describe(self, body: bodies.Empty, fence: int) -> ops.DescribeReply:
         spec = self._adapter.weight_spec()
         return ops.DescribeReply(
             engine=self._info.engine,
@@ -174,13 +174,13 @@ class OpHandlers:
         self._tell()
         return ops.PauseReply(pause_state="paused", cache_flushed=flushed)
 
-    async def _resume(self, body: ops.Empty, fence: int) -> ops.PauseReply:
+    async def _resume(self, body: bodies.Empty, fence: int) -> ops.PauseReply:
         async with self._follower.turn(fence):
             await self._follower.resume()
         self._tell()
         return ops.PauseReply(pause_state="running", cache_flushed=False)
 
-    async def _flush_cache(self, body: ops.Empty, fence: int) -> ops.FlushReply:
+    async def _flush_cache(self, body: bodies.Empty, fence: int) -> ops.FlushReply:
         async with self._follower.turn(fence):
             if not await self._engine.run(self._adapter.flush_cache()):
                 raise Conflict("the engine refused to flush its cache", fix="pause first, then flush")
@@ -192,7 +192,7 @@ class OpHandlers:
 
     # ---- weights ----
 
-    async def _init_transport(self, body: ops.InitTransport, fence: int) -> ByRank:
+    async def _init_transport(self, body: update_bodies.InitTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
         config = body.model_dump()
         offsets = config.pop("rank_offsets", None)  # a group's: one message tells each worker its own
@@ -200,38 +200,38 @@ class OpHandlers:
             config["rank_offset"] = offsets.get(self._state.instance_id)
         return ByRank(ops.DoneReply(), await asyncio.to_thread(self._adapter.init_transport, config))
 
-    async def _destroy_transport(self, body: ops.DestroyTransport, fence: int) -> ByRank:
+    async def _destroy_transport(self, body: update_bodies.DestroyTransport, fence: int) -> ByRank:
         self._updates.check_backend(body.backend)
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: ops.Prepare, fence: int) -> ops.PreparedReply:
+    async def _prepare(self, body: update_bodies.Prepare, fence: int) -> update_bodies.PreparedReply:
         self._state.check_weights_here()
         return await self._follower.prepare(body, fence)
 
-    async def _arm(self, body: ops.Prepare, fence: int) -> ops.ArmedReply:
+    async def _arm(self, body: update_bodies.Prepare, fence: int) -> update_bodies.ArmedReply:
         self._state.check_weights_here()
         return await self._follower.arm(body, fence)
 
-    async def _feed(self, body: ops.FeedUpdate, fence: int) -> ops.FedReply:
+    async def _feed(self, body: update_bodies.FeedUpdate, fence: int) -> update_bodies.FedReply:
         self._state.check_fence(fence)
         missing = await self._updates.feed(body)
-        return ops.FedReply(
+        return update_bodies.FedReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )
 
-    def _follow_record(self, body: ops.FollowRecord, fence: int) -> ops.FollowedReply:
+    def _follow_record(self, body: update_bodies.FollowRecord, fence: int) -> update_bodies.FollowedReply:
         self._follower.learn(body.record, body.sequence)
         known = self._core.record
-        return ops.FollowedReply(sequence=known.sequence if known is not None else None)
+        return update_bodies.FollowedReply(sequence=known.sequence if known is not None else None)
 
-    async def _commit(self, body: ops.Commit, fence: int) -> ops.CommittedReply:
+    async def _commit(self, body: update_bodies.Commit, fence: int) -> update_bodies.CommittedReply:
         return await self._follower.commit(body, fence)
 
-    async def _abort_update(self, body: ops.AbortUpdate, fence: int) -> ops.AbortUpdateReply:
-        return ops.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
+    async def _abort_update(self, body: update_bodies.AbortUpdate, fence: int) -> update_bodies.AbortUpdateReply:
+        return update_bodies.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
 
-    async def _update_weights(self, body: ops.UpdateWeights, fence: int) -> ops.CommittedReply:
+    async def _update_weights(self, body: update_bodies.UpdateWeights, fence: int) -> update_bodies.CommittedReply:
         self._state.check_weights_here()
         return await self._follower.take_alone(body, fence)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plane.checkpoint import Kind
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
-from rl_plane.ops import FeedUpdate, PreparedReply
+from rl_plane.update_bodies import FeedUpdate, PreparedReply
 from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes
 from worker.reception import Cancelled, Link, Reception, Staged, WeightHolder
 from worker.staging import (

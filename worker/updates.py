@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
-from rl_plane.ops import FeedUpdate, PreparedReply
+from rl_plane.update_bodies import FeedUpdate, PreparedReply
 from worker.engine_loop import EngineLoop
 from worker.engines.base import LACKING, EngineAdapter, EngineInfo
 from worker.reception import Link, Reception

@@ -14,8 +14,8 @@ from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 from rl_plane.vllm_bodies import ANOTHER_WAY
 
 GROUP = "prime-rl"

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from frontend.http import MAX_BODY_BYTES, ErrorShape, error_body, idempotency_key, json_response, read_json
 from frontend.openapi import add_model, fits_query, parameter
 from frontend.query import list_fields, merge_query
+from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest, PlaneError, Unavailable
-from rl_plane.ops import parse_body
 
 log = logging.getLogger("frontend.dialects")
 

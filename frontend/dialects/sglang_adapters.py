@@ -11,8 +11,8 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.steering import not_there
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 
 
 class LoadFields(Fields):

@@ -12,8 +12,8 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, joined, members
 from frontend.dialects.routes import Ask, Fields, add_route, take
+from rl_plane.bodies import PRINTABLE
 from rl_plane.errors import InvalidRequest, PlaneError
-from rl_plane.ops import PRINTABLE
 
 DEFAULT_GROUP = "weight_update_group"
 MAX_GROUP_CHARS = 256

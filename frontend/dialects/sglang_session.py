@@ -25,9 +25,10 @@ from frontend.dialects.common import begun, served_version
 from frontend.dialects.routes import Fields
 from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
 from frontend.dialects.sglang_held import HeldTensors
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
-from rl_plane.ops import LABEL_CHARS, MAX_FED_TENSORS, PRINTABLE, UpdateWeights
 from rl_plane.record import UpdateSession, read_session
+from rl_plane.update_bodies import MAX_FED_TENSORS, UpdateWeights
 
 
 class Update(Fields):

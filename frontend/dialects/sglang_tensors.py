@@ -20,8 +20,8 @@ from frontend.dialects.sglang_adapters import held_adapters, loaded
 from frontend.dialects.sglang_held import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang_session import Update, Updates
 from frontend.dialects.sglang_updates import refuse_draft, report_unused
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, Unsupported
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 
 MAX_BODY_BYTES = 256 << 20
 """Of such a request: 192 MB of weights. What is larger goes by a transport that no frontend stands in."""

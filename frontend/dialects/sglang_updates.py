@@ -12,8 +12,8 @@ from frontend.dialects.common import begun, joined
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.sglang_held import ANOTHER_WAY
 from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 
 DISK_FORMATS = (None, "auto", "safetensors")
 

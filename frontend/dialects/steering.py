@@ -10,8 +10,8 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import let_go
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, NotFound
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 from rl_plane.record import PauseMode
 
 

@@ -21,8 +21,8 @@ from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import mount_rpc
+from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, Unavailable, Unsupported
-from rl_plane.ops import LABEL_CHARS, PRINTABLE
 from rl_plane.record import PauseMode
 from rl_plane.vllm_bodies import GROUP
 

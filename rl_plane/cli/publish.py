@@ -10,7 +10,7 @@ from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.cli.steer import POLICY, REACH, UPDATE_MARGIN_S, policy_of, waiting
-from rl_plane.ops import UpdatePolicy
+from rl_plane.update_bodies import UpdatePolicy
 
 SEND_S = 3600.0
 """The longest that sending may take, by any transport, beside the update's own bounds."""

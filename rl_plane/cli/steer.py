@@ -19,8 +19,8 @@ from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
 from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.facade import call_facade
-from rl_plane.ops import UpdatePolicy
 from rl_plane.subjects import check_instance_id
+from rl_plane.update_bodies import UpdatePolicy
 
 READ_S = 30.0
 CHANGE_S = 120.0

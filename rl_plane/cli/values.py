@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rl_plane.bodies import LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS
 from rl_plane.subjects import check_instance_id, check_name
 
 Parse = Callable[[str], Any]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import LoraTarget, parse_body
+from rl_plane.update_bodies import LoraTarget
 
 GIB = 1 << 30
 LORA_DISK_LOAD = "lora_disk_load"

@@ -16,8 +16,8 @@ import uuid
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
-from rl_plane.ops import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.sync import SyncRlClient
+from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.vllm_bodies import (
     GROUP,
     InitInfo,

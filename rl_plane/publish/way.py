@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plane.ops import UpdateWeights, parse_body
+from rl_plane.bodies import parse_body
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
 from rl_plane.publish.senders import choose, installed, make_sender
 from rl_plane.sync import call_bound_s
+from rl_plane.update_bodies import UpdateWeights
 
 DRAIN_S = 600.0
 """How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.ops import PreparedReply
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec
 from worker.agent.client import AgentClient
 from worker.reception import Cancelled, Reception

@@ -26,7 +26,8 @@ from blake3 import blake3
 from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.generation import FinishReason, GenerateDelta, GenerateRequest, Rendering
-from rl_plane.ops import PreparedReply, Tokenize
+from rl_plane.ops import Tokenize
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import CheckAction, EngineInfo, EngineOptions, PauseMode
 from worker.engines.fake_holder import FakeHolder

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
 from rl_plane.generation import GenerateDelta, GenerateRequest
-from rl_plane.ops import PreparedReply
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks

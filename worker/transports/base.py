@@ -17,7 +17,7 @@ from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.directory import listed
 from rl_plane.errors import InvalidRequest
-from rl_plane.ops import FeedUpdate
+from rl_plane.update_bodies import FeedUpdate
 from rl_plane.versions import HostTensor, TensorSpec
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
 from rl_plane.group_place import FORM_AGAIN
-from rl_plane.ops import FeedUpdate
 from rl_plane.tasks import never
 from rl_plane.torch_group import AHEAD, Group
+from rl_plane.update_bodies import FeedUpdate
 from rl_plane.versions import HostTensor, TensorSpec
 from worker.reception import Cancelled
 from worker.staging import check_specs

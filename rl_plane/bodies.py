@@ -1,0 +1,85 @@
+"""What every request's body is: a typed, closed one, and how a wrong one is told."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError
+
+from rl_plane.errors import InvalidRequest
+
+MAX_LEASE_S = 86_400.0
+MAX_TIMEOUT_S = 86_400.0
+"""A day: beyond it a bound is a typing error."""
+
+LABEL_CHARS = 200
+DIGEST = r"^blake3:[0-9a-f]{64}$"
+PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
+
+
+class Body(BaseModel):
+    """Unknown fields, NaN and infinities are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+        defer_build=True,  # most processes need few of them, and a worker is slow enough to start
+    )
+
+
+class Empty(Body):
+    """No fields."""
+
+
+SGLANG_PAUSES = {"retract": True, "in_place": False}
+"""SGLang's own names of `keep` → is the prefix cache dropped? Only requests say them: a body that was checked has
+one of the three modes."""
+
+PAUSE_WORDS = ("keep", "wait", "abort", *SGLANG_PAUSES)
+
+B = TypeVar("B", bound=Body)
+
+
+def without_sglangs_names(
+    body: Any, mode: str, cache: str, check: ModelWrapValidatorHandler[B], within: str = ""
+) -> B:
+    """The checked body; a name of SGLang's in its field `mode` becomes `keep`, and sets its field `cache`."""
+    word = body.get(mode) if isinstance(body, dict) else None
+    if not isinstance(word, str) or word not in SGLANG_PAUSES:
+        return check(body)
+    drops = SGLANG_PAUSES[word]
+    checked = check({cache: drops, **body, mode: "keep"})
+    if getattr(checked, cache) != drops:
+        raise InvalidRequest(
+            f"{mode} {word} is keep with {cache} {str(drops).lower()}, and {cache} says otherwise",
+            field=within + cache,
+            fix="leave it out, or use keep",
+        )
+    return checked
+
+
+_EMPTY = Empty()
+
+
+def parse_body(model: type[BaseModel], body: dict[str, Any]) -> BaseModel:
+    """The typed body, or InvalidRequest naming the first wrong field."""
+    if not body and model is Empty:
+        return _EMPTY
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise invalid_from_pydantic(error) from error
+
+
+FIXES = {"extra_forbidden": "leave it out", "missing": "add it"}
+
+
+def invalid_from_pydantic(error: ValidationError, prefix: str = "") -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join([prefix] * bool(prefix) + [str(part) for part in first["loc"]]) or "body"
+    more = error.error_count() - 1
+    message = f"{field}: {first['msg']}" + (f" (and {more} more)" if more else "")
+    fix = FIXES.get(first["type"], str(first["msg"]))
+    return InvalidRequest(message, field=field, fix=fix)
