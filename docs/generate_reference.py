@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rl_plane import update_bodies
 from rl_plane.errors import PlaneError
 from rl_plane.fleet_ops import FLEET_OPS, Select
 from rl_plane.ops import OPS
@@ -66,10 +67,8 @@ def _table(model: type[BaseModel]) -> str:
 
 
 def _nested(models: list[type[BaseModel]]) -> dict[str, type[BaseModel]]:
-    import rl_plane.ops
-
     names = {name for model in models for name in model.model_json_schema().get("$defs", {})}
-    return {name: getattr(rl_plane.ops, name) for name in sorted(names)}
+    return {name: getattr(update_bodies, name) for name in sorted(names)}
 
 
 def _errors(kind: type[PlaneError], depth: int = 0) -> list[str]:
