@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -71,7 +72,8 @@ class Facade:
                     self.send_header(key, value)
                 self.send_header("Content-Length", str(len(facade.reply)))
                 self.end_headers()
-                self.wfile.write(facade.reply)
+                with contextlib.suppress(BrokenPipeError):  # a caller that was interrupted
+                    self.wfile.write(facade.reply)
 
             do_GET = do_POST = answer
 
