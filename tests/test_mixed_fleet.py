@@ -26,7 +26,7 @@ pytest.importorskip("peft")
 from frontend.attempts import Attempts
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError, UpdateAborted
-from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls
+from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
 from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
 from tests.dialect_facade import facade
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["trainer", "trainer_of"]
 
-pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines("vllm", "sglang"), pytest.mark.alone, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("hf", "vllm", "sglang")
@@ -694,13 +694,30 @@ async def test_trainers_own_clients_drive_all_three(
             await proven(http, mixed, version["label"], mixed.base(2))
 
 
+@pytest.mark.skipif(not verl_client.MODULE.exists(), reason="verl's client is not there: make engines")
+async def test_verls_own_client_drives_all_three(client: RlClient, http: httpx.AsyncClient, mixed: Mixed) -> None:
+    """Its client of one SGLang, unchanged: buckets and adapters as safetensors; its pickles are refused."""
+    await mixed.witnessed(client)
+    seeds = (2, 3, 1)
+    async with facade(mixed.plane) as steered:
+        pickled, *made, names = await verl_client.told(
+            str(steered.base_url), mixed.first, mixed.adapter(1), [mixed.base(seed) for seed in seeds]
+        )
+    assert "501" in pickled
+    assert made == [witnessed(seed, verl_client.TOKENS) for seed in seeds]
+    assert "verl" in names
+    version = (await client.run("weight_version"))["version"]
+    await proven(http, mixed, version["label"], mixed.base(seeds[-1]), ("verl", mixed.adapter(1)))
+    await client.run("update_weights", {"target": {"kind": "lora", "op": "unload", "name": "verl"}})
+
+
 async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     """The last one: it leaves `hf` alone. First a worker is killed, then one whose engine loses a process ends itself.
     What comes back: tests/test_engine_kills.py."""
-    before = seed_of(await settled(client, mixed))
-    after = before % 3 + 1
+    await mixed.witnessed(client)
+    before, after = 1, 2
     workers = {
         engine: next(one for one in mixed.plane.spawned if one.instance_id == mixed.ids[engine])
         for engine in ENGINES

@@ -27,7 +27,7 @@ from worker.tiny_model import make_witness_model
 
 __all__ = ["client", "http"]
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 DEATH_S = 2.0
 """How soon a death must be noticed."""

@@ -10,17 +10,46 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rl_plane.process import die_with_parent
+
+ENDS_S = 240.0
+"""It imports SGLang, on two cores, among other tests."""
 MODULE = Path(sys.prefix) / "clients" / "verl/workers/rollout/sglang_rollout/http_server_engine.py"
 """Where `make engines` puts it."""
 BUCKETS = 3
 PROMPT = [5, 6, 7]
 TOKENS = 12
+
+
+async def told(url: str, model: Path, adapter: Path, weights: Sequence[Path]) -> list[Any]:
+    """What it prints, in a process of its own: an error, the tokens after each version, the models."""
+    client = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        __name__,
+        url,
+        *(str(path) for path in (model, adapter, *weights)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        preexec_fn=die_with_parent(),
+    )
+    try:
+        async with asyncio.timeout(ENDS_S):
+            printed, _ = await client.communicate()
+    finally:
+        if client.returncode is None:
+            client.kill()
+            await client.wait()
+    assert client.returncode == 0
+    return [json.loads(line) for line in printed.decode().splitlines() if line.startswith(("[", '"'))]
 
 
 def adapter_of(url: str, model: str) -> Any:
