@@ -12,7 +12,6 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ import rl_plane.checkpoint as checkpoints
 from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
 from rl_plane.nats_server import NatsServer
-from rl_plane.process import die_with_parent
 from tests.zygote import fork_worker
 from worker.engines.fake import make_fake_model
 from worker.transports.base import Places
@@ -102,18 +100,6 @@ class Spawned:
             self.process.stdout.close()
 
 
-def _started(arguments: list[str], log: Path) -> subprocess.Popen[str]:
-    with log.open("w") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
-
-
 @dataclass
 class Plane:
     """One test's component on a server: clients, fleets and workers, ended with the test."""
@@ -157,8 +143,7 @@ class Plane:
         }
         log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"
         arguments = [json.dumps(options), patch]
-        # torch is not for processes that are forked; without it a fork is ten times as fast as a start.
-        process = fork_worker(_CHILD, arguments, log) if engine == "fake" else _started(arguments, log)
+        process = fork_worker(engine, _CHILD, arguments, log)
         self.spawned.append(Spawned(instance_id, process, log))
         return self.spawned[-1].wait_ready() if ready else self.spawned[-1]
 

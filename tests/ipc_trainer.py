@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
 from rl_plane.publish.ipc import IpcSender
 from rl_plane.publish.packing import Place, fill
+from tests.zygote import fork_module
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -30,14 +29,7 @@ class Trainer:
     """The test's side."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ipc_trainer"],
-            cwd=Path(__file__).parent.parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with_parent(),
-        )
+        self.process = fork_module("fake", __name__, stdin=True, text=True)
 
     def publish(self, directory: Path, receivers: int, **options: Any) -> None:
         """See `publish` below."""

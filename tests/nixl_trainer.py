@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
 from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
 from tests.conftest import stop_process
+from tests.zygote import fork_module
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -31,15 +30,7 @@ class Trainer:
     """The test's side."""
 
     def __init__(self, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nixl_trainer"],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=die_with_parent(),
-        )
+        self.process = fork_module("hf", __name__, env={**os.environ, **environment}, stdin=True, text=True)
 
     async def does(self, **what: Any) -> dict[str, Any]:
         assert self.process.stdin is not None

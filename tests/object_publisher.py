@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import select
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +17,10 @@ from typing import Any
 from rl_plane.checkpoint import Kind, open_checkpoint
 from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest, pack
-from rl_plane.process import die_with_parent
 from rl_plane.publish import object_store
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
+from tests.zygote import fork_module
 
 BOUND_S = 60.0
 """A process that imports, on a busy machine; a step takes milliseconds."""
@@ -31,14 +30,7 @@ class Publisher:
     """The test's end. `options`: the sender's arguments, and `bucket_bytes`."""
 
     def __init__(self, log: Path, **options: Any) -> None:
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                preexec_fn=die_with_parent(),
-            )
+        self.process = fork_module("fake", __name__, [json.dumps(options)], log, stdin=True)
         self._log = log
 
     async def step(self, *words: str) -> Any:

@@ -51,6 +51,7 @@ from tests.engine_runs import (  # noqa: E402
     witnessed,
 )
 from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
+from tests.zygote import children_forked  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
@@ -102,9 +103,9 @@ def scratch(models: Models) -> Iterator[Path]:
     scope="module",
     params=[pytest.param(kind, marks=pytest.mark.engines(kind.name), id=kind.name) for kind in (VLLM, SGLANG)],
 )
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    with children_forked(request.param.name):
+        yield request.param
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

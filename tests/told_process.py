@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import select
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_plane.errors import EngineFailed, error_from_wire
-from rl_plane.process import die_with_parent
+from tests.zygote import fork_module
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -24,18 +23,11 @@ ANSWER_S = 150.0
 
 
 class ToldProcess:
-    """The handle of `python -m MODULE [ARGUMENT]`."""
+    """The handle of `python -m MODULE [ARGUMENT]`, which has what a worker of that engine `imports`."""
 
-    def __init__(self, plane: Plane, module: str, argument: Any = None) -> None:
+    def __init__(self, plane: Plane, module: str, argument: Any = None, imports: str = "hf") -> None:
         self.log = plane.tmp / f"{module}.log"
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(argument)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=die_with_parent(),
-            )
+        self.process = fork_module(imports, module, [json.dumps(argument)], self.log, stdin=True)
 
     async def do(self, what: str, argument: Any = None) -> Any:
         """Its answer, or its error."""

@@ -19,7 +19,7 @@ class VllmTrainer(ToldProcess):
     """Here: the handle of such a process."""
 
     def __init__(self, plane: Plane) -> None:
-        super().__init__(plane, "tests.vllm_trainer")
+        super().__init__(plane, "tests.vllm_trainer", imports="vllm")
 
 
 def _engine_types() -> Any:

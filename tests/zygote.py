@@ -1,26 +1,39 @@
 """Worker processes by fork: the packages that a worker imports take longer than most tests.
 
-A zygote is started once for each test process. It imports them, makes no thread and no loop, and then forks: once, and
-that child again, and ends. So each worker is an orphan, which the kernel gives to the test process: it is its child, as
-one that it has started itself, to signal, to wait for and to outlive.
+A zygote is started once for each test process and engine. It imports what that engine imports, makes no thread and no
+loop, and then forks: once, and that child again, and ends. So each worker is an orphan, which the kernel gives to the
+test process: it is its child, as one that it has started itself, to signal, to wait for and to outlive.
+
+An engine's own processes come the same way: a worker of vLLM or SGLang has a zygote of its own from the start, a fork
+of the first, which does what multiprocessing's `spawn` does with a new interpreter. So have they, in turn.
 """
 
 from __future__ import annotations
 
-import array
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
+import gc
+import importlib
 import json
 import os
+import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import spawn, util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from rl_plane.cli.children import start_process
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,19 +43,61 @@ ADOPTED_S = 10.0
 ROOT = Path(__file__).parent.parent
 MAX_REQUEST_BYTES = 1 << 18
 """The environment is the largest part."""
-_ZYGOTE = "import sys; from tests.zygote import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+MAX_DESCRIPTORS = 64
+ABOVE = 1000
+"""Descriptors on their way to their numbers are above all of those."""
+_ZYGOTE = "import sys; from tests.zygote import start; start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
 
 
-class Forked(subprocess.Popen[str]):
-    """As Popen, of a child that the zygote has made."""
+_SPAWN_MAIN = re.compile(r"spawn_main\(([^)]*)\)")
+_NUMBER = re.compile(r"(\w+)=(\d+)")
 
-    def __init__(self, pid: int, stdout: int) -> None:
+Spawn = Callable[[bytes, Sequence[Any], Sequence[int]], int]
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What a zygote imports, and in which environment: what an engine's adapter sets for its processes."""
+
+    modules: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    has_children: bool = False
+
+
+_EVERY = ("worker.process", "rl_plane.cli.serve")
+_TORCH = ("worker.receiver", "rl_plane.torch_group", "transformers.models.qwen3.modeling_qwen3")
+PACKAGES = {
+    "fake": Packages((*_EVERY, "worker.engines.fake")),
+    "hf": Packages((*_EVERY, *_TORCH, "worker.engines.hf")),
+    "vllm": Packages(
+        (*_EVERY, *_TORCH, "worker.engines.vllm", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"),
+        {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+        has_children=True,
+    ),
+    "sglang": Packages(
+        (
+            *_EVERY,
+            *_TORCH,
+            "worker.engines.sglang",
+            "sglang.srt.entrypoints.engine",
+            "sglang.srt.managers.scheduler",
+        ),
+        {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
+        has_children=True,
+    ),
+}
+
+
+class Forked(subprocess.Popen[Any]):
+    """As Popen, of a child that a zygote has made."""
+
+    def __init__(self, pid: int, stdin: Any, stdout: Any, stderr: Any) -> None:
         self.args = ["worker"]
         self.pid = pid
         self.returncode: int | None = None
-        self.stdin = None
-        self.stdout = os.fdopen(stdout, "r")
-        self.stderr = None
+        self.stdin = stdin
+        self.stdout = stdout
+        self.stderr = stderr
         self._child_created = True
         self._waitpid_lock = threading.Lock()
         self._communication_started = False
@@ -53,116 +108,233 @@ class Forked(subprocess.Popen[str]):
         self.process_group = None
 
 
-def fork_worker(main: str, arguments: list[str], log: Path) -> Forked:
-    """A process that runs `main`, with `sys.argv` of these arguments, its standard error in `log`."""
-    reader, writer = os.pipe()
+def fork_worker(engine: str, main: str, arguments: Sequence[str], log: Path) -> Forked:
+    """A process that runs the code `main`, with `sys.argv` of these arguments, its standard error in `log`."""
+    return _forked(engine, {"main": main, "argv": ["-c", *arguments]}, os.environ, stderr=log, text=True)
+
+
+def fork_module(
+    engine: str, module: str, arguments: Sequence[str] = (), log: Path | None = None, **options: Any
+) -> Forked:
+    """`python -m MODULE ARGUMENTS`; see _forked."""
+    what = {"module": module, "argv": [module, *arguments]}
+    return _forked(engine, what, options.pop("env", os.environ), stderr=log, **options)
+
+
+def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """As the supervisor's start_process, for `python … -m MODULE worker … --engine ENGINE`; others are started."""
+    if "worker" not in argv:
+        return start_process(argv, env)
+    module = argv.index("-m") + 1
+    engine = argv[argv.index("--engine") + 1]
+    return fork_module(engine, argv[module], argv[module + 1 :], env=env, stdin=False, stderr_pipe=True)
+
+
+def _forked(
+    engine: str,
+    what: dict[str, Any],
+    env: Mapping[str, str],
+    *,
+    stderr: Path | None,
+    stdin: bool = False,
+    stderr_pipe: bool = False,
+    text: bool = False,
+) -> Forked:
+    """Its standard output is a pipe; so are its input and its standard error where that is asked for."""
+    with contextlib.ExitStack() as theirs:
+
+        def pipe(number: int) -> Any:
+            ends = os.pipe()
+            own, its = ends if number else ends[::-1]
+            theirs.callback(os.close, its)
+            descriptors[number] = its
+            mode = "r" if number else "w"
+            return os.fdopen(own, mode if text else f"{mode}b")
+
+        descriptors: dict[int, int] = {}
+        pipes = {number: pipe(number) for number in ([0] if stdin else []) + [1] + ([2] if stderr_pipe else [])}
+        if stderr is not None:
+            descriptors[2] = theirs.enter_context(stderr.open("a")).fileno()
+        pid = _zygote(engine).fork({**what, "env": dict(env)}, descriptors)
+    return Forked(pid, *(pipes.get(number) for number in range(3)))
+
+
+@contextlib.contextmanager
+def children_forked(engine: str) -> Iterator[None]:
+    """The engine of the name runs in this process; those that it starts are forked."""
+    execute = util.spawnv_passfds
+    util.spawnv_passfds = functools.partial(_spawn, _zygote(engine), execute)
     try:
-        with log.open("w") as stderr:
-            what = {"main": main, "argv": ["-c", *arguments], "cwd": os.getcwd(), "env": dict(os.environ)}
-            pid = _zygote().fork(what, writer, stderr.fileno())
+        yield
     finally:
-        os.close(writer)
-    return Forked(pid, reader)
+        util.spawnv_passfds = execute
 
 
 @functools.cache
-def _zygote() -> _Zygote:
-    return _Zygote()
+def _zygote(engine: str) -> _Zygote:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ours, theirs = _socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ZYGOTE, engine, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **PACKAGES[engine].environment},
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait(ADOPTED_S)
+
+    atexit.register(end)
+    return _Zygote(ours)
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class _Zygote:
-    def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """As those see it who have processes made."""
+
+    def __init__(self, ours: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _ZYGOTE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-            )
-        atexit.register(self._end)
+        self._socket = ours
 
-    def _end(self) -> None:
-        self._socket.close()
-        self._process.wait(ADOPTED_S)
-
-    def fork(self, what: dict[str, Any], stdout: int, stderr: int) -> int:
+    def fork(self, what: dict[str, Any], descriptors: Mapping[int, int]) -> int:
+        """`descriptors`: number there → number here."""
+        data = json.dumps({"cwd": os.getcwd(), "numbers": list(descriptors), **what}).encode()
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(what).encode()], [stdout, stderr])
+            socket.send_fds(self._socket, [data], list(descriptors.values()))
             answer = self._socket.recv(64)
         if not answer:
-            raise RuntimeError(f"the zygote ended with {self._process.wait(ADOPTED_S)}")
+            raise RuntimeError("the zygote has ended")
         return int(answer)
 
 
 # ---- the zygote ----
 
 
-def serve(descriptor: int, tester: int) -> None:
+def start(engine: str, descriptor: int, parent: int) -> None:
     """Until the test process ends."""
-    import worker.engines.fake
-    import worker.process  # noqa: F401
-
+    packages = PACKAGES[engine]
+    for module in packages.modules:
+        importlib.import_module(module)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads don't survive a fork"
+    gc.freeze()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if packages.has_children:
+        importlib.import_module(
+            "setproctitle"
+        ).getproctitle()  # finds its place while the environment is in its own
     # Not with its parent: that is a thread, which may end long before its process, by whose end this one's socket ends.
-    with socket.socket(fileno=descriptor) as asked:
+    _serve(socket.socket(fileno=descriptor), parent, packages.has_children)
+
+
+def _serve(asked: socket.socket, parent: int, has_children: bool) -> NoReturn:
+    with asked:
         while True:
-            data, (stdout, stderr) = _received(asked)
+            what, descriptors = _received(asked)
+            reader, writer = os.pipe()
             if (middle := os.fork()) == 0:
-                _fork_again(asked, tester, json.loads(data), stdout, stderr)
-            os.close(stdout)
-            os.close(stderr)
-            os.waitpid(middle, 0)
+                if (pid := os.fork()) != 0:
+                    os.write(writer, str(pid).encode())
+                    os._exit(0)
+                os.close(reader)
+                os.close(writer)
+                asked.close()
+                _become(what, descriptors, parent, has_children)
+            os.close(writer)
+            for one in descriptors:
+                os.close(one)
+            with open(reader) as made:
+                pid = int(made.read())
+            os.waitpid(middle, 0)  # now it is its parent's
+            asked.send(str(pid).encode())
 
 
-def _received(asked: socket.socket) -> tuple[bytes, list[int]]:
-    descriptors = array.array("i")
-    data, ancillary, _, _ = asked.recvmsg(MAX_REQUEST_BYTES, socket.CMSG_SPACE(2 * descriptors.itemsize))
+def _received(asked: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(asked, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
     if not data:
         os._exit(0)
-    for _, _, one in ancillary:
-        descriptors.frombytes(one)
-    return data, list(descriptors)
+    return json.loads(data), descriptors
 
 
-def _fork_again(asked: socket.socket, tester: int, what: dict[str, Any], stdout: int, stderr: int) -> None:
-    if (pid := os.fork()) != 0:
-        asked.send(str(pid).encode())
-        os._exit(0)
-    asked.close()
-    os.setsid()
-    _wait_for_adoption(tester)
-    _die_with_parent()  # only now: before, it would be with the one that has just made it
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
-    os.close(stdout)
-    os.close(stderr)
+def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_children: bool) -> NoReturn:
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, ABOVE) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(above, what["numbers"], strict=True):
+        os.dup2(one, number)
+        os.close(one)
+    _wait_for_adoption(parent)
     os.chdir(what["cwd"])
     os.environ.clear()
     os.environ.update(what["env"])
     sys.argv = what["argv"]
+    if has_children:
+        _have_children_forked()
+    _end_with(functools.partial(_run_spawned if "spawned" in what else _run_worker, what))
+
+
+def _run_worker(what: dict[str, Any]) -> None:
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: before, it would be with who has made it
+    if "module" in what:
+        runpy.run_module(what["module"], run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what["main"], "<worker>", "exec"), {"__name__": "__main__"})
+
+
+def _run_spawned(what: dict[str, Any]) -> None:
+    spawn.spawn_main(**what["spawned"])
+
+
+def _end_with(main: Callable[[], None]) -> NoReturn:
+    """As an interpreter does."""
     code = 1
     try:
-        exec(compile(what["main"], "<worker>", "exec"), {"__name__": "__main__"})
+        main()
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
-def _wait_for_adoption(tester: int) -> None:
+def _wait_for_adoption(parent: int) -> None:
     give_up = time.monotonic() + ADOPTED_S
-    while os.getppid() != tester:
+    while os.getppid() != parent:
         if time.monotonic() > give_up:
             os._exit(1)
         time.sleep(0.0005)
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _have_children_forked() -> None:
+    """By a zygote of this process's own, from now on."""
+    worker = os.getpid()
+    ours, theirs = _socketpair()
+    if os.fork() == 0:
+        ours.close()
+        _serve(theirs, worker, has_children=True)
+    theirs.close()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    util.spawnv_passfds = functools.partial(_spawn, _Zygote(ours), util.spawnv_passfds)
+
+
+def _spawn(zygote: _Zygote, execute: Spawn, path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Called by multiprocessing, in place of `execute`, which starts an interpreter."""
+    command = " ".join(map(os.fsdecode, args))
+    if (call := _SPAWN_MAIN.search(command)) is None:
+        return execute(path, args, passfds)
+    pipes = {name: int(number) for name, number in _NUMBER.findall(call[1])}
+    what = {"spawned": pipes, "argv": ["-c", "--multiprocessing-fork"], "env": dict(os.environ)}
+    return zygote.fork(what, {one: one for one in map(int, passfds)})

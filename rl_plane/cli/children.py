@@ -10,7 +10,6 @@ import queue
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,29 +72,31 @@ def exit_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     return ended
 
 
-class Child:
-    """A running process. Made on the main thread: the kernel kills the child when that thread ends.
+def start_process(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """On the main thread: the kernel kills the process when that thread ends."""
+    return subprocess.Popen(
+        argv,
+        env={**env, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
 
-    `on_ready` gets the ready line's facts; every other line goes to `on_line(line, fd)`."""
+
+class Child:
+    """A running process, which leads a session. `on_ready` gets the ready line's facts; every other line goes to
+    `on_line(line, fd)`."""
 
     def __init__(
         self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
+        process: subprocess.Popen[bytes],
         on_line: Callable[[bytes, int], None],
         on_ready: Callable[[dict[str, Any]], None],
     ) -> None:
         self._on_line, self._on_ready = on_line, on_ready
-        self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            argv,
-            env={**env, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-        )
+        self.process = process
         self._exit = exit_of(self.process)
         self._gone = False
         self._pumps = [

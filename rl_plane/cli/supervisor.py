@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from rl_plane.cli.children import ERR, Child, Printer, exit_of
+from rl_plane.cli.children import ERR, Child, Printer, exit_of, start_process
 from rl_plane.errors import PlaneError
 from rl_plane.nats_server import NatsServer
 
@@ -65,8 +66,10 @@ class Supervisor:
         event: Event,
         on_line: Callable[[str, bytes, int], None],
         pause: Callable[[int], float] = pause_before,
+        start_process: Callable[[Sequence[str], Mapping[str, str]], subprocess.Popen[bytes]] = start_process,
     ) -> None:
-        self._printer, self._event, self._on_line, self._pause = printer, event, on_line, pause
+        self._printer, self._event, self._on_line = printer, event, on_line
+        self._pause, self._start_process = pause, start_process
         self.end = asyncio.Event()
         self.failed: PlaneError | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -105,7 +108,8 @@ class Supervisor:
                     )
                 kept.ready.set()
 
-            kept.child = Child(kept.argv, kept.env, lambda line, fd: self._on_line(kept.name, line, fd), ready)
+            process = self._start_process(kept.argv, kept.env)
+            kept.child = Child(process, lambda line, fd: self._on_line(kept.name, line, fd), ready)
             code = await kept.child.wait()
             if self.end.is_set():
                 return

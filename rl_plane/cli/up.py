@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rl_plane.cli.children import ERR, OUT, Child, Printer
+from rl_plane.cli.children import ERR, OUT, Child, Printer, start_process
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.output import READY, counted, one_line
 from rl_plane.cli.serve import BUS, ENGINE, FRONTEND, LISTENERS, WORKER
@@ -146,7 +146,9 @@ class Up:
             else:
                 self._line("model", text, fd)
 
-        maker = Child(python("rl_plane.cli.models", *self.values["engines"]), os.environ, line, lambda _: None)
+        maker = Child(
+            start_process(python("rl_plane.cli.models", *self.values["engines"]), os.environ), line, lambda _: None
+        )
         try:
             code = await maker.wait()
         finally:

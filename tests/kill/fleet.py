@@ -26,6 +26,7 @@ from rl_plane.nats_server import NatsServer
 from tests.conftest import stop_process
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
+from tests.zygote import fork_rl_plane
 from worker.holds import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
@@ -97,7 +98,9 @@ class RealFleet:
         """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
         self._printer = Printer()
         # Who is killed in one case after another is not to wait longer each time.
-        self._supervisor = Supervisor(self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S)
+        self._supervisor = Supervisor(
+            self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S, fork_rl_plane
+        )
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
         self._rollouts: Rollouts | None = None
         self._nats = NatsServer(store=tmp / "store")

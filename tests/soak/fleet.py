@@ -25,6 +25,7 @@ from rl_plane.demo.processes import child_environment
 from rl_plane.nats_server import NatsServer
 from tests.soak.checker import Version, Weights
 from tests.soak.probe import VARIABLE as COUNTS_DIR
+from tests.zygote import fork_rl_plane
 
 FRONTENDS = 2
 START_S = 240.0
@@ -109,7 +110,9 @@ class SoakFleet:
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(CALL_S), trust_env=False)
         self._nats = NatsServer(store=self.tmp / "store")
         self._nats.start()
-        self._supervisor = Supervisor(self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S)
+        self._supervisor = Supervisor(
+            self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S, fork_rl_plane
+        )
         bus = ("--nats-url", self._nats.url, "--namespace", "soak", "--json")
         for name in self.frontends:
             kept = self._keep(name, "frontend", *bus, "--rl-port", "0", "--http-port", "0")
