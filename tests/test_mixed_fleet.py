@@ -29,6 +29,7 @@ from rl_plane.errors import PlaneError, UpdateAborted
 from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
 from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
+from tests.conftest import lives
 from tests.dialect_facade import facade
 from tests.faults import Stream
 from tests.reference import logprobs_of, prompt_logprobs
@@ -421,13 +422,17 @@ async def test_openais_client_finds_the_same_with_each(
             await openai_calls.stops_and_batches(caller, name, nvext)
 
 
-async def own_api(engine: str, model: Path, requests: list[dict[str, Any]], tmp: Path) -> list[dict[str, Any]]:
+async def own_api(engine: str, requests: list[dict[str, Any]], model: Path, tmp: Path) -> list[dict[str, Any]]:
     asked, told, log = (tmp / f"own-{engine}.{end}" for end in ("asked", "told", "log"))
     asked.write_text(json.dumps(requests))
     command = (sys.executable, "-m", "tests.own_api", engine, str(model), str(asked), str(told))
     with log.open("w") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, stdout=output, stderr=output, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+            *command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
         )
     try:
         async with asyncio.timeout(START_S):
@@ -450,9 +455,10 @@ async def test_each_says_what_it_says_by_its_own_api(
     prompts = [[pick.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (4, 17, 33)]
     greedy = [{"prompt": one, "tokens": TOKENS, "temperature": 0.0, "seed": 1} for one in prompts]
     sampled = [{**one, "temperature": 0.8, "seed": 11 + place} for place, one in enumerate(greedy)]
-    for engine, instance_id in mixed.ids.items():
-        requests = greedy + sampled if engine == "vllm" else greedy
-        replies = await own_api(engine, base, requests, mixed.plane.tmp)
+    asked = {engine: greedy + sampled if engine == "vllm" else greedy for engine in mixed.ids}
+    told = await asyncio.gather(*(own_api(*one, base, mixed.plane.tmp) for one in asked.items()))
+    for (engine, requests), replies in zip(asked.items(), told, strict=True):
+        instance_id = mixed.ids[engine]
         for request, truth in zip(requests, replies, strict=True):
             body = {
                 "prompt_token_ids": request["prompt"],
@@ -738,7 +744,7 @@ async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
             await client.run("enable", {"workers": [mixed.ids[engine]]})
             await stream.until(lambda stream, engine=engine: stream.last["instance_id"] == mixed.ids[engine])  # type: ignore[misc]
             if doomed is not None:
-                next(one for one in families if one.is_running() and one.name().startswith(doomed)).kill()
+                next(one for one in families if lives(one) and one.name().startswith(doomed)).kill()
                 assert await asyncio.to_thread(workers[engine].process.wait, END_S) == ENGINE_DEAD
         await client.run("abort_requests", {})
         await stream.end()
@@ -752,6 +758,6 @@ async def test_a_choice_outlives_the_workers_and_the_weights_that_made_it(
     for place, token in enumerate(stream.tokens):
         last = witness_next_token(before if place < seam else after, last)
         assert token == last, place
-    await mixed.plane.until(lambda: not any(one.is_running() for one in families))
+    await mixed.plane.until(lambda: not any(map(lives, families)))
     assert {state["engine"] for state in (await states(client)).values()} == {"hf"}
     await client.run("resume", {})

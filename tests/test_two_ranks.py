@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError
 from tests import each_transport
-from tests.conftest import Plane
+from tests.conftest import Plane, lives
 from tests.faults import Stream
 from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, client, http, proven
 from tests.test_plane_update import all_serve, update_of
@@ -106,5 +106,5 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
             with pytest.raises(PlaneError):
                 await told
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
-    await mixed.plane.until(lambda: not any(one.is_running() for one in family))
+    await mixed.plane.until(lambda: not any(map(lives, family)))
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))

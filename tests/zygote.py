@@ -25,6 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,6 +273,7 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     os.chdir(what["cwd"])
     os.environ.clear()
     os.environ.update(what["env"])
+    tempfile.tempdir = None  # it was found in another environment
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked()

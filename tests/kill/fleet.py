@@ -23,7 +23,7 @@ from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
 from rl_plane.cli.up import python
 from rl_plane.demo.processes import child_environment
 from rl_plane.nats_server import NatsServer
-from tests.conftest import stop_process
+from tests.conftest import lives, stop_process
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
 from tests.zygote import fork_rl_plane
@@ -191,7 +191,7 @@ class RealFleet:
     async def gone(self) -> None:
         """Once nothing is left of what was killed last."""
         give_up = time.monotonic() + GONE_S
-        while orphans := [str(process) for process in self._doomed if _lives(process)]:
+        while orphans := [str(process) for process in self._doomed if lives(process)]:
             check(time.monotonic() < give_up, f"they live after {GONE_S:g} s: {orphans}")
             await asyncio.sleep(POLL_S)
 
@@ -349,10 +349,3 @@ class RealFleet:
                 update = asyncio.create_task(call())
             await asyncio.sleep(POLL_S)
         return update
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
