@@ -25,6 +25,7 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
+    Unsupported,
     UpdateAborted,
 )
 from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
@@ -94,6 +95,8 @@ class Fleet:
             "describe": self._read,
             "updates": self._updates,
             "init_transport": self._init_transport,
+            "release_memory": self._memory,
+            "resume_memory": self._memory,
             "pause": self._pause,
             "resume": self._resume,
             "update_weights": self._update,
@@ -320,6 +323,21 @@ class Fleet:
         if out.failed:
             raise change_error(call, op, out)
         return merged(call, out)
+
+    async def _memory(self, call: Call) -> dict[str, Any]:
+        """By all or by nobody: not every engine, or not as it was started, can do this."""
+        out, op = await self._ask(call, "describe"), call.op.name
+        told = [row for row in out.rows if row.status == "ok"]
+        lacking = {row.instance_id: why for row in told if (why := row.body["capabilities"].get(op)) is not None}
+        if lacking:
+            first = next(iter(lacking.values()))
+            raise Unsupported(
+                f"{len(lacking)} of {len(out.rows)} engines can't {op}: {first}",
+                field="op",
+                lacking=lacking,
+                fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
+            )
+        return await self._change(call)
 
     async def _init_transport(self, call: Call) -> dict[str, Any]:
         """A group is formed by every rank of the fleet, each at its own place in it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_plane.errors import Conflict, InvalidRequest, NotAdmitted
+from rl_plane.errors import Conflict, InvalidRequest, NotAdmitted, Unsupported
 from tests.dialect_facade import facade, fine
 from tests.faults import Stream, Told
 from tests.test_frontend_generation import frontend
@@ -148,3 +148,21 @@ async def test_a_worker_that_dies_in_the_update_heals_and_the_other_waits_for_it
     assert await all_serve(client, "step_1")
     for one in (left, again):
         assert await generated(client, one.instance_id, PROMPT, 4) == made_by(plane.model(1))
+
+
+WITHOUT_A_SAVER = """
+import worker.engines.fake as fake
+described = fake.EngineInfo
+fake.EngineInfo = lambda **info: described(**info | {"capabilities": {"release_memory": "it has no saver"}})
+"""
+
+
+async def test_all_release_their_memory_or_nobody_does(plane: Plane) -> None:
+    able = plane.spawn()
+    one = plane.spawn(patch=WITHOUT_A_SAVER)
+    fleet = await plane.fleet()
+    with pytest.raises(Unsupported) as refused:
+        await fleet.run("release_memory")
+    assert refused.value.facts["lacking"] == {one.instance_id: "it has no saver"}
+    assert await reasons(fleet.client) == {able.instance_id: [], one.instance_id: []}
+    await fleet.run("release_memory", {"workers": [able.instance_id]})

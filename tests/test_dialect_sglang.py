@@ -11,6 +11,7 @@ import pytest
 
 from frontend.dialects import routes
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
 from worker.staging import model_digest
 
@@ -260,13 +261,6 @@ async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
         assert await served(http) == [(False, "4")] * 2
         await post("/resume_memory_occupation", tags=["kv_cache"])
         await makes(4)
-
-
-WITHOUT_A_SAVER = """
-import worker.engines.fake as fake
-described = fake.EngineInfo
-fake.EngineInfo = lambda **info: described(**info | {"capabilities": {"release_memory": "it has no saver"}})
-"""
 
 
 async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:

@@ -114,18 +114,3 @@ def check_world(asked: int, base: int, ranks: int) -> None:
             field="world_size",
             fix=f"ask for the world size again; it is {ranks} now",
         )
-
-
-async def check_can_release(plane: DialectPlane, field: str) -> None:
-    """Before anybody is paused for it, or a part of the fleet has released its memory."""
-    rows = (await plane.calls.run("describe", {}))["workers"]
-    lacking = {
-        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
-    }
-    if lacking:
-        raise Unsupported(
-            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
-            field=field,
-            lacking=lacking,
-            fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
-        )

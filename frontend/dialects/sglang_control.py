@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import MEMORY, check_can_release, joined, let_go, members, tell_paused
+from frontend.dialects.common import MEMORY, joined, let_go, members, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
@@ -163,7 +163,6 @@ async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
     if "cuda_graph" in asked:
         report(ask.path, "tags.cuda_graph", "an engine's graphs go and come with its weights")
     tags = [tag for tag in MEMORY if tag in asked]
-    await check_can_release(plane, "tags")
     if tags:
         await plane.calls.run(op, {"tags": tags}, ask.request_id)
 

@@ -10,7 +10,6 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import (
     MEMORY,
-    check_can_release,
     let_go,
     members,
     same_of_all,
@@ -225,7 +224,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def sleep(ask: Ask) -> Any:
         fields = take(SleepFields, ask)
         if fields.level > 0:
-            await check_can_release(plane, "level")
+            await _check_can_release(plane)
         await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
         if fields.level > 0:
             await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
@@ -233,7 +232,6 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
 
     async def wake_up(ask: Ask) -> Any:
         fields = take(WakeFields, ask)
-        await check_can_release(plane, "tags")
         reply = await plane.calls.run("resume_memory", {"tags": fields.tags or list(MEMORY)}, ask.request_id)
         awake = not any(row["tags"] for row in reply["workers"])
         if awake:
@@ -318,3 +316,18 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         summary="Name the update that is under way.",
         fields=VersionFields,
     )
+
+
+async def _check_can_release(plane: DialectPlane) -> None:
+    """Before anybody is paused for it."""
+    rows = (await plane.calls.run("describe", {}))["workers"]
+    lacking = {
+        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
+    }
+    if lacking:
+        raise Unsupported(
+            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
+            field="level",
+            lacking=lacking,
+            fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
+        )
