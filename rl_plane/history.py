@@ -314,7 +314,7 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     for entry in entries[:limit]:
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
         judged.append(judge(again, record, session, whose, time.time()))
-    if record is not None and all(entry.version != record.made for entry in judged):
+    if record is not None and all(entry.version != record.made for entry in [*judged, *entries[limit:]]):
         judged.insert(0, from_record(record))
     return judged[:limit]
 

@@ -333,6 +333,7 @@ async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -
 
     # The record, which nobody has overwritten yet, is the entry of sequence 0.
     await plane.until(running)
+    assert [entry["outcome"] for entry in await told(two, limit=1)] == ["running"]
     again = await two.run("update_weights", body, "id-1")  # the lock is waited for longer than its 2 s
     assert again["version"] == (await first)["version"]
     assert [entry["label"] for entry in await told(two)] == ["step_1", "initial"]
