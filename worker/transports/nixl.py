@@ -170,6 +170,7 @@ class Pull(PackedDelivery):
         try:
             self._source = self._puller.agent.add_remote_agent(self._metadata)
         except Exception as error:  # nixl's errors have no root of their own
+            self._look()
             raise _refuse(f"its metadata can't be used: {error}") from error
         return self._puller.buffers(count, nbytes)
 
