@@ -273,7 +273,9 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     os.chdir(what["cwd"])
     os.environ.clear()
     os.environ.update(what["env"])
-    tempfile.tempdir = None  # it was found in another environment
+    # What an interpreter has made of another environment.
+    tempfile.tempdir = None
+    sys.path[1:1] = filter(None, what["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked()
