@@ -10,32 +10,26 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
 from rl_plane.client import FanOut, RlClient, check_pin, select_members
-from rl_plane.coordinator import Coordinator
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
-    Locked,
     MembershipChanged,
     NoWorkers,
     PlaneError,
-    StaleFence,
     Unavailable,
     Unsupported,
-    UpdateAborted,
 )
 from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
 from rl_plane.fleet_replies import (
     Call,
     adapters_of,
-    answered,
     change_error,
     common,
-    ended,
     facts_of,
     group_places,
     head,
@@ -43,34 +37,13 @@ from rl_plane.fleet_replies import (
     is_serving,
     join,
     merged,
-    updated,
 )
-from rl_plane.history import (
-    Journal,
-    before_of,
-    first_answer,
-    pushed_buckets,
-    read_entry,
-    read_history,
-    request_hash,
-    rollback_target,
-    source_of,
-    target_of,
-)
+from rl_plane.fleet_updates import FleetUpdates
+from rl_plane.history import read_history
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import (
-    DesiredPause,
-    Source,
-    UpdateSession,
-    read_pause,
-    read_record,
-    read_session,
-    version_wire,
-)
+from rl_plane.record import DesiredPause, read_pause, version_wire
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
-from rl_plane.update_steps import Call as Coordination
-from rl_plane.update_steps import Fed, Members, Outcome, Prepared
 
 READY_POLL_S = 0.2
 LOST_RETRIES = 3
@@ -85,6 +58,7 @@ class Fleet:
 
     def __init__(self, client: RlClient) -> None:
         self.client = client
+        self._updates = updates = FleetUpdates(client, self._members)
         self.liveness_timeout_s = ops.OPS["liveness"].timeout_s
         self._handlers: dict[str, Handler] = {
             "liveness": self._liveness,
@@ -93,20 +67,20 @@ class Fleet:
             "workers": self._workers,
             "weight_version": self._weight_version,
             "describe": self._read,
-            "updates": self._updates,
+            "updates": self._history,
             "init_transport": self._init_transport,
             "release_memory": self._memory,
             "resume_memory": self._memory,
             "pause": self._pause,
             "resume": self._resume,
-            "update_weights": self._update,
-            "prepare_weights_update": self._prepare,
-            "feed_weights_update": self._feed,
-            "complete_weights_update": self._complete,
-            "abort_weights_update": self._abort,
-            "load_lora_adapter": self._load_lora,
-            "unload_lora_adapter": self._unload_lora,
-            "new_run": self._new_run,
+            "update_weights": updates.update,
+            "prepare_weights_update": updates.prepare,
+            "feed_weights_update": updates.feed,
+            "complete_weights_update": updates.complete,
+            "abort_weights_update": updates.abort,
+            "load_lora_adapter": updates.load_lora,
+            "unload_lora_adapter": updates.unload_lora,
+            "new_run": updates.new_run,
             "enable": self._admission,
             "disable": self._admission,
         }
@@ -253,7 +227,7 @@ class Fleet:
         record = call.view.record
         return merged(call, out, version=version_wire(record), adapters=adapters_of(record))
 
-    async def _updates(self, call: Call) -> dict[str, Any]:
+    async def _history(self, call: Call) -> dict[str, Any]:
         """Past updates: nobody is asked, so an empty fleet tells them too. `workers` picks of each its rows."""
         snapshot = call.view.snapshot()
         check_pin(snapshot, call.select.epoch, call.select.fingerprint)
@@ -343,7 +317,7 @@ class Fleet:
         """A group is formed by every rank of the fleet, each at its own place in it."""
         if call.body["backend"] not in update_bodies.PUSHED:
             return await self._change(call)
-        await self._whole_fleet(call)
+        await self._updates.whole(call)
         async with self.client.lock(call.view) as held:
             snapshot = await call.view.barrier()
             places = group_places(snapshot, call.body)
@@ -374,274 +348,6 @@ class Fleet:
         body = {"open": is_open}
         return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
 
-    # ---- updates ----
-
-    async def _update(self, call: Call) -> dict[str, Any]:
-        asked = update_bodies.UpdateCall.model_validate(call.body)
-        request = request_hash(asked.model_dump())
-        if (first := await self._first_answer(call, request)) is not None:
-            return first
-        snapshot = await self._whole_fleet(call)
-        body, before = await self._with_source(call, asked, snapshot)
-        _check_name(body.target, snapshot)
-        pinned = call.select.epoch is not None or call.select.fingerprint is not None
-        policy = body.policy
-        # Asked twice at once, by way of two frontends: the second waits for the first.
-        same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
-        try:
-            async with self.client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
-                journal = self._journal(call, held, body.model_dump(), request, asked.rollback)
-                if call.may_repeat and (entry := await journal.first_answer(goes_on=True)) is not None:
-                    return answered(call, entry)
-                try:
-                    pin = snapshot.fingerprint if pinned else None
-                    asked_for = Coordination("update", call.request_id, body, pin, before=before)
-                    return await self._committed(call, held, journal, asked_for)
-                except PlaneError as error:
-                    await journal.failed(error)
-                    raise
-        except (Locked, StaleFence):
-            # The first may have ended, and a third one begun, between two looks at the lock; or, while this process
-            # stood still, another call under the same id has taken over and done it.
-            if (first := await self._first_answer(call, request)) is not None:
-                return first
-            raise
-
-    async def _first_answer(self, call: Call, request: str) -> dict[str, Any] | None:
-        if not call.may_repeat:
-            return None
-        entry = await first_answer(self.client.bus, call.view.subjects.state, call.request_id, request)
-        return answered(call, entry) if entry is not None else None
-
-    async def _with_source(
-        self, call: Call, asked: update_bodies.UpdateCall, snapshot: Snapshot
-    ) -> tuple[update_bodies.UpdateWeights, Source | None]:
-        """The update itself: a roll-back is one with the source and the digest that the history has, and of a delta
-        with the source of what it changed."""
-        given: dict[str, Any] = asked.model_dump(exclude={"rollback"}, exclude_unset=True)
-        if asked.rollback is None:
-            return update_bodies.UpdateWeights.model_validate(given), None
-        state = call.view.subjects.state
-        entries = await read_history(self.client.bus, state)
-        record = await read_record(self.client.bus, state)
-        run = record.version.run if record is not None else ""
-        target = rollback_target(entries, run, asked.rollback.label, asked.rollback.sequence)
-        found = {
-            "target": target_of(target, record.adapters if record is not None else ()),
-            "transport": source_of(target, snapshot),
-            "digest": target.digest,
-            "cast": target.cast,
-            "encoding": target.encoding,
-            "base": target.base,
-        }
-        body = update_bodies.UpdateWeights.model_validate({"version": target.label, **given, **found})
-        return body, before_of(target)
-
-    def _journal(
-        self,
-        call: Call,
-        held: HeldLock,
-        body: Mapping[str, Any],
-        request: str,
-        rollback: update_bodies.Rollback | None = None,
-    ) -> Journal:
-        return Journal(
-            self.client.bus,
-            call.view.subjects.state,
-            held,
-            self.client.owner,
-            call.request_id,
-            body,
-            request,
-            rollback.model_dump(exclude_none=True) if rollback is not None else None,
-        )
-
-    async def _committed(
-        self, call: Call, held: HeldLock, journal: Journal | None, asked_for: Coordination
-    ) -> dict[str, Any]:
-        """Coordinates what is to be committed, and tells the history."""
-        coordinator = Coordinator(self.client, call.view, held, journal)
-        outcome = await coordinator.run(asked_for)
-        assert isinstance(outcome, Outcome)
-        reply = updated(call, outcome, coordinator.phases)
-        if journal is not None:
-            await journal.committed(outcome.version, reply["workers"], outcome.excluded, coordinator.phases)
-        return reply
-
-    async def _prepare(self, call: Call) -> dict[str, Any]:
-        snapshot = await self._whole_fleet(call)
-        body = update_bodies.UpdateWeights.model_validate(call.body)
-        _check_name(body.target, snapshot)
-        asked = request_hash(body.model_dump())
-        if body.fed and body.transport is not None:  # a group with ranks that are not there any more is no use
-            ranks = sum(int(member.info["world_size"]) for member in snapshot)
-            transport = body.transport.model_copy(update={"fleet_ranks": ranks})
-            body = body.model_copy(update={"transport": transport})
-        async with self.client.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, body.model_dump(), asked)
-            if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                raise ended(entry)
-            start = time.monotonic()
-            try:
-                prepared = await Coordinator(self.client, call.view, held, journal).run(
-                    Coordination("prepare", call.request_id, body)
-                )
-            except PlaneError as error:
-                await journal.failed(error)
-                raise
-            assert isinstance(prepared, Prepared)
-            rows = _rows_of(prepared.ready)
-            await journal.prepared(rows, prepared.digest or None, time.monotonic() - start)
-        return {
-            **head(call, call.view.snapshot()),
-            "update_id": call.request_id,
-            "ready": True,
-            "digest": prepared.digest or None,
-            "workers": rows,
-            "excluded": prepared.excluded,
-        }
-
-    async def _feed(self, call: Call) -> dict[str, Any]:
-        part = update_bodies.Part.model_validate(
-            {key: call.body[key] for key in update_bodies.Part.model_fields if key in call.body}
-        )
-        snapshot, update_id = await self._whole_fleet(call), call.body.get("update_id")
-        async with self.client.lock(call.view) as held:
-            journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            asked_for = Coordination("feed", update_id or "", part=part)
-            try:
-                fed = await Coordinator(self.client, call.view, held, journal).run(asked_for)
-            except PlaneError as error:
-                if journal is not None and not isinstance(error, Locked):
-                    await journal.failed(error)
-                raise
-        assert isinstance(fed, Fed)
-        return {
-            **head(call, snapshot),
-            "update_id": fed.session.update_id,
-            "missing": fed.missing,
-            "tensors": len(part.names),
-            "bytes": sum(spec.nbytes for spec in part.specs),
-            "workers": _rows_of(fed.session.prepared),
-        }
-
-    async def _complete(self, call: Call) -> dict[str, Any]:
-        update_id = call.body.get("update_id")
-        state = call.view.subjects.state
-        if update_id is not None:
-            entry = await read_entry(self.client.bus, state, update_id)
-            if entry is not None and entry.outcome == "committed":
-                return _with_buckets(answered(call, entry), entry.num_buckets)
-        await self._whole_fleet(call)
-        async with self.client.lock(call.view) as held:
-            session = await self._session(call, update_id)
-            pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
-            asked = call.body.get("num_buckets")
-            if session is not None and asked is not None and asked != pushed:
-                raise InvalidRequest(
-                    f"{asked} buckets are said to be sent; "
-                    + ("none are awaited" if pushed is None else f"{pushed} were announced"),
-                    field="num_buckets",
-                    fix="send what the manifest lists, or abort_weights_update",
-                )
-            journal = await self._prepared_journal(call, held, session)
-            asked_for = Coordination(
-                "complete", update_id or "", digest=call.body.get("digest"), version=call.body.get("version")
-            )
-            try:
-                reply = await self._committed(call, held, journal, asked_for)
-            except PlaneError as error:
-                if journal is not None:
-                    await journal.failed(error)
-                raise
-        return _with_buckets(reply, pushed)
-
-    async def _session(self, call: Call, update_id: str | None) -> UpdateSession | None:
-        """The update that waits for complete or abort, if it is the one that is meant."""
-        session = await read_session(self.client.bus, call.view.subjects.state)
-        return session if session is not None and update_id in (None, session.update_id) else None
-
-    async def _prepared_journal(self, call: Call, held: HeldLock, session: UpdateSession | None) -> Journal | None:
-        if session is None:
-            return None
-        call.request_id = session.update_id
-        body = update_bodies.UpdateWeights.model_validate(session.body)
-        journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
-        await journal.take_up()
-        return journal
-
-    async def _abort(self, call: Call) -> dict[str, Any]:
-        snapshot = await self._whole_fleet(call)
-        update_id = call.body.get("update_id")
-        async with self.client.lock(call.view) as held:
-            journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            session = await Coordinator(self.client, call.view, held, journal).run(
-                Coordination("abort", update_id or "")
-            )
-            assert isinstance(session, UpdateSession)
-            if journal is not None:
-                await journal.failed(UpdateAborted("its caller aborted it"))
-        return {**head(call, snapshot), "update_id": session.update_id, "workers": []}
-
-    async def _whole_fleet(self, call: Call) -> Snapshot:
-        if call.select.workers is not None:
-            raise InvalidRequest(
-                "an update is of the whole fleet", field="workers", fix="leave it out; disable a worker instead"
-            )
-        return await self._members(call)
-
-    async def _load_lora(self, call: Call) -> dict[str, Any]:
-        name = call.body["lora_name"]
-        record = await read_record(self.client.bus, call.view.subjects.state)
-        op = "swap" if record is not None and name in record.adapters else "load"
-        if call.may_repeat:
-            entry = await read_entry(self.client.bus, call.view.subjects.state, call.request_id)
-            if entry is not None and entry.target is not None:
-                op = entry.target.get("op", op)  # asked again, it means what it meant
-        call.body = {
-            "target": {"kind": "lora", "op": op, "name": name},
-            "transport": {"backend": "filesystem", "path": call.body["lora_path"]},
-        }
-        return await self._update(call)
-
-    async def _unload_lora(self, call: Call) -> dict[str, Any]:
-        call.body = {"target": {"kind": "lora", "op": "unload", "name": call.body["lora_name"]}}
-        return await self._update(call)
-
-    async def _new_run(self, call: Call) -> dict[str, Any]:
-        request = request_hash({"new_run": True})
-        if (first := await self._first_answer(call, request)) is not None:
-            return first
-        await self._whole_fleet(call)
-        async with self.client.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, {"version": "initial"}, request)
-            if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                return answered(call, entry)
-            try:
-                return await self._committed(call, held, journal, Coordination("new_run", call.request_id))
-            except PlaneError as error:
-                await journal.failed(error)
-                raise
-
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
-        view = await self.client.view()
-        async with self.client.lock(view, 0.0) as held:
-            await Coordinator(self.client, view, held).run(Coordination("finish", ""))
-
-
-def _rows_of(ready: Members) -> list[dict[str, Any]]:
-    return [{"instance_id": key, "incarnation": one, "status": "ok"} for key, one in sorted(ready.items())]
-
-
-def _with_buckets(reply: dict[str, Any], pushed: int | None) -> dict[str, Any]:
-    return reply if pushed is None else {**reply, "num_buckets_received": pushed}
-
-
-def _check_name(target: update_bodies.BaseTarget | update_bodies.LoraTarget, snapshot: Snapshot) -> None:
-    """Requests name an adapter as they name a model."""
-    names = {member.info.get("model") for member in snapshot}
-    if isinstance(target, update_bodies.LoraTarget) and target.op == "load" and target.name in names:
-        raise InvalidRequest(
-            f"the base model is called {target.name!r}", field="target.name", fix="give the adapter another name"
-        )
+        await self._updates.finish()

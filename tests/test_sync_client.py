@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -118,6 +119,15 @@ def test_from_many_threads(fleet: SyncRlClient) -> None:
     assert {len(reply["workers"]) for reply in replies} == {WORKERS}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in its background ignores SIGINT."""
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, was)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_cancels_the_call_and_is_raised(fleet: SyncRlClient) -> None:
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()

@@ -1,7 +1,7 @@
-"""Worker processes by fork: the packages that a worker imports take longer than most tests.
+"""Workers and trainers by fork: the packages that they import take longer than most tests.
 
 A zygote is started once for each test process and engine. It imports what that engine imports, makes no thread and no
-loop, and then forks: once, and that child again, and ends. So each worker is an orphan, which the kernel gives to the
+loop, and then forks: once, and that child again, and ends. So what it makes is an orphan, which the kernel gives to the
 test process: it is its child, as one that it has started itself, to signal, to wait for and to outlive.
 
 An engine's own processes come the same way: a worker of vLLM or SGLang has a zygote of its own from the start, a fork
@@ -48,8 +48,6 @@ MAX_DESCRIPTORS = 64
 ABOVE = 1000
 """Descriptors on their way to their numbers are above all of those."""
 _ZYGOTE = "import sys; from tests.zygote import start; start(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
-
-
 _SPAWN_MAIN = re.compile(r"spawn_main\(([^)]*)\)")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 
@@ -226,9 +224,8 @@ def start(engine: str, descriptor: int, parent: int) -> None:
     gc.freeze()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if packages.has_children:
-        importlib.import_module(
-            "setproctitle"
-        ).getproctitle()  # finds its place while the environment is in its own
+        # It looks for its place once, and finds it while the environment is where it was.
+        importlib.import_module("setproctitle").getproctitle()
     # Not with its parent: that is a thread, which may end long before its process, by whose end this one's socket ends.
     _serve(socket.socket(fileno=descriptor), parent, packages.has_children)
 
@@ -278,7 +275,7 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     sys.path[1:1] = filter(None, what["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = what["argv"]
     if has_children:
-        _have_children_forked()
+        _have_children_forked([one for one in what["numbers"] if one > 2])
     _end_with(functools.partial(_run_spawned if "spawned" in what else _run_worker, what))
 
 
@@ -322,12 +319,14 @@ def _wait_for_adoption(parent: int) -> None:
         time.sleep(0.0005)
 
 
-def _have_children_forked() -> None:
-    """By a zygote of this process's own, from now on."""
+def _have_children_forked(own: Sequence[int]) -> None:
+    """By a zygote of this process's own, from now on. `own`: descriptors that end with this process alone."""
     worker = os.getpid()
     ours, theirs = _socketpair()
     if os.fork() == 0:
         ours.close()
+        for one in own:
+            os.close(one)
         _serve(theirs, worker, has_children=True)
     theirs.close()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
