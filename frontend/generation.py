@@ -7,8 +7,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -137,7 +137,8 @@ class Generation:
 
     async def check_model(self, asked: str | None) -> None:
         """NotFound, or NoWorkers."""
-        self._check_model(await self._models(asked), asked)
+        with self._places(1):
+            self._check_model(await self._models(asked), asked)
 
     async def _models(self, asked: str | None) -> Models:
         if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
@@ -187,36 +188,44 @@ class Generation:
         )
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
-        models = await self._models(plan.model)
-        model, created = self._check_model(models, plan.model), int(time.time())
         plan = replace(plan, session=session_of(request.headers), caller_id=request.headers.get(CALLER_ID, ""))
-        if model in models.adapters:
-            plan = plan.with_adapter(model)
-        choices = [Choice(index) for index in range(len(plan.requests))]
         if plan.stream:
-            return EventStream(self._stream(plan, choices, dialect.chunks(plan, choices, model, created)))
-        await unless_gone(request.receive, self._collect(plan, choices))
-        return json_response(dialect.whole(plan, choices, model, created))
+            return EventStream(self._stream(plan, dialect))
+        return json_response(await unless_gone(request.receive, self._whole(plan, dialect)))
 
-    async def _collect(self, plan: Plan, choices: list[Choice]) -> None:
-        async with self._counted(plan), aclosing(self._run(plan)) as events:
+    async def _aimed(self, plan: Plan) -> tuple[Plan, str]:
+        """At what is served, and what the reply calls it. It may wait for a first worker."""
+        models = await self._models(plan.model)
+        model = self._check_model(models, plan.model)
+        return plan.with_adapter(model) if model in models.adapters else plan, model
+
+    async def _whole(self, plan: Plan, dialect: Dialect) -> Any:
+        choices, created = [Choice(index) for index in range(len(plan.requests))], int(time.time())
+        async with self._counted(plan):
+            plan, model = await self._aimed(plan)
             try:
-                async for index, event in events:
-                    choices[index].take(event)
+                async with aclosing(self._run(plan)) as events:
+                    async for index, event in events:
+                        choices[index].take(event)
             except PlaneError as error:
                 _add_partial(error, choices)
                 raise
+        return dialect.whole(plan, choices, model, created)
 
-    async def _stream(self, plan: Plan, choices: list[Choice], chunks: ChunkMaker) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False
+        choices = [Choice(index) for index in range(len(plan.requests))]
         try:
-            async with self._counted(plan), aclosing(self._run(plan)) as events:
-                async for index, event in events:
-                    offset = len(choices[index].text)
-                    choices[index].take(event)
-                    if isinstance(event, GenerateDelta) and not event.is_ahead:
-                        yield to_json(chunks.of(choices[index], event, offset))
-                        begun = True
+            async with self._counted(plan):
+                plan, model = await self._aimed(plan)
+                chunks = dialect.chunks(plan, choices, model, int(time.time()))
+                async with aclosing(self._run(plan)) as events:
+                    async for index, event in events:
+                        offset = len(choices[index].text)
+                        choices[index].take(event)
+                        if isinstance(event, GenerateDelta) and not event.is_ahead:
+                            yield to_json(chunks.of(choices[index], event, offset))
+                            begun = True
             if plan.include_usage:
                 yield to_json(chunks.usage())
             yield DONE
@@ -230,16 +239,22 @@ class Generation:
             # No [DONE] after it: nobody may take this for a whole reply.
             yield to_json(openai_error(error, time.monotonic() - start))
 
-    @asynccontextmanager
-    async def _counted(self, plan: Plan) -> AsyncIterator[None]:
-        count = len(plan.requests)
+    @contextmanager
+    def _places(self, count: int) -> Iterator[None]:
         if self.in_flight + count > MAX_IN_FLIGHT:
             raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
         self.in_flight += count
+        try:
+            yield
+        finally:
+            self.in_flight -= count
+
+    @asynccontextmanager
+    async def _counted(self, plan: Plan) -> AsyncIterator[None]:
         outcome = "disconnected"
         named = [name for name in (plan.id, plan.caller_id) if name]
         try:
-            with self.caller_ids.under(named, plan.made_id):
+            with self._places(len(plan.requests)), self.caller_ids.under(named, plan.made_id):
                 yield
             outcome = "ok"
         except PlaneError as error:
@@ -249,7 +264,6 @@ class Generation:
             outcome = "internal"
             raise
         finally:
-            self.in_flight -= count
             self.outcomes[outcome] += 1
 
     async def _run(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:

@@ -70,8 +70,9 @@ class VllmChunks:
             "finish_reason": delta.finish_reason,
             **choice.provenance(),
         }
+        if delta.spans or delta.finish_reason is not None:
+            told["weight_versions"] = spans_of(choice.labelled())
         if delta.finish_reason is not None:
-            told["weight_versions"] = spans_of(delta.spans)
             told["stop_reason"] = choice.stop_reason(self._plan)
             told["routed_experts"] = as_npy(choice.routed_experts)
         chunk: dict[str, Any] = {**self._head, "choices": [told]}

@@ -296,8 +296,9 @@ class Chunks:
         if delta.prompt_logprobs is not None:
             holder = chunk if plan.chat else told
             holder["prompt_logprobs"] = prompt_logprobs(choice)
+        if delta.spans or delta.finish_reason is not None:
+            told["weight_versions"] = spans_of(choice.labelled())
         if delta.finish_reason is not None:
-            told["weight_versions"] = spans_of(delta.spans)
             told["stop_reason"] = choice.stop_reason(plan)
             if plan.routed_experts:
                 told["routed_experts"] = as_npy(choice.routed_experts)

@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 SEND_TIMEOUT_S = 30.0
 """A reader that takes nothing for so long is gone, as far as we care: its socket's buffers are full."""
+STALLED_S = 600.0
+"""The same for a reader of tokens, who may be busy with those that it has; it holds a place meanwhile."""
+LOOKS = 10
+"""So often in that time a stream looks at its reader: a timer for each token would cost more than the token."""
 
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -27,21 +31,22 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The work's result; when the client goes first, the work is cancelled and ClientDisconnect raised.
+async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: Coroutine[None, None, None]) -> T:
+    """The work's result; when the client goes first, or one of the others ends, the work is cancelled and
+    ClientDisconnect raised.
 
     The request's body must have been read."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(receive))
+    ends = [asyncio.create_task(one) for one in (_gone(receive), *also)]
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, gone):
+        for one in (task, *ends):
             one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, *ends, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -56,24 +61,29 @@ class EventStream(Response):
         self._framed = framed
         del self.headers["content-length"]
         self._events = events
+        self._sending: float | None = None
+        """Since when the reader has been given what it has not taken yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send(send))
+        await unless_gone(receive, self._send(send), self._stalls())
+
+    async def _stalls(self) -> None:
+        """Ends when the reader has taken nothing of what is being sent for too long."""
+        bound_s, loop = SEND_TIMEOUT_S if self._framed else STALLED_S, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(bound_s / LOOKS)
+            if self._sending is not None and loop.time() - self._sending > bound_s:
+                return
 
     async def _send(self, send: Send) -> None:
-        started = False
+        started, loop = False, asyncio.get_running_loop()
         async with aclosing(self._events) as events:
             async for data in events:
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     started = True
-                if not self._framed:
-                    body = b"data: " + data + b"\n\n"
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                    continue
-                try:
-                    async with asyncio.timeout(SEND_TIMEOUT_S):
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
-                except TimeoutError as error:
-                    raise ClientDisconnect from error
+                body = data if self._framed else b"data: " + data + b"\n\n"
+                self._sending = loop.time()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._sending = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import TypeVar
 
 from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.routed_experts import RoutedExperts
+
+T = TypeVar("T")
 
 
 def joined(batch: list[GenerateDelta]) -> list[GenerateDelta]:
@@ -31,7 +35,9 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
     """All as one: its spans are of all tokens so far, if any of theirs were."""
     if len(batch) == 1:
         return batch[0]
-    with_logprobs, with_tops = batch[0].logprobs is not None, batch[0].top_logprobs is not None
+    # Rows that go ahead of their tokens bring nothing else.
+    with_logprobs = any(delta.logprobs is not None for delta in batch)
+    with_tops = any(delta.top_logprobs is not None for delta in batch)
     spans: list[VersionSpan] = []
     for delta in batch:
         if delta.spans:
@@ -47,7 +53,11 @@ def merged(batch: list[GenerateDelta]) -> GenerateDelta:
         finish_reason=batch[-1].finish_reason,
         stop_string=batch[-1].stop_string,
         spans=spans,
-        prompt_token_ids=batch[0].prompt_token_ids,
-        prompt_logprobs=batch[0].prompt_logprobs,
+        prompt_token_ids=_first(delta.prompt_token_ids for delta in batch),
+        prompt_logprobs=_first(delta.prompt_logprobs for delta in batch),
         routed_experts=RoutedExperts.joined(delta.routed_experts for delta in batch),
     )
+
+
+def _first(values: Iterable[T | None]) -> T | None:
+    return next((value for value in values if value is not None), None)

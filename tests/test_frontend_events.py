@@ -266,12 +266,15 @@ async def test_a_slow_listener_is_cut_with_a_last_event_and_delays_nobody(
     await fast.aclose()
 
 
-async def test_a_reader_that_takes_nothing_is_dropped(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("framed", [True, False])
+async def test_a_reader_that_takes_nothing_is_dropped(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, framed: bool
+) -> None:
     from starlette.requests import ClientDisconnect
 
     from frontend import streaming
 
-    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(streaming, "SEND_TIMEOUT_S" if framed else "STALLED_S", 0.05)
     hub = await made(plane)
 
     async def stuck(message: Any) -> None:
@@ -282,7 +285,7 @@ async def test_a_reader_that_takes_nothing_is_dropped(plane: Plane, monkeypatch:
         await asyncio.Event().wait()
 
     with pytest.raises(ClientDisconnect):
-        await streaming.EventStream(hub.listen(), framed=True)({}, silent, stuck)
+        await streaming.EventStream(hub.listen(), framed=framed)({}, silent, stuck)
     assert not hub._listeners
 
 

@@ -636,9 +636,14 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
 async def test_choices_under_way_are_bounded(
     plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane.spawn()
-    await ask(http)
     monkeypatch.setattr("frontend.generation.MAX_IN_FLIGHT", 1)
+    # Those that wait for a first worker are among them.
+    two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
+    (refused,), (waiting,) = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
+    error_of(refused.result(), 429)
+    assert error_of(await http.post("/tokenize", json={"prompt": "hi"}), 429)["code"] == "overloaded"
+    plane.spawn()
+    assert (await waiting).status_code == 200
     for stream in (False, True):
         response = await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "stream": stream})
         error = error_of(response, 429)

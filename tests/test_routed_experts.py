@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 
 from frontend.continuation import SoFar
 from frontend.replies import Choice
-from rl_plane.deltas import merged
+from rl_plane.deltas import joined, merged
 from rl_plane.errors import EngineFailed
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.routed_experts import RoutedExperts, as_int32, as_npy, width_of
@@ -91,6 +91,22 @@ def test_many_rows_go_ahead_in_messages_that_are_not_too_long() -> None:
     assert together == RoutedExperts.joined([rows, few])
     (whole,) = _in_parts(batch[1], 0)
     assert whole == batch[1]
+
+
+def test_rows_that_went_ahead_take_nothing_of_their_tokens_with_them() -> None:
+    """A reader finds them together."""
+    rows = rows_of(0, 2 * MAX_ROUTED_ALONE // 6)
+    sent = GenerateDelta(
+        token_ids=[1, 2],
+        logprobs=[-1.0, -2.0],
+        top_logprobs=[[(1, -1.0)], [(2, -2.0)]],
+        prompt_token_ids=[5],
+        prompt_logprobs=[None],
+        finish_reason="length",
+        routed_experts=rows,
+    )
+    (read,) = joined(list(_in_parts(sent, 0)))
+    assert read == sent
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

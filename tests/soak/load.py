@@ -140,9 +140,8 @@ class Told:
         self.tokens.setdefault(index, []).extend(tokens)
         self.workers[index] = choice["instance_id"]
         self.logprobs[index] += _logprobs(choice.get("logprobs"))
-        if "weight_versions" in choice:
-            self.spans[index] = choice["weight_versions"]
         if choice["finish_reason"] is not None:
+            self.spans[index] = choice["weight_versions"]
             self.finished[index] = choice["finish_reason"]
 
 
