@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -204,13 +203,11 @@ FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1", "fsdp1
 ZERO = ["zero3", "zero3_lora"]
 
 
-@pytest.mark.parametrize("kinds", [FSDP, ZERO], ids=["fsdp", "zero3"])
+@pytest.mark.parametrize(
+    "kinds", [FSDP, pytest.param(ZERO, marks=pytest.mark.engines("deepspeed"))], ids=["fsdp", "zero3"]
+)
 @pytest.mark.timeout(RANKS_S + 30)
 def test_sharded_weights_are_gathered_on_two_ranks(kinds: list[str]) -> None:
-    if kinds is ZERO and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip(
-            "deepspeed not installed: pip install wheel; pip install --no-build-isolation deepspeed==0.19.8"
-        )
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
