@@ -23,12 +23,21 @@ def base_schema(app: FastAPI, with_key: bool) -> dict[str, Any]:
 
 
 def add_model(schema: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Puts the model and what it refers to among the components; returns its own schema."""
+    """Puts the model and what it refers to among the components; returns its own schema. ValueError: one of these
+    names stands for something else already, whose routes would be described by the wrong body."""
     own = model.model_json_schema(ref_template=_REFS)
     schemas = schema["components"]["schemas"]
-    schemas.update(own.pop("$defs", {}))
-    schemas[model.__name__] = own
+    for name, one in {**own.pop("$defs", {}), model.__name__: own}.items():
+        if _without_nulls(schemas.setdefault(name, one)) != _without_nulls(one):
+            raise ValueError(f"two models are called {name}: give one of them another name")
     return own
+
+
+def _without_nulls(schema: Any) -> Any:
+    """FastAPI leaves out a default of null."""
+    if isinstance(schema, dict):
+        return {key: _without_nulls(one) for key, one in schema.items() if not (key == "default" and one is None)}
+    return [_without_nulls(one) for one in schema] if isinstance(schema, list) else schema
 
 
 def add_body(operation: dict[str, Any], model: type[BaseModel], required: bool) -> None:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from frontend.dialects.common import begun
 from frontend.dialects.routes import Ask, Fields, add_route, close_routes, report, take
 from frontend.http import make_app
+from frontend.openapi import add_model
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
@@ -53,6 +54,23 @@ async def test_one_listener_is_a_whole_engine(plane: Plane) -> None:
         assert {"/pause", "/init_broadcaster", "/v1/rl/init_broadcaster", "/v1/completions"} <= schema[
             "paths"
         ].keys()
+        # Each route shows its own body, also where two dialects have one of the same purpose.
+        for path, name, value in (
+            ("/pause", "mode", "keep"),
+            ("/pause_generation", "mode", "retract"),
+            ("/weight_checker", "action", "reset"),
+            ("/weights_checker", "action", "snapshot"),
+            ("/abort_requests", "request_ids", "array"),
+            ("/abort_request", "rid", "array"),
+            ("/init_broadcaster", "host", "string"),
+        ):
+            body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            named = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+            assert value in json.dumps(named["properties"][name]), path
+        (*both,) = schema["paths"]["/update_weights"]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]["anyOf"]
+        assert len({one["$ref"] for one in both}) == 2
         missing = {part.split('"')[0] for part in json.dumps(schema).split('"#/components/schemas/')[1:]} - schema[
             "components"
         ]["schemas"].keys()
@@ -201,6 +219,19 @@ async def test_an_unknown_field_is_told_of_once(app: FastAPI, caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records] == [
         "/told: the field 'colour' has no effect: it is not known here, and is dropped"
     ]
+
+
+def test_two_bodies_of_one_name_are_not_taken_for_each_other() -> None:
+    class Same(Fields):
+        one: int = 0
+
+    schema: dict[str, Any] = {"components": {"schemas": {}}}
+    add_model(schema, Same)
+    add_model(schema, Same)
+    other = type("Same", (Fields,), {"__annotations__": {"other": int}, "__module__": __name__})
+    with pytest.raises(ValueError, match="two models are called Same"):
+        add_model(schema, other)
+    assert list(schema["components"]["schemas"]["Same"]["properties"]) == ["one"]
 
 
 async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:

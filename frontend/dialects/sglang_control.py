@@ -30,7 +30,7 @@ PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
 CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
 
-class PauseFields(Fields):
+class SglangPauseFields(Fields):
     """`/pause_generation`"""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
@@ -43,7 +43,7 @@ class ContinueFields(Fields):
     torch_empty_cache: bool = True
 
 
-class AbortFields(Fields):
+class SglangAbortFields(Fields):
     """`/abort_request`"""
 
     rid: str | list[str] | None = None
@@ -65,7 +65,7 @@ class MemoryFields(Fields):
     """None: all. `cuda_graph` says nothing: an engine's graphs go and come with its weights."""
 
 
-class CheckerFields(Fields):
+class SglangCheckerFields(Fields):
     """`/weights_checker`"""
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
@@ -76,7 +76,7 @@ class CheckerFields(Fields):
 
 def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     async def pause(ask: Ask) -> Any:
-        await plane.calls.run("pause", {"mode": take(PauseFields, ask).mode}, ask.request_id)
+        await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
         return PAUSED
 
     async def go_on(ask: Ask) -> Any:
@@ -103,7 +103,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
 
     async def abort(ask: Ask) -> Any:
-        fields = take(AbortFields, ask)
+        fields = take(SglangAbortFields, ask)
         ids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
         if fields.abort_all:
             await plane.calls.run("abort_requests", {}, ask.request_id)
@@ -122,7 +122,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         await _memory(plane, "resume_memory", ask)
 
     async def check(ask: Ask) -> Any:
-        fields = take(CheckerFields, ask)
+        fields = take(SglangCheckerFields, ask)
         if fields.selector == "draft" or fields.skip_tensor_list:
             field = "selector" if fields.selector == "draft" else "skip_tensor_list"
             raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
@@ -130,7 +130,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
             report(ask.path, "allow_quant_error", "weights are compared bit by bit")
         return await _check(plane, fields.action)
 
-    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=PauseFields)
+    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=SglangPauseFields)
     add_route(
         app,
         ["POST"],
@@ -140,7 +140,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         fields=ContinueFields,
         once=True,
     )
-    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=AbortFields)
+    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=SglangAbortFields)
     add_route(app, ["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
     for path, handler, summary in (
         ("/release_memory_occupation", release, "Give memory back."),
@@ -153,7 +153,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         "/weights_checker",
         check,
         summary="Check the weights.",
-        fields=CheckerFields,
+        fields=SglangCheckerFields,
         once=True,
     )
 

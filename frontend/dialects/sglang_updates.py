@@ -44,7 +44,7 @@ class BeginFields(Fields):
     selector: Literal["target", "draft", "all"] = "all"
 
 
-class VersionFields(Fields):
+class SglangVersionFields(Fields):
     """`/update_weight_version`, of SGLang"""
 
     new_version: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
@@ -119,7 +119,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         }
 
     async def rename(ask: Ask) -> Any:
-        fields = take(VersionFields, ask)
+        fields = take(SglangVersionFields, ask)
         if fields.abort_all_requests:
             await plane.calls.run("abort_requests", {})
         await updates.name(fields.new_version)
@@ -159,7 +159,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         "/update_weight_version",
         rename,
         summary="Name what is sent now, or what is served.",
-        fields=VersionFields,
+        fields=SglangVersionFields,
         claims=lambda ask: ask.has("abort_all_requests"),
     )
 
