@@ -305,7 +305,8 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         update,
         summary="Tensors that are broadcast now.",
         fields=UpdateFields,
-        claims=lambda ask: ask.has("update_info"),
+        # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
+        claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
         once=True,
     )
     add_route(
