@@ -182,8 +182,20 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         refused(await http.post(path, json=part), 400)
         fine(await http.post(path, json={**part, "weight_version": "two"}))
         assert [one[1] for one in await served(http)] == ["one"] * 2
+        # The same body as vLLM's: it is meant for what is under way.
+        fine(await http.post("/update_weight_version", json={"new_version": "three"}))
         fine(await http.post("/continue_generation", json={}))
-        assert await served(http) == [(True, "two")] * 2
+        assert await served(http) == [(True, "three")] * 2
+        error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
+        assert "finish_weight_update" in error["fix"]
+
+
+async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
+    plane.spawn()
+    async with facade(plane, dialects=("sglang",)) as http:
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(1))}))
+        fine(await http.post("/update_weight_version", json={"new_version": "named"}))
+        assert await served(http) == [(True, "named")]
 
 
 async def test_checks_adapters_and_memory(plane: Plane) -> None:

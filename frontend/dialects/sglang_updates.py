@@ -9,7 +9,7 @@ from pydantic import Field
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, joined
-from frontend.dialects.routes import Ask, Fields, add_route, report, take
+from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.sglang_held import ANOTHER_WAY
 from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
@@ -126,6 +126,10 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         told = f"Weight version updated to {fields.new_version}"
         return {"success": True, "message": told, "new_version": fields.new_version}
 
+    def is_ours(ask: Ask) -> bool:
+        """vLLM's clients send the same; theirs is all that says nothing of SGLang."""
+        return ask.has("abort_all_requests") or updates.under_way
+
     async def prepare(ask: Ask) -> Any:
         await updates.listen(take(PrepareFields, ask))
         return {"status": "ready", "message": ""}
@@ -160,7 +164,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         rename,
         summary="Name what is sent now, or what is served.",
         fields=SglangVersionFields,
-        claims=lambda ask: ask.has("abort_all_requests"),
+        claims=is_ours if has_route(app, "POST", "/update_weight_version") else None,
     )
 
 
