@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import Field
-from starlette.responses import Response
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import MEMORY, joined, let_go, members, tell_paused
@@ -22,10 +21,8 @@ FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
 """`timeout` of a flush: beyond it a client has gone."""
 
-FLUSHED = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
+FLUSHED = {"success": True, "message": "Cache flushed."}
+ABORTED = {"success": True, "message": "Requests aborted."}
 PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
 CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
@@ -110,7 +107,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         elif any(ids):
             named = plane.generation.caller_ids.made_of(one for one in ids if one)
             await plane.calls.run("abort_requests", {"request_ids": named}, ask.request_id)
-        return Response(status_code=200)
+        return ABORTED
 
     async def flush(ask: Ask) -> Any:
         return await _flush(plane, take(FlushFields, ask).timeout)
@@ -167,15 +164,16 @@ async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
         await plane.calls.run(op, {"tags": tags}, ask.request_id)
 
 
-async def _flush(plane: DialectPlane, timeout_s: float) -> Response:
+async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
     give_up = time.monotonic() + timeout_s
     while True:
         try:
             await plane.calls.run("flush_cache", {})
-            return Response(FLUSHED, media_type="text/plain")
+            return FLUSHED
         except Conflict as error:
             if time.monotonic() >= give_up:
-                return Response(f"Flush cache failed. {error.message}\n", 400, media_type="text/plain")
+                # SGLang's status for it, by which clients ask again.
+                raise InvalidRequest(f"Flush cache failed. {error.message}", **error.facts) from error
         await asyncio.sleep(FLUSH_AGAIN_S)
 
 
