@@ -179,6 +179,15 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         refused(await http.post(path, json=part), 400)
         fine(await http.post(path, json={**part, "weight_version": "two"}))
         assert [one[1] for one in await served(http)] == ["one"] * 2
+        # A wrong group drops nothing of it.
+        wrong = {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 9,
+            "backend": "gloo",
+        }
+        assert refused(await http.post("/init_weights_update_group", json=wrong), 400)["field"] == "world_size"
         # The same body as vLLM's: it is meant for what is under way.
         fine(await http.post("/update_weight_version", json={"new_version": "three"}))
         fine(await http.post("/continue_generation", json={}))
