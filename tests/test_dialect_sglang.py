@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from frontend.dialects import routes
+from frontend.dialects.sglang_held import read_tensors
+from rl_plane.safetensors_file import write_safetensors
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
 from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
@@ -196,6 +198,34 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert "finish_weight_update" in error["fix"]
 
 
+async def test_an_update_that_is_not_whole_is_told_of(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """verl's order: buckets without a pause, then a flush."""
+    plane.spawn()
+    first, *rest = bodies = one_by_one(plane, 1)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        fine(await http.post(path, json=first))
+        for _ in range(2):
+            error = refused(await http.get("/flush_cache"), 400)
+            assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+        for one in rest:
+            fine(await http.post(path, json=one))
+        fine(await http.get("/flush_cache"))
+        assert await served(http) == [(True, "one")]
+        # While it is paused, the trainer says by itself when it is whole; and silence ends it.
+        fine(await http.post("/pause_generation", json={}))
+        monkeypatch.setattr("frontend.dialects.sglang_held.IDLE_S", 0.0)
+        caplog.clear()
+        fine(await http.post(path, json=first))
+        fine(await http.get("/flush_cache"))
+        fine(await http.post(path, json=first))  # not twice in one: the one before is forgotten
+        assert "an update is dropped" in caplog.text
+        assert "1 of the model's" in caplog.text
+        assert "'layers.0.weight'" in caplog.text
+
+
 async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
     plane.spawn()
     async with facade(plane, dialects=("sglang",)) as http:
@@ -343,3 +373,15 @@ def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
     directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
     data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
     return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}
+
+
+def one_by_one(plane: Plane, seed: int) -> list[dict[str, Any]]:
+    """A body for each tensor."""
+    whole = (plane.model(seed) / "model.safetensors").read_bytes()
+    bodies = []
+    for name, one in read_tensors([base64.b64encode(whole).decode()]).items():
+        path = plane.tmp / name
+        write_safetensors(path, {name: (one.spec, bytes(one.data))})
+        data = base64.b64encode(path.read_bytes()).decode()
+        bodies.append({"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"})
+    return bodies

@@ -14,6 +14,7 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import MEMORY, joined, let_go, members, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
+from frontend.dialects.sglang_held import IDLE_S
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 
@@ -110,7 +111,14 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return ABORTED
 
     async def flush(ask: Ask) -> Any:
-        return await _flush(plane, take(FlushFields, ask).timeout)
+        fields = take(FlushFields, ask)
+        if updates.held and not await updates.waits_for_more() and not await updates.held.is_whole():
+            # verl flushes after its last bucket: without a word it would take the update for done.
+            raise InvalidRequest(
+                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}",
+                fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
+            )
+        return await _flush(plane, fields.timeout)
 
     async def release(ask: Ask) -> Any:
         await _memory(plane, "release_memory", ask)
