@@ -198,6 +198,24 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert "finish_weight_update" in error["fix"]
 
 
+async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    plane.spawn()
+    adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
+    disk = {"model_path": str(plane.model(1)), "weight_version": "one", "token_step": 3}
+    async with facade(plane) as http:
+        for path, body, status, name in (
+            ("/update_weights_from_disk", disk, 200, "token_step"),
+            ("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter, "lora_id": "1"}, 200, "lora_id"),
+            ("/unload_lora_adapter", {"lora_name": "a", "lora_id": "1"}, 200, "lora_id"),
+            ("/collective_rpc", {"method": "skyrl_finish_weight_update", "timeout": 5}, 409, "timeout"),
+            ("/complete_weights_update", {"flush_cache": False}, 409, "flush_cache"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            assert f"{path}: the field {name!r} has no effect" in caplog.text
+        assert await served(http) == [(True, "one")]
+
+
 async def test_an_update_that_is_not_whole_is_told_of(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -74,6 +74,12 @@ class PrepareFields(Fields):
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
 
 
+class _Receiving(NamedTuple):
+    buckets: int
+    group: str
+    task: asyncio.Task[dict[str, Any]]
+
+
 class Updates:
     """The trainer's update, in the fleet's session."""
 
@@ -89,13 +95,13 @@ class Updates:
         self._label: tuple[str, str] | None = None
         """An update's id, and what it is called by now."""
         self._preparing = asyncio.Lock()
-        self._receiving: tuple[int, asyncio.Task[dict[str, Any]]] | None = None
-        """Of the two-phase form: how many buckets, and their receive."""
+        self._receiving: _Receiving | None = None
+        """Of the two-phase form."""
 
     @property
     def under_way(self) -> bool:
         """As far as this frontend knows by itself; the fleet's session says more."""
-        receiving = self._receiving is not None and not self._receiving[1].done()
+        receiving = self._receiving is not None and not self._receiving.task.done()
         return self._begun or receiving or len(self.held) > 0 or time.monotonic() < self._fed_until
 
     async def session(self) -> UpdateSession | None:
@@ -216,7 +222,7 @@ class Updates:
                 field="num_buckets",
                 fix="describe each bucket",
             )
-        if self._receiving is not None and not self._receiving[1].done():
+        if self._receiving is not None and not self._receiving.task.done():
             raise Conflict("an update is received already", fix="complete_weights_update first")
         update_id = await self._prepare(fields.group_name, Update())
         every = [
@@ -233,12 +239,17 @@ class Updates:
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()
         )  # who completes is told
-        self._receiving = (fields.num_buckets, task)
+        self._receiving = _Receiving(fields.num_buckets, fields.group_name, task)
 
-    async def complete(self, label: str | None) -> tuple[int, dict[str, Any]]:
+    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
+        """`group`: None is the one that was prepared."""
         if self._receiving is None:
             raise Conflict("no update is prepared", fix="prepare_weights_update first")
-        count, task = self._receiving
+        count, prepared, task = self._receiving
+        if group not in (None, prepared):
+            raise InvalidRequest(
+                f"the update is received by the group {prepared!r}", field="group_name", fix="name it, or none"
+            )
         try:
             with begun():
                 reply = await asyncio.shield(task)

@@ -15,6 +15,7 @@ from frontend.dialects.sglang_session import DistributedFields, PrepareFields, U
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 
+KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
 
 
@@ -62,7 +63,9 @@ class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
     group_name: str | None = None
+    """None: the one that was prepared; another one is refused."""
     flush_cache: bool = False
+    """False changes nothing: no new request may reuse KV of older weights."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
@@ -135,7 +138,10 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return {"status": "ready", "message": ""}
 
     async def complete(ask: Ask) -> Any:
-        count, reply = await updates.complete(take(CompleteFields, ask).weight_version)
+        fields = take(CompleteFields, ask)
+        if "flush_cache" in fields.model_fields_set and not fields.flush_cache:
+            report(ask.path, "flush_cache", KEEPS_NO_CACHE)
+        count, reply = await updates.complete(fields.weight_version, fields.group_name)
         return {"success": True, "num_buckets_received": count, "message": joined(reply, "committed")}
 
     routes: tuple[tuple[str, Any, str, type[Fields]], ...] = (
@@ -175,7 +181,7 @@ def refuse_draft(selector: str) -> None:
 
 def report_unused(ask: Ask, fields: Update) -> None:
     if not fields.flush_cache:
-        report(ask.path, "flush_cache", "no new request may reuse KV of older weights")
+        report(ask.path, "flush_cache", KEEPS_NO_CACHE)
     if fields.torch_empty_cache:
         report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
 
@@ -195,6 +201,8 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
     ):
         if getattr(fields, name):
             report(ask.path, name, why)
+    if fields.token_step and fields.weight_version:
+        report(ask.path, "token_step", "the label is weight_version")
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
     rows = (await plane.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)
