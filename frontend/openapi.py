@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+
+MAX_QUERY_ITEMS = 100
+"""A list that may be longer goes in a body: a request's head ends at 64 KiB."""
 
 _REFS = "#/components/schemas/{model}"
 
@@ -88,4 +92,6 @@ def parameter(name: str, where: str, schema: dict[str, Any], required: bool = Fa
 
 def fits_query(schema: dict[str, Any]) -> bool:
     """Can a query carry it?"""
-    return not any(word in json.dumps(schema) for word in ("$ref", '"object"'))
+    text = json.dumps(schema)
+    longest = max((int(one) for one in re.findall(r'"maxItems": (\d+)', text)), default=0)
+    return longest <= MAX_QUERY_ITEMS and not any(word in text for word in ("$ref", '"object"'))
