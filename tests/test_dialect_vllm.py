@@ -228,6 +228,23 @@ async def test_who_is_left_paused_is_named_with_the_time_that_is_left(plane: Pla
         assert fine(await http.get("/is_paused")) == {"is_paused": False}
 
 
+FULL = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineFailed
+async def release_memory(self, tags):
+    raise EngineFailed("it can't let go")
+fake.FakeEngine.release_memory = release_memory
+"""
+
+
+async def test_a_sleep_that_only_paused_says_for_how_long(plane: Plane) -> None:
+    one = plane.spawn(patch=FULL)
+    async with facade(plane) as http:
+        error = refused(await http.post("/sleep"), 500)
+        assert list(error["paused_for_s"]) == [one.instance_id]
+        assert fine(await http.get("/is_paused")) == {"is_paused": True}
+
+
 async def test_adapters_as_vllm_has_them(plane: Plane, http: httpx.AsyncClient) -> None:
     paths = [make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
     body = {"lora_name": "a", "lora_path": str(paths[0])}
