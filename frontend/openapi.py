@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+
+MAX_QUERY_ITEMS = 100
+"""A list that may be longer goes in a body: a request's head ends at 64 KiB."""
 
 _REFS = "#/components/schemas/{model}"
 
@@ -23,12 +27,21 @@ def base_schema(app: FastAPI, with_key: bool) -> dict[str, Any]:
 
 
 def add_model(schema: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Puts the model and what it refers to among the components; returns its own schema."""
+    """Puts the model and what it refers to among the components; returns its own schema. ValueError: one of these
+    names stands for something else already, whose routes would be described by the wrong body."""
     own = model.model_json_schema(ref_template=_REFS)
     schemas = schema["components"]["schemas"]
-    schemas.update(own.pop("$defs", {}))
-    schemas[model.__name__] = own
+    for name, one in {**own.pop("$defs", {}), model.__name__: own}.items():
+        if _without_nulls(schemas.setdefault(name, one)) != _without_nulls(one):
+            raise ValueError(f"two models are called {name}: give one of them another name")
     return own
+
+
+def _without_nulls(schema: Any) -> Any:
+    """FastAPI leaves out a default of null."""
+    if isinstance(schema, dict):
+        return {key: _without_nulls(one) for key, one in schema.items() if not (key == "default" and one is None)}
+    return [_without_nulls(one) for one in schema] if isinstance(schema, list) else schema
 
 
 def add_body(operation: dict[str, Any], model: type[BaseModel], required: bool) -> None:
@@ -79,4 +92,6 @@ def parameter(name: str, where: str, schema: dict[str, Any], required: bool = Fa
 
 def fits_query(schema: dict[str, Any]) -> bool:
     """Can a query carry it?"""
-    return not any(word in json.dumps(schema) for word in ("$ref", '"object"'))
+    text = json.dumps(schema)
+    longest = max((int(one) for one in re.findall(r'"maxItems": (\d+)', text)), default=0)
+    return longest <= MAX_QUERY_ITEMS and not any(word in text for word in ("$ref", '"object"'))

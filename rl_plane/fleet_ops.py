@@ -44,7 +44,7 @@ class WorkerReply(BaseModel):
 
     instance_id: str
     incarnation: str
-    status: Literal["ok", "error", "skipped"]
+    status: Literal["ok", "error"]
     error: dict[str, Any] | None = None
 
 

@@ -27,7 +27,7 @@ MAX_INTEGER = 1 << 53
 """What JSON carries exactly in every language; sequences, epochs and Unix ms stay far below."""
 
 Format = Literal["msgpack", "json"]
-Status = Literal["ok", "error", "skipped"]
+Status = Literal["ok", "error"]
 
 _JSON_START = b"{ \t\r\n"
 

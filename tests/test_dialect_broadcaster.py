@@ -1,4 +1,5 @@
-"""prime-rl's broadcaster over a torch group, beneath `/v1/rl`: the call of each step is an update of real models."""
+"""prime-rl's broadcaster over a torch group, at the root and beneath `/v1/rl`: the call of each step is an update of
+real models."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ async def test_each_step_is_one_call(plane: Plane) -> None:
                 trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
             )
             assert fine(formed) == {"status": "ok"}
-            for step, seed in ((1, 2), (2, 3)):
+            for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
                 (part,) = parts_of(witnesses.base(seed), 1)
                 body: dict[str, Any] = {
                     "weight_dir": None,
@@ -56,14 +57,14 @@ async def test_each_step_is_one_call(plane: Plane) -> None:
                         "shapes": part["shapes"],
                     },
                 }
-                await http.post("/v1/rl/pause?mode=keep&clear_cache=false")
+                await http.post(f"{base}/pause?mode=keep&clear_cache=false")
                 sending = {"group": group, "directory": str(witnesses.base(seed)), "part": part}
                 reply: httpx.Response
                 reply, _ = await asyncio.gather(
-                    http.post("/v1/rl/update_weights", json=body), trainer.do("send", sending)
+                    http.post(f"{base}/update_weights", json=body), trainer.do("send", sending)
                 )
                 assert fine(reply)["weight_version"] == f"step_{step}"
-                await http.post("/v1/rl/resume")
+                await http.post(f"{base}/resume")
                 await proven(http, ids, seed, f"step_{step}")
             # Its own server takes a broadcast without a word of what comes: here that is asked for.
             error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)

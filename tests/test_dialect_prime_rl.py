@@ -104,7 +104,9 @@ async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> Non
     assert (await http.post("/v1/rl/update_weights")).json()["error"]["field"] == "transport"
 
 
-@pytest.mark.parametrize("body", [{}, {"weight_dir": None}, {"weight_dir": ""}])
+@pytest.mark.parametrize(
+    "body", [{}, {"weight_dir": None}, {"weight_dir": ""}, {"weight_dir": None, "update_info": {"names": []}}]
+)
 async def test_no_directory_means_the_broadcaster(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     before = await served(http)
     error = refused(await http.post("/update_weights", json=body), 409)

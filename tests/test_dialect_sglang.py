@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from frontend.dialects import routes
+from frontend.dialects.sglang_held import read_tensors
+from rl_plane.safetensors_file import write_safetensors
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
 from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
@@ -42,7 +44,7 @@ async def test_what_is_told_of_the_fleet_as_one_server(plane: Plane) -> None:
                 told = fine(await http.request(method, path))
                 assert (told["weight_version"], told["is_generation"]) == ("initial", True)
         assert fine(await http.get("/get_weight_version")) == {"weight_version": "initial"}
-        assert (await http.get("/health_generate")).status_code == 200
+        assert fine(await http.get("/health_generate")) == {"status": "ok"}
         loads = fine(await http.get("/v1/loads?include=core"))["loads"]
         assert [load["instance_id"] for load in loads] == ids
         assert sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads) == 0
@@ -63,16 +65,13 @@ async def test_pause_and_what_goes_with_it(plane: Plane, caplog: pytest.LogCaptu
             assert fine(told)["status"] == "ok"
             rows = fine(await http.get("/v1/rl/state"))["workers"]
             assert [row["pause"]["mode"] for row in rows] == [kept, kept]
-            flushed = await http.get("/flush_cache?timeout=1")
-            assert (flushed.status_code, flushed.text.split(".")[0]) == (200, "Cache flushed")
-            assert flushed.headers["content-length"] == str(len(flushed.content))
-            assert (await http.post("/flush_cache")).status_code == 200
+            for method in ("GET", "POST"):
+                assert fine(await http.request(method, "/flush_cache?timeout=1"))["success"] is True
             assert fine(await http.post("/continue_generation", json={}))["status"] == "ok"
         assert refused(await http.post("/pause_generation", json={"mode": "sleep"}), 400)["field"] == "mode"
         body: dict[str, Any]
         for body in ({"abort_all": True}, {"rid": "unknown"}, {"rid": ""}, {}):
-            answer = await http.post("/abort_request", json=body)
-            assert (answer.status_code, answer.content) == (200, b"")
+            assert fine(await http.post("/abort_request", json=body))["success"] is True
         caplog.clear()
         for _ in range(2):
             fine(await http.post("/continue_generation", json={"torch_empty_cache": False, "pigeon": 1}))
@@ -182,8 +181,75 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         refused(await http.post(path, json=part), 400)
         fine(await http.post(path, json={**part, "weight_version": "two"}))
         assert [one[1] for one in await served(http)] == ["one"] * 2
+        # A wrong group drops nothing of it.
+        wrong = {
+            "master_address": "127.0.0.1",
+            "master_port": 1,
+            "rank_offset": 1,
+            "world_size": 9,
+            "backend": "gloo",
+        }
+        assert refused(await http.post("/init_weights_update_group", json=wrong), 400)["field"] == "world_size"
+        # The same body as vLLM's: it is meant for what is under way.
+        fine(await http.post("/update_weight_version", json={"new_version": "three"}))
         fine(await http.post("/continue_generation", json={}))
-        assert await served(http) == [(True, "two")] * 2
+        assert await served(http) == [(True, "three")] * 2
+        error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
+        assert "finish_weight_update" in error["fix"]
+
+
+async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    plane.spawn()
+    adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
+    disk = {"model_path": str(plane.model(1)), "weight_version": "one", "token_step": 3}
+    async with facade(plane) as http:
+        for path, body, status, name in (
+            ("/update_weights_from_disk", disk, 200, "token_step"),
+            ("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter, "lora_id": "1"}, 200, "lora_id"),
+            ("/unload_lora_adapter", {"lora_name": "a", "lora_id": "1"}, 200, "lora_id"),
+            ("/collective_rpc", {"method": "skyrl_finish_weight_update", "timeout": 5}, 409, "timeout"),
+            ("/complete_weights_update", {"flush_cache": False}, 409, "flush_cache"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == status, answer.text
+            assert f"{path}: the field {name!r} has no effect" in caplog.text
+        assert await served(http) == [(True, "one")]
+
+
+async def test_an_update_that_is_not_whole_is_told_of(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """verl's order: buckets without a pause, then a flush."""
+    plane.spawn()
+    first, *rest = bodies = one_by_one(plane, 1)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        fine(await http.post(path, json=first))
+        for _ in range(2):
+            error = refused(await http.get("/flush_cache"), 400)
+            assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+        for one in rest:
+            fine(await http.post(path, json=one))
+        fine(await http.get("/flush_cache"))
+        assert await served(http) == [(True, "one")]
+        # While it is paused, the trainer says by itself when it is whole; and silence ends it.
+        fine(await http.post("/pause_generation", json={}))
+        monkeypatch.setattr("frontend.dialects.sglang_held.IDLE_S", 0.0)
+        caplog.clear()
+        fine(await http.post(path, json=first))
+        fine(await http.get("/flush_cache"))
+        fine(await http.post(path, json=first))  # not twice in one: the one before is forgotten
+        assert "an update is dropped" in caplog.text
+        assert "1 of the model's" in caplog.text
+        assert "'layers.0.weight'" in caplog.text
+
+
+async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
+    plane.spawn()
+    async with facade(plane, dialects=("sglang",)) as http:
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(1))}))
+        fine(await http.post("/update_weight_version", json={"new_version": "named"}))
+        assert await served(http) == [(True, "named")]
 
 
 async def test_checks_adapters_and_memory(plane: Plane) -> None:
@@ -272,6 +338,28 @@ async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:
         assert await served(http) == [(True, "initial")] * 2
 
 
+BUSY = """
+import worker.engines.fake as fake
+flush = fake.FakeEngine.flush_cache
+async def flush_cache(self):
+    return not Path({flag!r}).exists() and await flush(self)
+fake.FakeEngine.flush_cache = flush_cache
+"""
+
+
+async def test_a_flush_that_was_not_done_is_a_400(plane: Plane) -> None:
+    """By which SGLang's clients ask again."""
+    flag = plane.tmp / "busy"
+    flag.touch()
+    one = plane.spawn(patch=BUSY.format(flag=str(flag)))
+    async with facade(plane) as http:
+        answer = await http.get("/flush_cache")
+        assert "Flush cache failed" in refused(answer, 400)["message"]
+        assert one.instance_id in answer.json()["message"]
+        flag.unlink()
+        assert fine(await http.get("/flush_cache"))["success"] is True
+
+
 async def test_an_update_that_fails_at_its_end_leaves_nobody_paused(plane: Plane) -> None:
     """`continue_generation` commits. Where that fails, nothing of the update is left, so the fleet goes on as it was;
     where it has not begun, the update is still here, and the error says for how long the fleet stands still."""
@@ -303,3 +391,15 @@ def tensors_of(plane: Plane, seed: int, **shape: int) -> dict[str, Any]:
     directory = make_fake_model(plane.tmp / "elsewhere" / f"{seed}-{len(shape)}", seed, **shape)
     data = base64.b64encode((directory / "model.safetensors").read_bytes()).decode()
     return {"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"}
+
+
+def one_by_one(plane: Plane, seed: int) -> list[dict[str, Any]]:
+    """A body for each tensor."""
+    whole = (plane.model(seed) / "model.safetensors").read_bytes()
+    bodies = []
+    for name, one in read_tensors([base64.b64encode(whole).decode()]).items():
+        path = plane.tmp / name
+        write_safetensors(path, {name: (one.spec, bytes(one.data))})
+        data = base64.b64encode(path.read_bytes()).decode()
+        bodies.append({"serialized_named_tensors": [data], "load_format": "safetensors", "weight_version": "one"})
+    return bodies

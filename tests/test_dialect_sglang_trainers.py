@@ -171,6 +171,8 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     for part in buckets:
         told = {"group": "weight_sync_group", "directory": str(directory), "part": part}
         await replay.trainer.do("send", told)
+    other = await http.post("/complete_weights_update", json={"group_name": "another"})
+    assert refused(other, 400)["field"] == "group_name"
     done = await replay.post("/complete_weights_update", {"group_name": "weight_sync_group", "flush_cache": False})
     assert (done["success"], done["num_buckets_received"]) == (True, len(buckets))
     await proven(http, ids, 3)

@@ -13,13 +13,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from frontend.dialects.common import begun
+from frontend.dialects.common import begun, served_version
 from frontend.dialects.routes import Ask, Fields, add_route, close_routes, report, take
 from frontend.http import make_app
+from frontend.openapi import add_model
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
-from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported, WorkerLost
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unavailable, Unsupported, WorkerLost
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -53,6 +54,23 @@ async def test_one_listener_is_a_whole_engine(plane: Plane) -> None:
         assert {"/pause", "/init_broadcaster", "/v1/rl/init_broadcaster", "/v1/completions"} <= schema[
             "paths"
         ].keys()
+        # Each route shows its own body, also where two dialects have one of the same purpose.
+        for path, name, value in (
+            ("/pause", "mode", "keep"),
+            ("/pause_generation", "mode", "retract"),
+            ("/weight_checker", "action", "reset"),
+            ("/weights_checker", "action", "snapshot"),
+            ("/abort_requests", "request_ids", "array"),
+            ("/abort_request", "rid", "array"),
+            ("/init_broadcaster", "host", "string"),
+        ):
+            body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+            named = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+            assert value in json.dumps(named["properties"][name]), path
+        (*both,) = schema["paths"]["/update_weights"]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]["anyOf"]
+        assert len({one["$ref"] for one in both}) == 2
         missing = {part.split('"')[0] for part in json.dumps(schema).split('"#/components/schemas/')[1:]} - schema[
             "components"
         ]["schemas"].keys()
@@ -203,6 +221,19 @@ async def test_an_unknown_field_is_told_of_once(app: FastAPI, caplog: pytest.Log
     ]
 
 
+def test_two_bodies_of_one_name_are_not_taken_for_each_other() -> None:
+    class Same(Fields):
+        one: int = 0
+
+    schema: dict[str, Any] = {"components": {"schemas": {}}}
+    add_model(schema, Same)
+    add_model(schema, Same)
+    other = type("Same", (Fields,), {"__annotations__": {"other": int}, "__module__": __name__})
+    with pytest.raises(ValueError, match="two models are called Same"):
+        add_model(schema, other)
+    assert list(schema["components"]["schemas"]["Same"]["properties"]) == ["one"]
+
+
 async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
     started_, let_go, runs = asyncio.Semaphore(0), asyncio.Event(), []
 
@@ -226,6 +257,53 @@ async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
         assert [(await one).json() for one in (first, again, other)] == [2, 2, 2]
         assert runs == [{"a": 1}, {"a": 2}]
         assert (await http.post("/slow", json={"a": 1})).json() == 3
+
+
+# ---- the version that is told ----
+
+
+class Rows:
+    """Of a fleet whose workers say these versions."""
+
+    def __init__(self, *rows: tuple[bool, str | None]) -> None:
+        self.rows = [
+            {
+                "instance_id": f"w{number}",
+                "status": "ok",
+                "admission": {"open": is_open},
+                "version": label and {"run": "r", "sequence": 1, "label": label, "digest": "d"},
+            }
+            for number, (is_open, label) in enumerate(rows)
+        ]
+
+    @property
+    def calls(self) -> Rows:
+        return self
+
+    async def run(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"version": {"label": "of the record"}, "workers": self.rows}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (((True, "one"), (True, "one")), "one"),
+        (((True, "one"), (False, "healing")), "one"),
+        (((False, "one"), (False, "one")), "one"),  # paused
+        (((True, "one"), (True, "two")), Conflict),
+        (((False, "one"), (False, "two")), Conflict),
+        (((False, None), (False, None)), Unavailable),
+    ],
+)
+async def test_a_version_is_told_when_it_is_one(rows: Any, told: Any) -> None:
+    fleet: Any = Rows(*rows)
+    if isinstance(told, str):
+        assert (await served_version(fleet))["label"] == told
+        return
+    with pytest.raises(told) as caught:
+        await served_version(fleet)
+    if told is Conflict:
+        assert "'one' by w0; 'two' by w1" in caught.value.message
 
 
 # ---- what may be repeated ----

@@ -61,12 +61,23 @@ def joined(reply: dict[str, Any], text: str) -> str:
 
 
 async def served_version(plane: DialectPlane) -> dict[str, Any]:
-    """The one version that is served, as `{run, sequence, label, digest}`; Conflict that names the holders of several,
-    Unavailable when there is none."""
-    reply = await plane.calls.run("weight_version", {})
-    version: dict[str, Any] | None = reply["version"]
-    if version is None:
+    """The one version that is served, as `{run, sequence, label, digest}`, by the workers' own words. Unavailable that
+    names who doesn't answer, or when there is none; Conflict that names the holders of several."""
+    rows = await rows_of_all(plane, "weight_version")
+    # While a new worker fetches the weights, it serves none. While nobody serves (a pause), each has a say.
+    serving = [row for row in rows if row["admission"]["open"]] or rows
+    holders: dict[str, list[str]] = {}
+    for row in serving:
+        if row["version"] is not None:
+            holders.setdefault(row["version"]["label"], []).append(row["instance_id"])
+    if len(holders) > 1:
+        told = "; ".join(f"{label!r} by {', '.join(ids[:SHOWN])}" for label, ids in holders.items())
+        raise Conflict(
+            f"the workers hold several versions: {told}", versions=holders, fix="ask again after the update"
+        )
+    if not holders:
         raise Unavailable("no version is committed yet", retry_after_s=1.0)
+    version: dict[str, Any] = next(row["version"] for row in serving if row["version"] is not None)
     return version
 
 

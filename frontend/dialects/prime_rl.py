@@ -42,7 +42,7 @@ class BroadcasterFields(Fields):
     """`gloo` or `nccl`: a torch process group. None: prime-rl's own NCCL."""
 
 
-class UpdateFields(Fields):
+class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
@@ -102,7 +102,7 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         return {"status": "ok"}
 
     async def update(ask: Ask) -> Any:
-        fields = take(UpdateFields, ask)
+        fields = take(PrimeRlUpdateFields, ask)
         for name, keeps_cache in (
             ("reset_prefix_cache", not fields.reset_prefix_cache),
             ("skip_prefix_cache_reset", fields.skip_prefix_cache_reset),
@@ -130,7 +130,7 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         prefix + "/update_weights",
         update,
         summary="New weights from a directory, or from the broadcaster.",
-        fields=UpdateFields,
+        fields=PrimeRlUpdateFields,
         # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
         claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
         once=True,
@@ -141,7 +141,7 @@ def _is_ours(ask: Ask) -> bool:
     return not ask.has("update_info") or ask.has("weight_dir")
 
 
-async def _from_directory(plane: DialectPlane, fields: UpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_directory(plane: DialectPlane, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
     body = {
         "transport": {"backend": "filesystem", "path": fields.weight_dir},
         **({"version": fields.weight_version} if fields.weight_version is not None else {}),
@@ -150,7 +150,7 @@ async def _from_directory(plane: DialectPlane, fields: UpdateFields, ask: Ask) -
         return await plane.calls.run("update_weights", body, ask.request_id)
 
 
-async def _from_broadcaster(transactions: Transactions, fields: UpdateFields, ask: Ask) -> dict[str, Any]:
+async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
     if transactions.transfer is None:
         raise Conflict(
             "there is no broadcaster, and no weight_dir",

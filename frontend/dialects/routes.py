@@ -138,7 +138,7 @@ class _Table:
         )
         entry = self._entry(method, ask)
         value = await (self._once(method, ask, entry.handler) if entry.once else entry.handler(ask))
-        return value if isinstance(value, Response) else json_response(value)
+        return json_response(value)
 
     def _entry(self, method: str, ask: Ask) -> _Entry:
         entries = self.entries[method, ask.path]

@@ -14,6 +14,8 @@ from frontend.dialects.steering import not_there
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest
 
+BY_NAME = "an adapter is known by its name"
+
 
 class LoadFields(Fields):
     """`/load_lora_adapter`, of SGLang"""
@@ -36,6 +38,8 @@ def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
         fields = take(LoadFields, ask)
         if fields.pinned:
             report(ask.path, "pinned", "a loaded adapter stays")
+        if fields.lora_id is not None:
+            report(ask.path, "lora_id", BY_NAME)
         with begun():
             body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
             try:
@@ -46,6 +50,8 @@ def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
 
     async def unload(ask: Ask) -> Any:
         fields = take(UnloadFields, ask)
+        if fields.lora_id is not None:
+            report(ask.path, "lora_id", BY_NAME)
         if fields.lora_name not in await held_adapters(plane):
             raise InvalidRequest(
                 f"LoRA adapter {fields.lora_name!r} is not loaded", field="lora_name", fix="load it first"

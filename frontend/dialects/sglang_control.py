@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from fastapi import FastAPI
 from pydantic import Field
-from starlette.responses import Response
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import MEMORY, joined, let_go, members, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
+from frontend.dialects.sglang_held import IDLE_S
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 
@@ -22,15 +22,13 @@ FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
 """`timeout` of a flush: beyond it a client has gone."""
 
-FLUSHED = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
+FLUSHED = {"success": True, "message": "Cache flushed."}
+ABORTED = {"success": True, "message": "Requests aborted."}
 PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
 CONTINUED = {"message": "Generation continued successfully.", "status": "ok"}
 
 
-class PauseFields(Fields):
+class SglangPauseFields(Fields):
     """`/pause_generation`"""
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
@@ -43,7 +41,7 @@ class ContinueFields(Fields):
     torch_empty_cache: bool = True
 
 
-class AbortFields(Fields):
+class SglangAbortFields(Fields):
     """`/abort_request`"""
 
     rid: str | list[str] | None = None
@@ -65,7 +63,7 @@ class MemoryFields(Fields):
     """None: all. `cuda_graph` says nothing: an engine's graphs go and come with its weights."""
 
 
-class CheckerFields(Fields):
+class SglangCheckerFields(Fields):
     """`/weights_checker`"""
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
@@ -76,7 +74,7 @@ class CheckerFields(Fields):
 
 def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     async def pause(ask: Ask) -> Any:
-        await plane.calls.run("pause", {"mode": take(PauseFields, ask).mode}, ask.request_id)
+        await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
         return PAUSED
 
     async def go_on(ask: Ask) -> Any:
@@ -103,17 +101,24 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
 
     async def abort(ask: Ask) -> Any:
-        fields = take(AbortFields, ask)
+        fields = take(SglangAbortFields, ask)
         ids = [fields.rid] if isinstance(fields.rid, str) else fields.rid or []
         if fields.abort_all:
             await plane.calls.run("abort_requests", {}, ask.request_id)
         elif any(ids):
             named = plane.generation.caller_ids.made_of(one for one in ids if one)
             await plane.calls.run("abort_requests", {"request_ids": named}, ask.request_id)
-        return Response(status_code=200)
+        return ABORTED
 
     async def flush(ask: Ask) -> Any:
-        return await _flush(plane, take(FlushFields, ask).timeout)
+        fields = take(FlushFields, ask)
+        if updates.held and not await updates.waits_for_more() and not await updates.held.is_whole():
+            # verl flushes after its last bucket: without a word it would take the update for done.
+            raise InvalidRequest(
+                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}",
+                fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
+            )
+        return await _flush(plane, fields.timeout)
 
     async def release(ask: Ask) -> Any:
         await _memory(plane, "release_memory", ask)
@@ -122,7 +127,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         await _memory(plane, "resume_memory", ask)
 
     async def check(ask: Ask) -> Any:
-        fields = take(CheckerFields, ask)
+        fields = take(SglangCheckerFields, ask)
         if fields.selector == "draft" or fields.skip_tensor_list:
             field = "selector" if fields.selector == "draft" else "skip_tensor_list"
             raise InvalidRequest("all weights of the model are checked", field=field, fix="leave it out")
@@ -130,7 +135,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
             report(ask.path, "allow_quant_error", "weights are compared bit by bit")
         return await _check(plane, fields.action)
 
-    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=PauseFields)
+    add_route(app, ["POST"], "/pause_generation", pause, summary="Stop generation.", fields=SglangPauseFields)
     add_route(
         app,
         ["POST"],
@@ -140,7 +145,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         fields=ContinueFields,
         once=True,
     )
-    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=AbortFields)
+    add_route(app, ["POST"], "/abort_request", abort, summary="End one request, or all.", fields=SglangAbortFields)
     add_route(app, ["GET", "POST"], "/flush_cache", flush, summary="Drop the prefix caches.", fields=FlushFields)
     for path, handler, summary in (
         ("/release_memory_occupation", release, "Give memory back."),
@@ -153,7 +158,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         "/weights_checker",
         check,
         summary="Check the weights.",
-        fields=CheckerFields,
+        fields=SglangCheckerFields,
         once=True,
     )
 
@@ -167,15 +172,16 @@ async def _memory(plane: DialectPlane, op: str, ask: Ask) -> None:
         await plane.calls.run(op, {"tags": tags}, ask.request_id)
 
 
-async def _flush(plane: DialectPlane, timeout_s: float) -> Response:
+async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
     give_up = time.monotonic() + timeout_s
     while True:
         try:
             await plane.calls.run("flush_cache", {})
-            return Response(FLUSHED, media_type="text/plain")
+            return FLUSHED
         except Conflict as error:
             if time.monotonic() >= give_up:
-                return Response(f"Flush cache failed. {error.message}\n", 400, media_type="text/plain")
+                # SGLang's status for it, by which clients ask again.
+                raise InvalidRequest(f"Flush cache failed. {error.message}", **error.facts) from error
         await asyncio.sleep(FLUSH_AGAIN_S)
 
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, joined, members
+from frontend.dialects.common import begun, check_world, joined, members, world_size
 from frontend.dialects.routes import Ask, Fields, add_route, take
 from rl_plane.bodies import PRINTABLE
 from rl_plane.errors import InvalidRequest, PlaneError
@@ -53,6 +53,10 @@ class Groups:
             return self._backends[name]
         rows = await members(self._plane)
         return "nccl" if rows and all("nccl" in row["transports"] for row in rows) else "gloo"
+
+    async def check(self, fields: GroupFields) -> None:
+        """Before anything is dropped for it."""
+        check_world(fields.world_size, fields.rank_offset, await world_size(self._plane))
 
     async def form(self, fields: GroupFields, request_id: str) -> dict[str, Any]:
         body = {
@@ -109,6 +113,7 @@ def mount_groups(app: FastAPI, groups: Groups, begins_anew: Callable[[], Awaitab
 
     async def init(ask: Ask) -> Any:
         fields = take(GroupFields, ask)
+        await groups.check(fields)
         await begins_anew()
         reply = await groups.form(fields, ask.request_id)
         return {"success": True, "message": joined(reply, "Succeeded to initialize custom process group.")}

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import binascii
 import json
+import logging
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
 from rl_plane.safetensors_file import parse_header
 from rl_plane.versions import HostTensor
+
+log = logging.getLogger("frontend.dialects")
 
 ANOTHER_WAY = (
     "send them by update_weights_from_distributed or update_weights_from_disk, or as safetensors "
@@ -100,6 +103,8 @@ class HeldTensors:
         self._tensors: dict[str, HostTensor] = {}
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
+        self._wanted = 0
+        """How many tensors are the model's, as it was last asked."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -132,11 +137,22 @@ class HeldTensors:
 
     def _look(self) -> None:
         if self._tensors and time.monotonic() - self._at > IDLE_S:
+            log.warning(
+                "an update is dropped: for %g s nothing came, and only %s", time.monotonic() - self._at, self.told
+            )
             self.drop()
+
+    @property
+    def told(self) -> str:
+        """How much there is of it, and the last of it, from where its trainer should have gone on."""
+        of_all = f" of the model's {self._wanted}" if self._wanted else ""
+        last = repr(next(reversed(self._tensors), None))
+        return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
 
     async def is_whole(self) -> bool:
         rows = (await self._plane.calls.run("describe", {}))["workers"]
-        return len(self._tensors) >= max((int(row.get("tensors", 0)) for row in rows), default=0)
+        self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
+        return len(self._tensors) >= self._wanted
 
     async def commit(self) -> dict[str, Any]:
         tensors, policy, label = dict(self._tensors), self._policy, self._label

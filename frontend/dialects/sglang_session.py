@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -28,6 +28,7 @@ from frontend.dialects.sglang_held import HeldTensors
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.record import UpdateSession, read_session
+from rl_plane.update import SESSION_IDLE_S
 from rl_plane.update_bodies import MAX_FED_TENSORS, UpdateWeights
 
 
@@ -73,6 +74,12 @@ class PrepareFields(Fields):
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
 
 
+class _Receiving(NamedTuple):
+    buckets: int
+    group: str
+    task: asyncio.Task[dict[str, Any]]
+
+
 class Updates:
     """The trainer's update, in the fleet's session."""
 
@@ -83,11 +90,19 @@ class Updates:
         self._groups = groups
         self._begun = False
         """By begin_weight_update, at this frontend."""
+        self._fed_until = 0.0
+        """Monotonic: so long what was sent by way of this frontend is an update, unless it ends before."""
         self._label: tuple[str, str] | None = None
         """An update's id, and what it is called by now."""
         self._preparing = asyncio.Lock()
-        self._receiving: tuple[int, asyncio.Task[dict[str, Any]]] | None = None
-        """Of the two-phase form: how many buckets, and their receive."""
+        self._receiving: _Receiving | None = None
+        """Of the two-phase form."""
+
+    @property
+    def under_way(self) -> bool:
+        """As far as this frontend knows by itself; the fleet's session says more."""
+        receiving = self._receiving is not None and not self._receiving.task.done()
+        return self._begun or receiving or len(self.held) > 0 or time.monotonic() < self._fed_until
 
     async def session(self) -> UpdateSession | None:
         """The update that is fed."""
@@ -116,8 +131,10 @@ class Updates:
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
         }
+        self._fed_until = 0.0  # unless it comes
         with begun():
             reply = await self._plane.calls.run("feed_weights_update", part)
+        self._fed_until = time.monotonic() + SESSION_IDLE_S
         if reply["missing"] or await self.waits_for_more():
             return reply
         return await self.commit(update_id)
@@ -156,7 +173,7 @@ class Updates:
 
     async def commit(self, update_id: str) -> dict[str, Any]:
         label = self._label[1] if self._label is not None and self._label[0] == update_id else None
-        self._begun, self._label = False, None
+        self._begun, self._label, self._fed_until = False, None, 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun():
             return await self._plane.calls.run("complete_weights_update", body)
@@ -168,7 +185,7 @@ class Updates:
 
     async def drop(self) -> None:
         """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
-        self._begun, self._label, self._receiving = False, None, None
+        self._begun, self._label, self._receiving, self._fed_until = False, None, None, 0.0
         self.held.drop()
         session = await self.session()
         if session is not None:
@@ -205,7 +222,7 @@ class Updates:
                 field="num_buckets",
                 fix="describe each bucket",
             )
-        if self._receiving is not None and not self._receiving[1].done():
+        if self._receiving is not None and not self._receiving.task.done():
             raise Conflict("an update is received already", fix="complete_weights_update first")
         update_id = await self._prepare(fields.group_name, Update())
         every = [
@@ -222,12 +239,17 @@ class Updates:
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()
         )  # who completes is told
-        self._receiving = (fields.num_buckets, task)
+        self._receiving = _Receiving(fields.num_buckets, fields.group_name, task)
 
-    async def complete(self, label: str | None) -> tuple[int, dict[str, Any]]:
+    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
+        """`group`: None is the one that was prepared."""
         if self._receiving is None:
             raise Conflict("no update is prepared", fix="prepare_weights_update first")
-        count, task = self._receiving
+        count, prepared, task = self._receiving
+        if group not in (None, prepared):
+            raise InvalidRequest(
+                f"the update is received by the group {prepared!r}", field="group_name", fix="name it, or none"
+            )
         try:
             with begun():
                 reply = await asyncio.shield(task)

@@ -16,7 +16,7 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, joined
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang_adapters import held_adapters, loaded
+from frontend.dialects.sglang_adapters import BY_NAME, held_adapters, loaded
 from frontend.dialects.sglang_held import ANOTHER_WAY, FIELD, Store, read_tensors
 from frontend.dialects.sglang_session import Update, Updates
 from frontend.dialects.sglang_updates import refuse_draft, report_unused
@@ -79,6 +79,7 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
             )
         for name, why in (
             ("pinned", "a loaded adapter stays"),
+            ("lora_id", BY_NAME),
             ("expected_checksums", "every tensor's own digest is compared"),
         ):
             if getattr(fields, name):

@@ -9,12 +9,13 @@ from pydantic import Field
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, joined
-from frontend.dialects.routes import Ask, Fields, add_route, report, take
+from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.sglang_held import ANOTHER_WAY
 from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 
+KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
 
 
@@ -44,7 +45,7 @@ class BeginFields(Fields):
     selector: Literal["target", "draft", "all"] = "all"
 
 
-class VersionFields(Fields):
+class SglangVersionFields(Fields):
     """`/update_weight_version`, of SGLang"""
 
     new_version: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
@@ -62,7 +63,9 @@ class CompleteFields(Fields):
     """`/complete_weights_update`, of SGLang-Omni"""
 
     group_name: str | None = None
+    """None: the one that was prepared; another one is refused."""
     flush_cache: bool = False
+    """False changes nothing: no new request may reuse KV of older weights."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
 
 
@@ -119,19 +122,26 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         }
 
     async def rename(ask: Ask) -> Any:
-        fields = take(VersionFields, ask)
+        fields = take(SglangVersionFields, ask)
         if fields.abort_all_requests:
             await plane.calls.run("abort_requests", {})
         await updates.name(fields.new_version)
         told = f"Weight version updated to {fields.new_version}"
         return {"success": True, "message": told, "new_version": fields.new_version}
 
+    def is_ours(ask: Ask) -> bool:
+        """vLLM's clients send the same; theirs is all that says nothing of SGLang."""
+        return ask.has("abort_all_requests") or updates.under_way
+
     async def prepare(ask: Ask) -> Any:
         await updates.listen(take(PrepareFields, ask))
         return {"status": "ready", "message": ""}
 
     async def complete(ask: Ask) -> Any:
-        count, reply = await updates.complete(take(CompleteFields, ask).weight_version)
+        fields = take(CompleteFields, ask)
+        if "flush_cache" in fields.model_fields_set and not fields.flush_cache:
+            report(ask.path, "flush_cache", KEEPS_NO_CACHE)
+        count, reply = await updates.complete(fields.weight_version, fields.group_name)
         return {"success": True, "num_buckets_received": count, "message": joined(reply, "committed")}
 
     routes: tuple[tuple[str, Any, str, type[Fields]], ...] = (
@@ -159,8 +169,8 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         "/update_weight_version",
         rename,
         summary="Name what is sent now, or what is served.",
-        fields=VersionFields,
-        claims=lambda ask: ask.has("abort_all_requests"),
+        fields=SglangVersionFields,
+        claims=is_ours if has_route(app, "POST", "/update_weight_version") else None,
     )
 
 
@@ -171,7 +181,7 @@ def refuse_draft(selector: str) -> None:
 
 def report_unused(ask: Ask, fields: Update) -> None:
     if not fields.flush_cache:
-        report(ask.path, "flush_cache", "no new request may reuse KV of older weights")
+        report(ask.path, "flush_cache", KEEPS_NO_CACHE)
     if fields.torch_empty_cache:
         report(ask.path, "torch_empty_cache", "engines keep their allocators' memory as they do")
 
@@ -191,6 +201,8 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
     ):
         if getattr(fields, name):
             report(ask.path, name, why)
+    if fields.token_step and fields.weight_version:
+        report(ask.path, "token_step", "the label is weight_version")
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
     rows = (await plane.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)

@@ -14,6 +14,7 @@ from frontend.dialects.common import (
     members,
     same_of_all,
     served_version,
+    tell_paused,
     world_size,
 )
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
@@ -21,7 +22,7 @@ from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import mount_rpc
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import Conflict, InvalidRequest, Unavailable, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.record import PauseMode
 from rl_plane.vllm_bodies import GROUP
 
@@ -227,7 +228,11 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             await _check_can_release(plane)
         await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
         if fields.level > 0:
-            await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
+            try:
+                await plane.calls.run("release_memory", {"tags": list(MEMORY)}, ask.request_id)
+            except PlaneError as error:
+                await tell_paused(plane, error)
+                raise
         return {"status": "sleeping", "level": fields.level}
 
     async def wake_up(ask: Ask) -> Any:
@@ -305,7 +310,8 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         update,
         summary="Tensors that are broadcast now.",
         fields=UpdateFields,
-        claims=lambda ask: ask.has("update_info"),
+        # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
+        claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
         once=True,
     )
     add_route(

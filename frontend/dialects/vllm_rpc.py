@@ -42,6 +42,8 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
                 fix=f"one of {', '.join(METHODS)}; or a route of its own",
             )
         given = {**dict(zip(known, fields.args, strict=False)), **fields.named}
+        if fields.timeout is not None:
+            report(ask.path, "timeout", "each phase of an update has its own")
         for name in given.keys() - set(known):
             report(ask.path, f"kwargs.{name}")
         for name in set(known) - given.keys():
