@@ -94,7 +94,7 @@ class VllmEngine(Tokenizing):
             os.environ.setdefault(name, value)
         self._options = options
         sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-        self._arguments = parse_arguments(sleeping | dict(options.extra))
+        self._arguments = parse_arguments(dict(options.extra) | sleeping)
         self._directory: Path | None = None
         self._llm: Any = None
         self._tokenizer: Any = None
@@ -641,12 +641,13 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool, eager:
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    if deterministic:  # whatever else this process was given: `describe` says so
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
-        ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
         # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
         ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):
