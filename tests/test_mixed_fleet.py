@@ -72,6 +72,8 @@ MOVES = 6
 """How often one choice goes on elsewhere: each engine goes on after each other."""
 ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
 """More tokens than each makes meanwhile, and fewer than its cache holds."""
+ROUND_TRIPS = 10
+"""To each worker, in which an engine that runs makes tokens."""
 START_S = 240.0
 """Three engines that start side by side on two cores."""
 HEAL_S = 90.0
@@ -272,15 +274,36 @@ async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None) -> di
     return streams
 
 
+async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
+    """How many tokens each has, once none come any more; what was on its way at a pause has come."""
+
+    def counts() -> dict[str, int]:
+        return {engine: len(stream.tokens) for engine, stream in streams.items()}
+
+    async def one() -> dict[str, int] | None:
+        before = counts()
+        for _ in range(ROUND_TRIPS):
+            await states(client)
+        return before if counts() == before else None
+
+    found: dict[str, int] = await mixed.plane.until(one, END_S)
+    return found
+
+
+def late_ones(client: RlClient, mixed: Mixed) -> dict[str, Stream]:
+    return {
+        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+
+
 async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
-    had = {engine: len(stream.tokens) for engine, stream in streams.items()}
-    late = {
-        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
-        for engine, one in mixed.ids.items()
-    }
+    late = late_ones(client, mixed)
+    had = await standing(client, mixed, streams)
+    assert set((await standing(client, mixed, late)).values()) == {0}
     await client.run("resume", {})
     for engine, stream in streams.items():
         await stream.until(tokens=had[engine] + 20)
@@ -294,10 +317,14 @@ async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClien
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed, LONG)
     await client.run("pause", {"mode": "wait"})
-    await client.run("resume", {})
+    late = late_ones(client, mixed)
     for engine, stream in streams.items():
         await stream.end()
         assert (stream.finish_reason, stream.tokens) == ("length", witnessed(base, LONG)), engine
+    assert set((await standing(client, mixed, late)).values()) == {0}
+    await client.run("resume", {})
+    for engine, one in late.items():
+        assert (await one.end()).tokens == witnessed(base, 4), engine
 
 
 async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client: RlClient) -> None:
