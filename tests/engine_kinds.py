@@ -25,6 +25,8 @@ class Failure:
     name: str
     broken: Callable[..., Any]
     why: str
+    unreachable: Callable[[], set[str]] = set
+    """Adapters that the engine has after it, and no request can name."""
 
 
 BATCH_TOKENS = 64
@@ -57,6 +59,10 @@ class Kind:
     slow_submission: Callable[[Any, pytest.MonkeyPatch, asyncio.Event, asyncio.Event], None]
     """(engine, …, waits, go): from now on requests wait for `go` on their way into the engine."""
     failures: Callable[[Any], Failures]
+    no_modes: dict[str, str]
+    """Arguments that speak against both modes for GPUs."""
+    modes: Callable[[Any], tuple[bool, bool]]
+    """engine, not started → is it built to be deterministic, and to release memory?"""
 
     def options(self, model: Path, **extra: str) -> EngineOptions:
         """Weights may be read from beside the model."""
@@ -128,22 +134,40 @@ def _failures_of_sglang(engine: Any) -> Failures:
     process = engine._process
     really = process.call
 
-    def once(what: str) -> Failure:
-        left = [what]
+    def once(what: str, done: bool) -> Failure:
+        """`done`: what fails has happened in this rank, as when another one's fails."""
+        left, put = [what], set[str]()
 
         async def call(op: str, **arguments: str) -> None:
-            if op in left:
+            fails = op in left
+            if fails:
                 left.remove(op)
+            if done or not fails:
+                await really(op, **arguments)
+                if op == "put_adapter":
+                    put.add(arguments["name"])
+                else:
+                    put.discard(arguments["name"])
+            if fails:
                 raise EngineFailed(f"no {op}")
-            await really(op, **arguments)
 
-        return Failure(process, "call", call, f"no {what}")
+        return Failure(process, "call", call, f"no {what}", put.copy)
 
     return {
-        "load": [once("put_adapter")],
-        "swap": [once("put_adapter"), once("remove_adapter")],
-        "unload": [once("remove_adapter")],
+        "load": [once("put_adapter", done=True)],
+        "swap": [once("put_adapter", done=True), once("remove_adapter", done=False)],
+        "unload": [once("remove_adapter", done=False)],
     }
+
+
+def _modes_of_vllm(engine: Any) -> tuple[bool, bool]:
+    with vllm._environment(Path(), None, engine._options.deterministic, False):
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1", engine._arguments.get("enable_sleep_mode", False)
+
+
+def _modes_of_sglang(engine: Any) -> tuple[bool, bool]:
+    given = engine._process._arguments
+    return given.get("enable_deterministic_inference", False), given.get("enable_memory_saver", False)
 
 
 VLLM = Kind(
@@ -173,6 +197,8 @@ VLLM = Kind(
     owner=lambda engine: engine,
     slow_submission=_slow_vllm,
     failures=_failures_of_vllm,
+    no_modes={"enable_sleep_mode": "false"},
+    modes=_modes_of_vllm,
 )
 
 SGLANG = Kind(
@@ -208,4 +234,6 @@ SGLANG = Kind(
     owner=lambda engine: engine._process,
     slow_submission=_slow_sglang,
     failures=_failures_of_sglang,
+    no_modes={"enable_deterministic_inference": "false", "enable_memory_saver": "false"},
+    modes=_modes_of_sglang,
 )

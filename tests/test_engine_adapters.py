@@ -193,6 +193,18 @@ async def test_modes_for_gpus_are_refused_on_a_cpu(kind: Kind, models: Models) -
     assert kind.children() == before
 
 
+async def test_modes_for_gpus_are_what_the_engine_is_built_with(
+    kind: Kind, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it can be told without a GPU; also where the environment or an argument says otherwise."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    given = dataclasses.replace(kind.options(models.tiny[1], **kind.no_modes), device="cuda")
+    assert kind.modes(kind.build(given)) == (False, False)
+    for modes in ((True, False), (False, True), (True, True)):
+        both = dataclasses.replace(given, deterministic=modes[0], memory_saver=modes[1])
+        assert kind.modes(kind.build(both)) == modes
+
+
 # generation
 
 
@@ -845,6 +857,7 @@ async def test_a_change_of_an_adapter_that_fails_changes_nothing(
         with pytest.raises(EngineFailed, match=failure.why):
             await engine.swap_adapter("z" if change == "load" else "x", staging, fresh)
         monkeypatch.undo()
+        assert failure.unreachable() == set()
         await engine.resume()
         result = await run(engine, ask([9], adapter="x", logprobs=True))
         assert is_of(result, models.tiny[1], models.adapters[1])

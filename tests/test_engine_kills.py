@@ -1,7 +1,7 @@
 """SIGKILL of a vLLM or SGLang worker, and of a process of its engine, in each phase of an update: as
 `test_kill_matrix.py`, beside a worker of another engine that goes on.
 
-One case: `-k vllm-kill-engine-gate.after`; other choices within the cases: `KILL_SEED=7`.
+One case: `-k vllm-kill-EngineCore-gate.after`; other choices within the cases: `KILL_SEED=7`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.kill.cases import Case, Engine, Matrix, Victim, matrix_of
+from tests.kill.cases import Case, Engine, Matrix, matrix_of
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
 
-ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
-VICTIMS: tuple[Victim, ...] = ("worker", "engine")
+CHILDREN: dict[Engine, tuple[str, str]] = {
+    "vllm": ("EngineCore", "Worker"),
+    "sglang": ("scheduler", "detokenizer"),
+}
+"""What neither engine can do without: each is killed before and after the decision to commit."""
+ENGINES = tuple(CHILDREN)
 POINTS = ("prepare_update.after", "gate.after", "commit_update.before", "open.before")
-CASES = [Case(engine, "kill", victim, point) for engine in ENGINES for victim in VICTIMS for point in POINTS]
+CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS]
+CASES += [
+    Case(engine, "kill", "engine", point, child)
+    for engine, (first, second) in CHILDREN.items()
+    for child, points in ((first, POINTS[:3]), (second, (*POINTS[:2], POINTS[3])))
+    for point in points
+]
 
 pytestmark = [
     pytest.mark.engines(*ENGINES),

@@ -44,6 +44,7 @@ from tests.test_plane_update import all_serve, states, update_of
 from tests.told_process import ToldProcess
 from tests.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
+from worker.staging import adapter_digest
 from worker.tiny_adapter import make_tiny_adapter
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
 
@@ -71,6 +72,8 @@ MOVES = 6
 """How often one choice goes on elsewhere: each engine goes on after each other."""
 ENDLESS = {"hf": 8000, "vllm": 16000, "sglang": 6000}
 """More tokens than each makes meanwhile, and fewer than its cache holds."""
+ROUND_TRIPS = 10
+"""To each worker, in which an engine that runs makes tokens."""
 START_S = 240.0
 """Three engines that start side by side on two cores."""
 HEAL_S = 90.0
@@ -126,11 +129,18 @@ async def http(mixed: Mixed) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def proven(
-    http: httpx.AsyncClient, mixed: Mixed, label: str, base: Path, adapter: tuple[str, Path] | None = None
+    http: httpx.AsyncClient,
+    mixed: Mixed,
+    label: str,
+    base: Path,
+    adapter: tuple[str, Path] | None = None,
+    digest: str | None = None,
 ) -> None:
     """Each engine generates the tokens that are likeliest by the reference for this version, up to ties, with their
-    logprobs, and names the version."""
+    logprobs, and names the version. `adapter`: over a `tiny` base, or the bound can't tell it.
+    `digest`: of an adapter that came otherwise than by these files, whose config is part of it to the byte."""
     name, path = adapter if adapter is not None else (None, None)
+    made_by = (name, digest or adapter_digest(path)) if path is not None else None
     for engine, instance_id in mixed.ids.items():
         body: dict[str, Any] = {
             "prompt_token_ids": PROMPT,
@@ -146,10 +156,12 @@ async def proven(
         expected, gap = await asyncio.to_thread(logprobs_of, base, PROMPT, tokens, path)  # the loop serves NATS
         assert (len(tokens), gap <= LOGPROB) == (TOKENS, True), (engine, gap)
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=LOGPROB), engine
-        if path is not None and base.name.startswith("tiny"):
+        if path is not None:
             assert logprobs_of(base, PROMPT, tokens)[1] > 10 * LOGPROB, "the bound tells the adapter"
         (span,) = choice["weight_versions"]
         assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
+        told = span.get("adapter")
+        assert (told and (told["name"], told["digest"])) == made_by, engine
 
 
 async def settled(client: RlClient, mixed: Mixed) -> str:
@@ -167,18 +179,19 @@ async def test_every_engine_serves_each_version_of_a_sequence(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
     await proven(http, mixed, "initial", mixed.first)
-    for seed in (2, 3):
-        await client.run("update_weights", update_of(mixed.base(seed), f"base {seed}"))
-        await proven(http, mixed, f"base {seed}", mixed.base(seed))
+    one, two = mixed.tiny(1), mixed.tiny(2)
+    for label, base in (("base 2", mixed.base(2)), ("tiny 1", one), ("tiny 2", two)):
+        await client.run("update_weights", update_of(base, label))
+        await proven(http, mixed, label, base)
     # An adapter, loaded, swapped and, with the base beneath it changed, still there.
     for seed in (1, 2):
         await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(seed))})
-        await proven(http, mixed, "base 3", mixed.base(3), ("style", mixed.adapter(seed)))
-        await proven(http, mixed, "base 3", mixed.base(3))
-    await client.run("update_weights", {"rollback": {"label": "base 2"}, "version": "base 2"})
-    await proven(http, mixed, "base 2", mixed.base(2), ("style", mixed.adapter(2)))
+        await proven(http, mixed, "tiny 2", two, ("style", mixed.adapter(seed)))
+        await proven(http, mixed, "tiny 2", two)
+    await client.run("update_weights", {"rollback": {"label": "tiny 1"}, "version": "tiny 1 again"})
+    await proven(http, mixed, "tiny 1 again", one, ("style", mixed.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
-    await proven(http, mixed, "base 2", mixed.base(2))
+    await proven(http, mixed, "tiny 1 again", one)
     refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "style"})
     assert refused.status_code == 404
     rolled = update_of(mixed.base(1), "base 1", barrier="rolling")
@@ -189,10 +202,10 @@ async def test_every_engine_serves_each_version_of_a_sequence(
 async def test_every_engine_applies_deltas_to_what_it_keeps(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    one, two, three = map(mixed.base, (1, 2, 3))
-    await client.run("update_weights", update_of(two, "base 2", keep_staged=True))
+    one, two, three = map(mixed.tiny, (1, 2, 3))
+    await client.run("update_weights", update_of(two, "tiny 2", keep_staged=True))
     await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
-    for old, new, label in ((two, three, "base 3"), (three, one, "base 1")):
+    for old, new, label in ((two, three, "tiny 3"), (three, one, "tiny 1")):
         body = by_delta(mixed.plane, old, new, label)
         with pytest.raises(PlaneError, match="the delta makes"):
             await client.run("update_weights", {**body, "digest": "blake3:" + "0" * 64})
@@ -200,6 +213,7 @@ async def test_every_engine_applies_deltas_to_what_it_keeps(
         await proven(http, mixed, label, new)
         await proven(http, mixed, label, new, ("style", mixed.adapter(1)))
     await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
 
 
 def seed_of(label: str) -> int:
@@ -260,15 +274,36 @@ async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None) -> di
     return streams
 
 
+async def standing(client: RlClient, mixed: Mixed, streams: dict[str, Stream]) -> dict[str, int]:
+    """How many tokens each has, once none come any more; what was on its way at a pause has come."""
+
+    def counts() -> dict[str, int]:
+        return {engine: len(stream.tokens) for engine, stream in streams.items()}
+
+    async def one() -> dict[str, int] | None:
+        before = counts()
+        for _ in range(ROUND_TRIPS):
+            await states(client)
+        return before if counts() == before else None
+
+    found: dict[str, int] = await mixed.plane.until(one, END_S)
+    return found
+
+
+def late_ones(client: RlClient, mixed: Mixed) -> dict[str, Stream]:
+    return {
+        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
+        for engine, one in mixed.ids.items()
+    }
+
+
 async def test_streams_go_on_after_a_pause_that_keeps_them(mixed: Mixed, client: RlClient) -> None:
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed)
     await client.run("pause", {"mode": "keep"})
-    had = {engine: len(stream.tokens) for engine, stream in streams.items()}
-    late = {
-        engine: Stream(client, one, PROMPT, 4, temperature=0.0, ignore_eos=True)
-        for engine, one in mixed.ids.items()
-    }
+    late = late_ones(client, mixed)
+    had = await standing(client, mixed, streams)
+    assert set((await standing(client, mixed, late)).values()) == {0}
     await client.run("resume", {})
     for engine, stream in streams.items():
         await stream.until(tokens=had[engine] + 20)
@@ -282,10 +317,14 @@ async def test_a_pause_that_waits_lets_streams_end(mixed: Mixed, client: RlClien
     base = seed_of(await settled(client, mixed))
     streams = await begun(client, mixed, LONG)
     await client.run("pause", {"mode": "wait"})
-    await client.run("resume", {})
+    late = late_ones(client, mixed)
     for engine, stream in streams.items():
         await stream.end()
         assert (stream.finish_reason, stream.tokens) == ("length", witnessed(base, LONG)), engine
+    assert set((await standing(client, mixed, late)).values()) == {0}
+    await client.run("resume", {})
+    for engine, one in late.items():
+        assert (await one.end()).tokens == witnessed(base, 4), engine
 
 
 async def test_a_pause_that_aborts_gives_the_tokens_so_far(mixed: Mixed, client: RlClient) -> None:
@@ -713,7 +752,10 @@ async def test_verls_own_client_drives_all_three(client: RlClient, http: httpx.A
     assert made == [witnessed(seed, verl_client.TOKENS) for seed in seeds]
     assert "verl" in names
     version = (await client.run("weight_version"))["version"]
-    await proven(http, mixed, version["label"], mixed.base(seeds[-1]), ("verl", mixed.adapter(1)))
+    await proven(http, mixed, version["label"], mixed.base(seeds[-1]))
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    digest = (await client.run("weight_version"))["adapters"]["verl"]["digest"]
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("verl", mixed.adapter(1)), digest)
     await client.run("update_weights", {"target": {"kind": "lora", "op": "unload", "name": "verl"}})
 
 

@@ -42,9 +42,11 @@ class Case:
     victim: Victim
     point: str
     """Of `worker/holds.py`; or DECIDE."""
+    child: str = ""
+    """Of the victim `engine`: the name of its process, as it begins after the engine's."""
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.fault}-{self.victim}-{self.point}"
+        return f"{self.engine}-{self.fault}-{self.child or self.victim}-{self.point}"
 
     @property
     def held_at(self) -> str:
@@ -146,7 +148,7 @@ async def _strike(
     long = chance.random() < 0.8
     if case.fault == "kill":
         if case.victim == "engine":
-            fleet.kill_engine(victim, chance)
+            fleet.kill_engine(victim, case.child)
         else:
             fleet.kill(victim)
         fleet.release()

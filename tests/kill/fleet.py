@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import secrets
 import signal
 import time
@@ -179,12 +178,12 @@ class RealFleet:
         process = psutil.Process(pid)
         self._doomed = [process, *process.children(recursive=True)]
 
-    def kill_engine(self, instance_id: str, chance: random.Random) -> None:
-        """One of the processes that the worker's engine has."""
+    def kill_engine(self, instance_id: str, name: str) -> None:
+        """The process of the worker's engine that has this name."""
         self._doom(self.pid(instance_id))
         _, *children = self._doomed
-        vital = [child for child in children if child.name().startswith(VITAL)]
-        child = chance.choice(sorted(vital, key=lambda child: child.pid))
+        named = tuple(prefix + name for prefix in VITAL)
+        (child,) = [child for child in children if child.name().startswith(named)]
         self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
 

@@ -87,7 +87,7 @@ class SglangEngine(Tokenizing):
             "enable_deterministic_inference": options.deterministic,
             "enable_memory_saver": options.memory_saver,
         }
-        extra = {name: "true" for name, given in named.items() if given} | dict(options.extra)
+        extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
         self._process = SglangProcess(options, parse_arguments(extra), device, int(gpu or 0))
         self._feeder: Feeder | None = None
         self._tokenizer: Any = None
@@ -396,13 +396,17 @@ class SglangEngine(Tokenizing):
         if staging is not None:
             number = next(self._numbers)
             fresh = Adapter(f"{name}@{number}", f"rl-plane-adapter-{number}", version)
-            await self._process.call("put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id)
         try:
+            if fresh is not None and staging is not None:
+                await self._process.call(
+                    "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
+                )
             if old is not None:
                 await self._retire(old)
         except BaseException:
-            if fresh is not None:
-                await self._process.call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
+            if fresh is not None:  # a rank may have it, where another one failed
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await self._process.call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
             raise
         if fresh is not None:
             await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))

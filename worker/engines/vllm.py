@@ -37,6 +37,7 @@ from worker.engines.tokenizing import (
     prompt_tokens,
 )
 from worker.engines.vllm_args import completed, parse_arguments, thread_binding
+from worker.engines.vllm_memory import SLEEP_LEVEL, ReleasedMemory
 from worker.engines.vllm_plugin import MARK
 from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
@@ -93,7 +94,7 @@ class VllmEngine(Tokenizing):
             os.environ.setdefault(name, value)
         self._options = options
         sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-        self._arguments = parse_arguments(sleeping | dict(options.extra))
+        self._arguments = parse_arguments(dict(options.extra) | sleeping)
         self._directory: Path | None = None
         self._llm: Any = None
         self._tokenizer: Any = None
@@ -102,8 +103,7 @@ class VllmEngine(Tokenizing):
         self._watch: ProcessWatch | None = None
         self._dead: asyncio.Future[NoReturn] | None = None
         self._paused = False
-        self._released: set[str] = set()
-        """Memory tags that were released."""
+        self._released = ReleasedMemory()
         self._streams: Streams | None = None
         self._numbers = itertools.count(1)
         self._loras: dict[str, _Lora] = {}
@@ -594,21 +594,23 @@ class VllmEngine(Tokenizing):
 
     async def release_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
+        if self._released.has(tags):
+            return
         if any(self.load()):
             raise InvalidRequest(
                 "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
             )
-        self._released.update(tags)
-        if "weights" in tags:
-            await self._alive(llm.sleep(level=1))
-        else:
-            await self._alive(llm.release_kv_cache_memory())
+        match self._released.release(tags):
+            case "sleep":
+                await self._alive(llm.sleep(level=SLEEP_LEVEL))
+            case "release_kv_cache_memory":
+                await self._alive(llm.release_kv_cache_memory())
 
     async def resume_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
-        self._released.difference_update(tags)
-        # `sleep` has taken the KV cache too, also where only the weights were named.
-        await self._alive(llm.wake_up(tags if self._released else None))
+        if not (asleep := self._released.resume(tags)):
+            return
+        await self._alive(llm.wake_up(asleep))
         if self._paused:  # waking up lets the scheduler go on
             await self._freeze("keep")
 
@@ -639,12 +641,13 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool, eager:
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    if deterministic:  # whatever else this process was given: `describe` says so
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     for name, value in (
         ("VLLM_NO_USAGE_STATS", "1"),
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_RPC_BASE_PATH", str(sockets)),
         ("VLLM_CPU_OMP_THREADS_BIND", binding),
-        ("VLLM_BATCH_INVARIANT", "1" if deterministic else None),
         # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
         ("TORCHDYNAMO_DISABLE", "1" if eager else None),
     ):
