@@ -29,7 +29,8 @@ class DeltaTimes:
     share: float = 0.0
     """Of the delta in the full version's bytes."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """`plain`: a read of the full version from the page cache. `encode`, `apply`: of the delta."""
+    """`plain`: a read of the full version from the page cache, into memory that was used before, as the delta's is.
+    `encode`, `apply`: of the delta."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -49,10 +50,11 @@ def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
         values[source.random(len(values), dtype=np.float32) < CHANGED] ^= 1
         new[place] = values.data.cast("B")
     path.write_bytes(old)
+    read = fresh(nbytes)
     for number in range(-1, rounds):  # the first one warms caches
         round_ = DeltaTimes(nbytes)
         with round_.timed("plain"):
-            plain_read(path)
+            plain_read(path, read)
         with round_.timed("encode"):
             blobs = [delta.encode(old[place], new[place], WIDTH) or b"" for place in places]
         with round_.timed("apply"):

@@ -28,6 +28,8 @@ JOIN_TIMEOUT_S = 60.0
 """To form a group: its ranks come within a second or two, unless one has died or stands still."""
 JOIN_TORCH_S = 120.0
 """To a trainer's own group: it is told of the workers first, and comes when it has gathered its own ranks."""
+FORM_MARGIN_S = 10.0
+"""Beyond these: torch's own errors, which say more, come first."""
 LOOK_S = 0.05
 """How often who waits for a bucket looks whether it is still wanted."""
 TAKE_S = 30.0
@@ -59,8 +61,8 @@ class Group:
         self._lanes: list[torch.Tensor] = []
         self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
-            if place.form == "torch" and self._lifelines is not None:
-                self._form_while_there(place, join_timeout_s, self._lifelines)
+            if lifelines is None:
+                self._form_within(place, join_timeout_s)
             else:
                 self._form(place, join_timeout_s)
         except BaseException:
@@ -70,8 +72,10 @@ class Group:
         if self._lifelines is not None:
             self._start(self._watch)
 
-    def _form_while_there(self, place: Place, join_timeout_s: float, lifelines: Lifelines) -> None:
-        """torch tries for the whole time to reach a trainer that has died meanwhile; nobody waits for that here."""
+    def _form_within(self, place: Place, join_timeout_s: float) -> None:
+        """On a thread of its own: the answer of a trainer's store that stands still is awaited without a bound, and
+        torch tries for the whole time to reach a trainer that has died meanwhile."""
+        ended = threading.Event()
         errors: list[Exception] = []
 
         def form() -> None:
@@ -79,15 +83,22 @@ class Group:
                 self._form(place, join_timeout_s)
             except Exception as error:
                 errors.append(error)
-                return
-            if self.why_dropped:
+            with self._dropping:
+                ended.set()
+            if self.why_dropped and not errors:
                 self._bury()  # nobody waits for it any more
 
-        thread = threading.Thread(target=form, name="weight group", daemon=True)
-        thread.start()
-        why = lifelines.watch(place.group, lambda: not thread.is_alive(), LOOK_S)
-        if thread.is_alive():
-            self.why_dropped = why
+        self._start(form)
+        bound_s, why = join_timeout_s + FORM_MARGIN_S, ""
+        until = time.monotonic() + bound_s
+        if self._lifelines is None:
+            ended.wait(bound_s)
+        else:
+            why = self._lifelines.watch(place.group, lambda: ended.is_set() or time.monotonic() > until, LOOK_S)
+        with self._dropping:
+            if not ended.is_set():
+                self.why_dropped = why or f"it was not formed within {bound_s:g} s"
+        if self.why_dropped:
             raise self._broke()
         if errors:
             raise errors[0]

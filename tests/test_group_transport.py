@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +322,43 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
         await trainer.do("close")
         await _is_as_before(client, ids, "initial")
         await pushing.push(other, "two")
+
+
+FORMING_BOUND_S = 90.0
+"""Far more than it takes to import torch and to wait for two seconds; far less than without an end."""
+FORMING_ENDS_SOON = """
+from rl_plane import torch_group
+from worker.transports import group
+torch_group.FORM_MARGIN_S = 1.0
+group.Group = lambda place, join_s: torch_group.Group(place, min(join_s, place.timeout_s))
+"""
+
+
+async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -> None:
+    """Its kernel takes connections on; nothing answers on them."""
+    client = await plane.client()
+    model, other = models(plane)
+    plane.spawn_copies(2, model=model, patch=FORMING_ENDS_SOON)
+    with contextlib.ExitStack() as sockets:
+        store, lifelines = (sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        announced = {
+            "backend": "gloo",
+            "master_address": "127.0.0.1",
+            "master_port": store.getsockname()[1],
+            "timeout_s": 1.0,
+        }
+        for more in (
+            {"group": "without lifelines"},
+            {"group": "with lifelines", "lifeline_port": lifelines.getsockname()[1]},
+            {"group": "its own", "form": "torch", "world_size": 3},
+        ):
+            async with asyncio.timeout(FORMING_BOUND_S):
+                with pytest.raises(PlaneError, match="not formed within 2 s"):
+                    await client.run("init_transport", {**announced, **more})
+        assert await all_serve(client, "initial")
+    with Trainer(plane) as trainer:
+        await Pushing(client, trainer).push(other, "two")
+    assert await all_serve(client, "two")
 
 
 # ---- what is refused ----

@@ -402,7 +402,7 @@ def test_the_counters_of_a_trainer_that_was_killed_are_removed(
     ],
 )
 def test_where_all_are_on_gpus_the_weights_stay_there(
-    cuda: Cuda, device: str, engines: tuple[str | None, ...], on_gpu: bool
+    cuda: Cuda, device: str, engines: tuple[str | None, ...], on_gpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(op: str, body: dict[str, Any]) -> dict[str, Any]:
         facts: dict[str, Callable[[str | None], dict[str, Any]]] = {
@@ -415,6 +415,10 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
     sender.device = device
     with raw_receiver(sender.open(MANIFEST)) as (_, given):
         assert len(given) == (1 if on_gpu else 3)
+    sender.open(MANIFEST)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (1 if device == "cuda:0" and not on_gpu else 0), "once"
+    assert all("cuda:0 go by host memory" in one for one in said)
     sender.destroy()
 
 

@@ -14,6 +14,7 @@ from frontend.process import started
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
+from rl_plane.publish import WeightPublisher
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
@@ -94,17 +95,38 @@ def test_no_facade_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.Captur
     ("given", "expected"),
     [
         ({}, {"transport": "nccl"}),
-        ({"weight_sync_backend": "gloo", "colocate_all": True}, {"transport": "gloo"}),
         (
             {"colocate_all": True, "weight_transfer_threshold_cuda_ipc_GB": 0.5},
             {"transport": "ipc", "bucket_bytes": 1 << 29},
         ),
-        ({"lora_sync_path": "/tmp/sync"}, {"transport": "filesystem", "root": "/tmp/sync"}),
+        ({"colocate_all": True}, {"transport": "ipc", "bucket_bytes": 1 << 30}),
+        ({"lora_sync_path": "/tmp/sync", "lora": True}, {"transport": "filesystem", "root": "/tmp/sync"}),
+        ({"lora": True}, {"transport": "nccl"}),
         ({"override_existing_update_group": "enable"}, {"transport": "nccl"}),
     ],
 )
-def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "rl_plane.publish")
     assert publisher_options(**given) == expected
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({"weight_sync_backend": "gloo", "colocate_all": True}, "gloo"),
+        ({"weight_transfer_threshold_cuda_ipc_GB": 1.0}, "nccl"),
+        ({"lora_sync_path": "/tmp/skyrl_lora_sync"}, "nccl"),
+        ({"lora_sync_path": "/tmp/sync", "lora": True, "colocate_all": True}, "filesystem"),
+    ],
+)
+def test_skyrl_settings_that_change_nothing_are_named(
+    given: dict[str, Any], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert publisher_options(**given)["transport"] == way
+    (record,) = caplog.records
+    idle = given.keys() - {"weight_sync_backend", "lora"} - ({"lora_sync_path"} if way == "filesystem" else set())
+    assert record.getMessage().endswith(f"by {way}: {', '.join(idle)} changes nothing here")
 
 
 @pytest.mark.parametrize(
@@ -113,12 +135,30 @@ def test_skyrl_settings(given: dict[str, Any], expected: dict[str, Any]) -> None
         ({"weight_sync_backend": "mpi"}, "weight_sync_backend"),
         ({"weight_transfer_threshold_cuda_ipc_GB": 0}, "weight_transfer_threshold_cuda_ipc_GB"),
         ({"override_existing_update_group": "maybe"}, "override_existing_update_group"),
+        ({"override_existing_update_group": "disable"}, "override_existing_update_group"),
+        ({"override_existing_update_group": "enable", "colocate_all": True}, "override_existing_update_group"),
     ],
 )
 def test_wrong_skyrl_settings_are_named(given: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         publisher_options(**given)
     assert caught.value.facts["field"] == field
+
+
+async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: Plane) -> None:
+    pytest.importorskip("torch")
+    plane.spawn()
+    client = await plane.client()
+    options = publisher_options(weight_sync_backend="gloo", override_existing_update_group="enable")
+    before = WeightPublisher(plane.model(1), client, **options)
+    after = WeightPublisher(plane.model(2), client, **options)
+    try:
+        for publisher, label in ((before, "one"), (after, "two")):
+            reply = (await publisher.publish_async(label)).result()
+            assert (reply["version"]["label"], publisher.backend) == (label, "gloo")
+    finally:
+        await asyncio.to_thread(after.close)
+        await asyncio.to_thread(before.close)
 
 
 async def test_lora_disk_load(plane: Plane) -> None:

@@ -611,6 +611,29 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
 
 
+async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -> None:
+    plane.spawn()
+    source = Gathering(plane.model(1))
+
+    def begin(label: str, source: Any = source, **more: Any) -> None:
+        told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+        WeightPublisher(source, plane.url, initial=label, **told, **more).close()
+
+    await asyncio.to_thread(begin, "initial")  # as the fleet calls what nobody has published
+    assert await served(plane) == {("initial", model_digest(plane.model(1)), 1)}
+    await asyncio.to_thread(begin, "step_0")
+    count = source.taken
+    await asyncio.to_thread(begin, "step_0")  # a trainer that starts again
+    assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
+    assert source.taken == 3 * count // 2, "other ranks, which gather, are not left waiting"
+    with pytest.raises(NoWorkers):
+        await asyncio.to_thread(begin, "step_1", workers=2, wait_s=0.1)
+    await asyncio.to_thread(begin, "step_0", rank=1)
+    with pytest.raises(InvalidRequest, match="would block") as refused:
+        WeightPublisher(source, await plane.fleet(), initial="step_1")
+    assert refused.value.facts["field"] == "initial"
+
+
 # ---- the choice ----
 
 

@@ -85,6 +85,7 @@ class IpcSender:
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
         self._buffers = HostBuffers()
+        self._told_of_host = False
         self._update: _Update | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
@@ -93,10 +94,16 @@ class IpcSender:
         receivers = self._receivers()
         if receivers < 1:
             raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
-        if self.device.startswith("cuda") and self._on_gpus():
+        on_gpu = self.device.startswith("cuda")
+        if on_gpu and self._on_gpus():
             buffers: HostBuffers | GpuBuffers = GpuBuffers(manifest, buffer_bytes(manifest), self.device)
         else:
             buffers = self._buffers.fit(manifest)
+            if on_gpu and not self._told_of_host:
+                self._told_of_host = True
+                log.warning(
+                    "the weights on %s go by host memory, since not every worker's engine is on a GPU", self.device
+                )
         self._update = _Update(
             manifest,
             buffers,

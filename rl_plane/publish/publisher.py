@@ -14,6 +14,7 @@ Overlapped with the next step: `publish(…, wait=False)` gives the Publication 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -30,6 +31,8 @@ from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.senders import AUTO
 from rl_plane.publish.sources import Names, as_source
 from rl_plane.publish.way import Told, Way
+
+log = logging.getLogger("rl_plane.publish")
 
 Encoding = Literal["full", "auto"]
 
@@ -59,6 +62,7 @@ class WeightPublisher:
         namespace: str = DEFAULT_NAMESPACE,
         component: str | None = None,
         rank: int | None = None,
+        initial: str | None = None,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
         facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
@@ -68,7 +72,8 @@ class WeightPublisher:
         before (they are told to); for it the publisher keeps a copy of the base weights in host memory, and the tensors
         may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
         for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
-        torch.distributed, if it is initialised by now."""
+        torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
+        is now under that label, unless it serves an update of that label already, whose bytes are not compared."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -106,6 +111,12 @@ class WeightPublisher:
         if self.rank == 0:
             reached = BlockingFleet(fleet, admin_key=admin_key, namespace=namespace, component=component)
             self._way = Way(reached, self._told)
+        if initial is not None:
+            try:
+                self._publish_first(initial)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def backend(self) -> str | None:
@@ -148,6 +159,19 @@ class WeightPublisher:
         if wait or attempt.interrupted:
             publication.result()
         return publication
+
+    def _publish_first(self, label: str) -> None:
+        if self._way is not None and self._way.fleet.loop is not None:
+            raise InvalidRequest(
+                "the fleet's client runs in this loop, which this would block",
+                field="initial",
+                fix=f"leave it out, and begin with: await publisher.publish_async({label!r})",
+            )
+        if self._way is not None and self._way.serves(label):
+            log.info("the fleet serves %s already", label)
+            self._take_part(Publication(label))  # the other ranks gather, since they don't know
+        else:
+            self.publish(label)
 
     async def publish_async(self, version: str | None = None) -> Publication:
         """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile."""

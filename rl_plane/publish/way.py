@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.bodies import parse_body
+from rl_plane.errors import PlaneError
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
 from rl_plane.publish.senders import choose, installed, make_sender
@@ -69,6 +70,17 @@ class Way:
 
     def workers(self) -> list[Mapping[str, Any]]:
         return members(self.fleet.run("workers", {"min_workers": self.told.workers, "wait_s": self.told.wait_s}))
+
+    def serves(self, label: str) -> bool:
+        """Is that what an update has brought? False where the fleet can't say: to publish tells why."""
+        try:
+            self.workers()
+            state = self.fleet.run("state", {})
+        except PlaneError:
+            return False
+        adapter = self.told.adapter
+        version = state["version"] if adapter is None else state["adapters"].get(adapter)
+        return version is not None and version["label"] == label and version["sequence"] > 0
 
     def ready_sender(self) -> Sender:
         """Of the way that the fleet of this moment can take."""
