@@ -26,7 +26,7 @@ engines: $(VENV)/.engines
 
 $(VENV)/.engines: $(VENV)/.ready $(ENGINES)/requirements.txt $(ENGINES)/deepspeed.txt $(ENGINES)/clients.txt $(wildcard $(ENGINES)/torchvision-stub/*/*.py)
 	$(PIP) --no-deps -r $(ENGINES)/requirements.txt $(ENGINES)/torchvision-stub
-	$(PIP) --no-deps --no-build-isolation -r $(ENGINES)/deepspeed.txt
+	$(PIP) --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed -r $(ENGINES)/deepspeed.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/clients -r $(ENGINES)/clients.txt
 	rm -rf $(ENGINES)/torchvision-stub/build $(ENGINES)/torchvision-stub/*.egg-info
 	touch $@

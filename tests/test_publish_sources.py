@@ -203,18 +203,20 @@ FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1", "fsdp1
 ZERO = ["zero3", "zero3_lora"]
 
 
-@pytest.mark.parametrize(
-    "kinds", [FSDP, pytest.param(ZERO, marks=pytest.mark.engines("deepspeed"))], ids=["fsdp", "zero3"]
-)
+@pytest.mark.parametrize("kinds", [FSDP, ZERO], ids=["fsdp", "zero3"])
 @pytest.mark.timeout(RANKS_S + 30)
 def test_sharded_weights_are_gathered_on_two_ranks(kinds: list[str]) -> None:
+    deepspeed = Path(sys.prefix) / "deepspeed"
+    if kinds is ZERO and not deepspeed.is_dir():
+        pytest.skip("deepspeed not installed: make engines")
+    path = [str(ROOT), *([str(deepspeed)] if kinds is ZERO else [])]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
             *("tests/sharded_sources.py", *kinds),
         ],
         cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
         capture_output=True,
         text=True,
         timeout=RANKS_S,
