@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import secrets
@@ -136,8 +137,9 @@ class DemoFleet:
         assert trainer.process.stdout is not None
         try:
             for line in trainer.process.stdout:
-                self.events.put(json.loads(line))
+                with contextlib.suppress(ValueError):  # it was cut off, or is not the trainer's
+                    self.events.put(json.loads(line))
         except ValueError:
-            pass  # killed in the middle of a line, or the pipe was closed under us: its end says the rest
+            pass  # the pipe was closed under us: its end says the rest
         finally:
             self.events.put(None)
