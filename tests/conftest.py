@@ -26,7 +26,7 @@ import rl_plane.checkpoint as checkpoints
 from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
 from rl_plane.nats_server import NatsServer
-from tests.zygote import fork_worker
+from tests.zygote import fork_module
 from worker.engines.fake import make_fake_model
 from worker.transports.base import Places
 from worker.transports.filesystem import FilesystemTransport
@@ -36,19 +36,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 START_S = 30.0
 """A worker process is up within a second on an idle machine."""
-
-_CHILD = """
-import json, logging, sys
-from pathlib import Path
-logging.basicConfig(level=logging.INFO)
-options = json.loads(sys.argv[1])
-from worker.options import WorkerOptions
-from worker.process import run
-options["model"] = Path(options["model"])
-options["weight_roots"] = tuple(map(Path, options["weight_roots"]))
-exec(sys.argv[2])
-sys.exit(run(WorkerOptions(**options), lambda ids: print(*ids, flush=True)))
-"""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -152,7 +139,7 @@ class Plane:
         }
         log = self.tmp / f"{instance_id}-{len(self.spawned)}.log"
         arguments = [json.dumps(options), patch]
-        process = fork_worker(engine, _CHILD, arguments, log)
+        process = fork_module(engine, "tests.worker_main", arguments, log, text=True)
         self.spawned.append(Spawned(instance_id, process, log))
         return self.spawned[-1].wait_ready() if ready else self.spawned[-1]
 

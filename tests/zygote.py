@@ -107,39 +107,19 @@ class Forked(subprocess.Popen[Any]):
         self.process_group = None
 
 
-def fork_worker(engine: str, main: str, arguments: Sequence[str], log: Path) -> Forked:
-    """A process that runs the code `main`, with `sys.argv` of these arguments, its standard error in `log`."""
-    return _forked(engine, {"main": main, "argv": ["-c", *arguments]}, os.environ, stderr=log, text=True)
-
-
 def fork_module(
-    engine: str, module: str, arguments: Sequence[str] = (), log: Path | None = None, **options: Any
-) -> Forked:
-    """`python -m MODULE ARGUMENTS`; see _forked."""
-    what = {"module": module, "argv": [module, *arguments]}
-    return _forked(engine, what, options.pop("env", os.environ), stderr=log, **options)
-
-
-def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """As the supervisor's start_process, for `python … -m MODULE worker … --engine ENGINE`; others are started."""
-    if "worker" not in argv:
-        return start_process(argv, env)
-    module = argv.index("-m") + 1
-    engine = argv[argv.index("--engine") + 1]
-    return fork_module(engine, argv[module], argv[module + 1 :], env=env, stdin=False, stderr_pipe=True)
-
-
-def _forked(
     engine: str,
-    what: dict[str, Any],
-    env: Mapping[str, str],
+    module: str,
+    arguments: Sequence[str] = (),
+    log: Path | None = None,
     *,
-    stderr: Path | None,
+    env: Mapping[str, str] = os.environ,
     stdin: bool = False,
     stderr_pipe: bool = False,
     text: bool = False,
 ) -> Forked:
-    """Its standard output is a pipe; so are its input and its standard error where that is asked for."""
+    """`python -m MODULE ARGUMENTS`, with all that this engine's worker imports there already. Its standard output is a
+    pipe; so are its input and its standard error where that is asked for. `log`: where that goes otherwise."""
     with contextlib.ExitStack() as theirs:
 
         def pipe(number: int) -> Any:
@@ -150,12 +130,22 @@ def _forked(
             mode = "r" if number else "w"
             return os.fdopen(own, mode if text else f"{mode}b")
 
+        what = {"module": module, "argv": [module, *arguments], "env": dict(env)}
         descriptors: dict[int, int] = {}
         pipes = {number: pipe(number) for number in ([0] if stdin else []) + [1] + ([2] if stderr_pipe else [])}
-        if stderr is not None:
-            descriptors[2] = theirs.enter_context(stderr.open("a")).fileno()
-        pid = _zygote(engine).fork({**what, "env": dict(env)}, descriptors)
+        if log is not None:
+            descriptors[2] = theirs.enter_context(log.open("a")).fileno()
+        pid = _zygote(engine).fork(what, descriptors)
     return Forked(pid, *(pipes.get(number) for number in range(3)))
+
+
+def fork_rl_plane(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """As the supervisor's start_process, for `python … -m MODULE worker … --engine ENGINE`; others are started."""
+    if "worker" not in argv:
+        return start_process(argv, env)
+    module = argv.index("-m") + 1
+    engine = argv[argv.index("--engine") + 1]
+    return fork_module(engine, argv[module], argv[module + 1 :], env=env, stderr_pipe=True)
 
 
 @contextlib.contextmanager
@@ -276,16 +266,13 @@ def _become(what: dict[str, Any], descriptors: list[int], parent: int, has_child
     sys.argv = what["argv"]
     if has_children:
         _have_children_forked([one for one in what["numbers"] if one > 2])
-    _end_with(functools.partial(_run_spawned if "spawned" in what else _run_worker, what))
+    _end_with(functools.partial(_run_spawned if "spawned" in what else _run_module, what))
 
 
-def _run_worker(what: dict[str, Any]) -> None:
+def _run_module(what: dict[str, Any]) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: before, it would be with who has made it
-    if "module" in what:
-        runpy.run_module(what["module"], run_name="__main__", alter_sys=True)
-    else:
-        exec(compile(what["main"], "<worker>", "exec"), {"__name__": "__main__"})
+    runpy.run_module(what["module"], run_name="__main__", alter_sys=True)
 
 
 def _run_spawned(what: dict[str, Any]) -> None:
