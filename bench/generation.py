@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import await_ready, start_peer, stop_peers
-from bench.streams import Heard, Round, Streams, connected
+from bench.streams import Heard, Round, Streams
 from rl_plane.client import RlClient
 from rl_plane.generation import GenerateRequest
 from rl_plane.nats_server import NatsServer
@@ -108,21 +108,17 @@ async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: i
         engine = FakeEngine(EngineOptions(model, extra={"token_delay_s": str(PACE_S)}), {})
         await engine.start()
         body = {**BODY, "max_tokens": tokens}
+        one, quick, two = Streams(paced.urls), Streams(fast.urls[:1], fast.processes), Streams(fast.urls)
         for size in sizes:
             times = StreamTimes(size, {name: [] for name in ("direct", "plane", "unpaced", "two frontends")})
-            async with (
-                connected(paced.urls, size) as one,
-                connected(fast.urls[:1], size, fast.processes) as quick,
-                connected(fast.urls, size) as two,
-            ):
-                for number in range(-WARM_UP, rounds):
-                    measured = {
-                        "direct": await direct_round(engine, size, tokens),
-                        "plane": await one.run(size, body, tokens),
-                        "unpaced": await quick.run(size, body, tokens),
-                        "two frontends": await two.run(size, body, tokens),
-                    }
-                    _keep(times, measured, number)
+            for number in range(-WARM_UP, rounds):
+                measured = {
+                    "direct": await direct_round(engine, size, tokens),
+                    "plane": await one.run(size, body, tokens),
+                    "unpaced": await quick.run(size, body, tokens),
+                    "two frontends": await two.run(size, body, tokens),
+                }
+                _keep(times, measured, number)
             found.append(times)
         await engine.close()
     return found
@@ -135,18 +131,18 @@ async def measure_vllm(model: Path, sizes: Sequence[int], rounds: int, tokens: i
         async with _fleet(model, "vllm", VLLM_ARGUMENTS, 1) as ours:
             await asyncio.to_thread(theirs.wait)
             body = {**BODY, "max_tokens": tokens}
+            one, other = (
+                Streams(ours.urls, ours.processes),
+                Streams([theirs.url], {VLLM_SERVER: theirs.process.pid}),
+            )
             for size in sizes:
                 times = StreamTimes(size, {"plane": [], "vllm": []})
-                async with (
-                    connected(ours.urls, size, ours.processes) as one,
-                    connected([theirs.url], size, {VLLM_SERVER: theirs.process.pid}) as other,
-                ):
-                    for number in range(-WARM_UP, rounds):
-                        ways: list[tuple[str, Streams]] = [("plane", one), ("vllm", other)]
-                        if number % 2:
-                            ways.reverse()
-                        measured = {name: await way.run(size, body, tokens) for name, way in ways}
-                        _keep(times, measured, number)
+                for number in range(-WARM_UP, rounds):
+                    ways: list[tuple[str, Streams]] = [("plane", one), ("vllm", other)]
+                    if number % 2:
+                        ways.reverse()
+                    measured = {name: await way.run(size, body, tokens) for name, way in ways}
+                    _keep(times, measured, number)
                 found.append(times)
     return found
 

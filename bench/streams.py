@@ -54,7 +54,7 @@ class Round:
 
 
 class Connection(asyncio.Protocol):
-    """Kept alive; one request after another."""
+    """For one request."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -81,8 +81,11 @@ class Connection(asyncio.Protocol):
                 self._rest = seen
                 return
             self._first = time.perf_counter()
-        if DONE in seen and seen.endswith(b"0\r\n\r\n"):
-            self._ended.set_result((self._first, time.perf_counter()))
+        if seen.endswith(b"\r\n0\r\n\r\n"):
+            if DONE in seen:
+                self._ended.set_result((self._first, time.perf_counter()))
+            else:
+                self._ended.set_exception(ConnectionError(f"the stream ended early: {seen[-1000:]!r}"))
         # The end may come in pieces.
         self._rest = seen[-len(DONE) - 32 :]
 
@@ -107,25 +110,28 @@ def request_of(path: str, body: dict[str, Any]) -> bytes:
 
 
 class Streams:
-    """Connections to one server, or to several in turn."""
+    """Of one server, or of several in turn."""
 
-    def __init__(self, connections: Sequence[Connection], processes: Mapping[str, int]) -> None:
-        self._connections = connections
-        self._processes = processes
+    def __init__(self, urls: Sequence[str], processes: Mapping[str, int] | None = None) -> None:
+        """`processes`: names and pids of those whose CPU time is told."""
+        self._urls = urls
+        self._processes = processes or {}
 
     async def run(self, count: int, body: dict[str, Any], tokens: int) -> Round:
-        """`count` streams at once, each of so many tokens."""
-        before = self._cpu_s()
-        start = time.perf_counter()
+        """`count` streams at once, each of so many tokens. Their connections are there before the clock starts; they
+        are new in each round, as a server closes those that nobody uses for some seconds."""
         requests = [
             request_of("/v1/completions", {**body, "prompt": [*body["prompt"], 3 + number]})
             for number in range(count)
         ]
-        heard = await asyncio.gather(
-            *(one.ask(request, tokens) for one, request in zip(self._connections, requests, strict=False))
-        )
-        elapsed_s = time.perf_counter() - start
-        return Round(heard, elapsed_s, {name: now - before[name] for name, now in self._cpu_s().items()})
+        async with _connections(self._urls, count) as connections:
+            before = self._cpu_s()
+            start = time.perf_counter()
+            heard = await asyncio.gather(
+                *(one.ask(request, tokens) for one, request in zip(connections, requests, strict=True))
+            )
+            elapsed_s = time.perf_counter() - start
+            return Round(heard, elapsed_s, {name: now - before[name] for name, now in self._cpu_s().items()})
 
     def _cpu_s(self) -> dict[str, float]:
         return {name: time.clock_gettime(clock_of(pid)) for name, pid in self._processes.items()}
@@ -137,10 +143,7 @@ def clock_of(pid: int) -> int:
 
 
 @asynccontextmanager
-async def connected(
-    urls: Sequence[str], count: int, processes: Mapping[str, int] | None = None
-) -> AsyncIterator[Streams]:
-    """As many connections, spread over the servers. `processes`: names and pids of those whose CPU time is told."""
+async def _connections(urls: Sequence[str], count: int) -> AsyncIterator[list[Connection]]:
     loop = asyncio.get_running_loop()
     made: list[Connection] = []
     try:
@@ -150,7 +153,7 @@ async def connected(
             assert where.port is not None
             _, connection = await loop.create_connection(Connection, where.hostname, where.port)
             made.append(connection)
-        yield Streams(made, processes or {})
+        yield made
     finally:
         for connection in made:
             connection.close()
