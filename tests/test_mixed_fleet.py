@@ -264,12 +264,13 @@ def witnessed(seed: int, count: int) -> list[int]:
     return tokens
 
 
-async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None) -> dict[str, Stream]:
+async def begun(client: RlClient, mixed: Mixed, tokens: int | None = None, **request: Any) -> dict[str, Stream]:
     """A stream on each engine, that has its first tokens; without `tokens` it outlasts what comes. The fastest last."""
     streams = {}
     for engine in ("sglang", "vllm", "hf"):
         many = tokens or ENDLESS[engine]
-        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, temperature=0.0, ignore_eos=True)
+        asked = {"temperature": 0.0, "ignore_eos": True, **request}
+        streams[engine] = Stream(client, mixed.ids[engine], PROMPT, many, **asked)
         await streams[engine].more()
     return streams
 
@@ -356,6 +357,29 @@ async def test_a_stream_that_is_kept_across_an_update_tells_which_weights_made_w
         for place, token in enumerate(stream.tokens):
             last = witness_next_token(before if place < change else after, last)
             assert token == last, (engine, place, change)
+
+
+async def test_streams_of_an_adapter_that_is_swapped_go_on_or_end_by_the_engine(
+    mixed: Mixed, client: RlClient
+) -> None:
+    """As docs/engines.md has it: SGLang's end with their tokens so far, the others go on with the new one."""
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    streams = await begun(client, mixed, adapter="style")
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(2))})
+    made_by = [adapter_digest(mixed.adapter(seed)) for seed in (1, 2)]
+    for engine, stream in streams.items():
+        if engine == "sglang":
+            await stream.end()
+            assert (stream.finish_reason, len(stream.spans)) == ("abort", 1)
+            assert 0 < stream.spans[0]["end"] == len(stream.tokens) < ENDLESS[engine]
+        else:
+            await stream.until(spans=2)
+        assert [span["adapter"]["digest"] for span in stream.spans] == made_by[: len(stream.spans)], engine
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    for engine in ("hf", "vllm"):
+        assert (await streams[engine].end()).finish_reason == "abort", engine
+    await mixed.witnessed(client)
 
 
 async def test_a_request_goes_to_an_engine_that_can_do_it(mixed: Mixed, http: httpx.AsyncClient) -> None:
