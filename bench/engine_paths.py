@@ -45,7 +45,7 @@ class OwnWay(Protocol):
 
 
 async def _vllm(engine: Any, path: Path) -> None:
-    llm = engine._llm
+    llm = engine._process.llm
     await llm.pause_generation(mode="keep", clear_cache=True)
     await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
     await llm.reset_prefix_cache()

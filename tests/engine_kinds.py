@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from rl_plane.errors import EngineFailed
-from worker.engines import sglang, vllm
-from worker.engines.base import EngineAdapter, EngineFactory, EngineOptions
+from worker.engines import sglang, vllm, vllm_process
+from worker.engines.base import EngineFactory, EngineOptions
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class Kind:
     """Fields of a request that it refuses."""
     places: int | None
     """How many adapters it takes. None: more than a test loads."""
-    owner: Callable[[Any], Any]
-    """engine → what has its processes."""
     slow_submission: Callable[[Any, pytest.MonkeyPatch, asyncio.Event, asyncio.Event], None]
     """(engine, …, waits, go): from now on requests wait for `go` on their way into the engine."""
     failures: Callable[[Any], Failures]
@@ -68,14 +66,14 @@ class Kind:
         """Weights may be read from beside the model."""
         return EngineOptions(model, device="cpu", extra=self.arguments | extra, weight_roots=(model.parent,))
 
-    def pids(self, engine: EngineAdapter) -> list[int]:
-        return sorted(self.owner(engine)._watch._descriptors)
+    def pids(self, engine: Any) -> list[int]:
+        return sorted(engine._process._watch._descriptors)
 
-    def rank_pids(self, engine: EngineAdapter) -> list[int]:
+    def rank_pids(self, engine: Any) -> list[int]:
         return [pid for pid in self.pids(engine) if psutil.Process(pid).name().startswith(self.ranks)]
 
-    def directory(self, engine: EngineAdapter) -> Path:
-        found: Path = self.owner(engine)._directory
+    def directory(self, engine: Any) -> Path:
+        found: Path = engine._process._directory
         return found
 
     def children(self) -> set[int]:
@@ -85,14 +83,14 @@ class Kind:
 
 
 def _slow_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
-    really = engine._llm.add_request
+    really = engine._process.llm.add_request
 
     async def slow(*arguments: Any, **more: Any) -> Any:
         waits.set()
         await go.wait()
         return await really(*arguments, **more)
 
-    monkeypatch.setattr(engine._llm, "add_request", slow)
+    monkeypatch.setattr(engine._process.llm, "add_request", slow)
 
 
 def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Event, go: asyncio.Event) -> None:
@@ -109,7 +107,7 @@ def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Ev
 
 
 def _failures_of_vllm(engine: Any) -> Failures:
-    llm = engine._llm
+    llm = engine._process.llm
     really = llm.add_lora
 
     async def no_flush(**_: Any) -> bool:
@@ -161,8 +159,10 @@ def _failures_of_sglang(engine: Any) -> Failures:
 
 
 def _modes_of_vllm(engine: Any) -> tuple[bool, bool]:
-    with vllm._environment(Path(), None, engine._options.deterministic, False):
-        return os.environ.get("VLLM_BATCH_INVARIANT") == "1", engine._arguments.get("enable_sleep_mode", False)
+    with vllm_process._environment(Path(), None, engine._options.deterministic, False):
+        return os.environ.get("VLLM_BATCH_INVARIANT") == "1", engine._process._arguments.get(
+            "enable_sleep_mode", False
+        )
 
 
 def _modes_of_sglang(engine: Any) -> tuple[bool, bool]:
@@ -194,7 +194,6 @@ VLLM = Kind(
     adapts_head=True,
     lacks=frozenset({"routed_experts"}),
     places=2,
-    owner=lambda engine: engine,
     slow_submission=_slow_vllm,
     failures=_failures_of_vllm,
     no_modes={"enable_sleep_mode": "false"},
@@ -231,7 +230,6 @@ SGLANG = Kind(
         }
     ),
     places=None,
-    owner=lambda engine: engine._process,
     slow_submission=_slow_sglang,
     failures=_failures_of_sglang,
     no_modes={"enable_deterministic_inference": "false", "enable_memory_saver": "false"},

@@ -9,24 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
-import os
 import shutil
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported, error_from_wire
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
-from worker.agent.wire import socket_directory
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
 from worker.engines.lora import NO_LORA
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
@@ -36,17 +30,12 @@ from worker.engines.tokenizing import (
     load_tokenizer,
     prompt_tokens,
 )
-from worker.engines.vllm_args import completed, parse_arguments, thread_binding
+from worker.engines.vllm_args import parse_arguments
 from worker.engines.vllm_memory import SLEEP_LEVEL, ReleasedMemory
-from worker.engines.vllm_plugin import MARK
+from worker.engines.vllm_process import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
 
-T = TypeVar("T")
-log = logging.getLogger("worker.vllm")
-
-CLOSE_TIMEOUT_S = 5.0
-"""How long killed processes may take to be gone."""
 KEPT_STATES = 256
 """A request that is older than so many updates has tokens of unknown versions."""
 
@@ -54,12 +43,8 @@ _FAST_PREFILL = "vLLM's fast prefill makes none that are right: start it without
 _SECOND_RUNNER = (
     "with LoRA, vLLM's second model runner makes some that are wrong: start it with VLLM_USE_V2_MODEL_RUNNER=0"
 )
-_NO_TRITON = "vLLM tells them by its second model runner only, which needs Triton: this build has none"
 _NO_SLEEP_CPU = "vLLM frees nothing on a CPU: its sleep mode is for GPUs"
 _NO_SLEEP = "vLLM's sleep mode is off: start it with --enable-memory-saver"
-_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-_VITAL = "VLLM::"
-"""So begin the names of its processes."""
 
 
 @dataclass(slots=True)
@@ -90,18 +75,12 @@ def build(options: EngineOptions) -> EngineAdapter:
 class VllmEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
         options.check_model()
-        for name, value in _LOGGING.items():  # before vLLM is imported
-            os.environ.setdefault(name, value)
+        quieten()
         self._options = options
         sleeping = {"enable_sleep_mode": "true"} if options.memory_saver else {}
-        self._arguments = parse_arguments(dict(options.extra) | sleeping)
-        self._directory: Path | None = None
-        self._llm: Any = None
+        self._process = VllmProcess(options, parse_arguments(dict(options.extra) | sleeping))
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
-        self._ranks: Ranks | None = None
-        self._watch: ProcessWatch | None = None
-        self._dead: asyncio.Future[NoReturn] | None = None
         self._paused = False
         self._released = ReleasedMemory()
         self._streams: Streams | None = None
@@ -116,22 +95,13 @@ class VllmEngine(Tokenizing):
     # life
 
     async def start(self) -> EngineInfo:
-        self._dead = asyncio.get_running_loop().create_future()
-        self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, self._options.model)
             eos = await asyncio.to_thread(eos_tokens, self._options.model, self._tokenizer)
-            self._directory = socket_directory()
-            before = descendants()
-            # On this thread, which it holds up: the children end with the thread that starts them.
-            try:
-                self._build(self._directory)
-            finally:
-                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
-            self._streams = Streams(self._llm, eos)
-            self._ranks = await self._start_agents(self._directory)
+            await self._process.start()
+            self._streams = Streams(self._process.llm, eos)
             await self.liveness()
-            self._info = self._describe(self._ranks)
+            self._info = self._describe(self._process.ranks)
         except PlaneError:
             await self.close()
             raise
@@ -140,52 +110,11 @@ class VllmEngine(Tokenizing):
             raise EngineFailed(f"vLLM did not start: {error}") from error
         return self._info
 
-    def _build(self, directory: Path) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.triton_utils import HAS_TRITON
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
-            raise InvalidRequest(_NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
-        on_cpu = current_platform.is_cpu()
-        wanted = self._options.device.partition(":")[0]
-        if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
-            raise InvalidRequest(
-                f"this build of vLLM has no {self._options.device}",
-                field="device",
-                fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
-            )
-        if on_cpu:
-            self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
-        arguments = completed(self._arguments, on_cpu)
-        ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
-        binding = thread_binding(ranks) if on_cpu else None
-        eager = on_cpu and arguments["enforce_eager"]
-        with _environment(directory, binding, self._options.deterministic, eager):
-            self._llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(
-                    model=str(self._options.model),
-                    dtype=self._options.dtype or _model_dtype(self._options.model),
-                    worker_extension_cls="worker.engines.vllm_rank.RankExtension",
-                    distributed_executor_backend="mp",
-                    disable_log_stats=True,
-                    **arguments,
-                )
-            )
-
-    async def _start_agents(self, directory: Path) -> Ranks:
-        model, places = str(self._options.model.absolute()), self._options.places.to_wire()
-        await self._on_ranks("rl_plane_start", model, str(directory), places)
-        ranks = Ranks(AgentClient(directory, self._llm.vllm_config.parallel_config.world_size))
-        await asyncio.to_thread(ranks.start)
-        return ranks
-
     def _describe(self, ranks: Ranks) -> EngineInfo:
         import vllm
         from vllm.platforms import current_platform
 
-        model, parallel = self._llm.vllm_config.model_config, self._llm.vllm_config.parallel_config
+        model, parallel = self._process.config.model_config, self._process.config.parallel_config
         return EngineInfo(
             engine="vllm",
             engine_version=vllm.__version__,
@@ -207,9 +136,9 @@ class VllmEngine(Tokenizing):
         lacking: dict[str, str] = {}
         if (reason := self._no_sleep()) is not None:
             lacking |= {"release_memory": reason, "resume_memory": reason}
-        if self._llm.vllm_config.lora_config is None:
+        if self._process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
-        config = self._llm.vllm_config
+        config = self._process.config
         if config.cache_config.kv_sharing_fast_prefill:
             lacking["generate:prompt_logprobs"] = _FAST_PREFILL
         elif config.lora_config is not None and config.use_v2_model_runner:
@@ -221,103 +150,28 @@ class VllmEngine(Tokenizing):
     def _no_routed_experts(self) -> str:
         from vllm.triton_utils import HAS_TRITON
 
-        if not self._llm.vllm_config.model_config.is_moe:
+        if not self._process.config.model_config.is_moe:
             return NO_EXPERTS
-        return NO_ROUTED if HAS_TRITON else _NO_TRITON
+        return NO_ROUTED if HAS_TRITON else NO_TRITON
 
     def _no_sleep(self) -> str | None:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
             return _NO_SLEEP_CPU
-        return None if self._llm.vllm_config.model_config.enable_sleep_mode else _NO_SLEEP
-
-    def _died(self, pid: int) -> None:
-        self._fail(f"vLLM's process {pid} ended")
-
-    def _fail(self, why: str) -> None:
-        """The one way in which an engine dies: all that wait for it are told, and what is left of it is killed."""
-        if self._tell_all(why):
-            log.warning("%s", why)
-            if self._watch is not None:
-                self._watch.kill()
-
-    def _tell_all(self, why: str) -> bool:
-        """False: they know already that it is over."""
-        if self._dead is None or self._dead.done():
-            return False
-        self._dead.set_exception(EngineDied(why))
-        if self._watch is not None:
-            self._watch.stop()
-        if self._llm is not None:
-            from vllm.v1.engine.exceptions import EngineDeadError
-
-            self._llm.output_processor.propagate_error(EngineDeadError())
-        return True
+        return None if self._process.config.model_config.enable_sleep_mode else _NO_SLEEP
 
     async def close(self) -> None:
-        self._tell_all("the engine was closed")
-        llm, self._llm, self._streams = self._llm, None, None
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown, 0)
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.kill()
-            await asyncio.to_thread(watch.wait, CLOSE_TIMEOUT_S)
-            watch.close()
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        self._streams = None
+        await self._process.end()
 
     async def liveness(self) -> None:
-        await self._alive(self._running().collective_rpc("rl_plane_ping"))
-
-    def _running(self) -> Any:
-        if self._dead is not None and self._dead.done():
-            raise _reason(self._dead)
-        if self._llm is None:
-            raise EngineFailed("the engine is not running")
-        return self._llm
-
-    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The engine's answer, or an EngineDied if it dies meanwhile: it would never answer."""
-        dead = self._dead
-        assert dead is not None, "it is running"
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait([task, dead], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-        finally:
-            task.cancel()
-        if not task.done() or task.cancelled():
-            raise _reason(dead)
-        try:
-            return await task
-        except Exception as error:
-            raise self._translated(error) from error
-
-    def _translated(self, error: Exception) -> PlaneError:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if isinstance(error, PlaneError):
-            return error
-        if isinstance(error, EngineDeadError):
-            self._fail("vLLM says that it is dead")
-        if self._dead is not None and self._dead.done():
-            return _reason(self._dead)
-        return EngineFailed(f"{type(error).__name__}: {error}")
-
-    async def _on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """On vLLM's own thread in each rank; a row for each."""
-        outcomes = await self._alive(self._running().collective_rpc(method, args=arguments))
-        for outcome in outcomes:
-            if "error" in outcome:
-                raise error_from_wire(outcome["error"])
-        return [{"rank": rank, **(outcome["value"] or {})} for rank, outcome in enumerate(outcomes)]
+        await self._process.ask(self._process.llm.collective_rpc("rl_plane_ping"))
 
     # generation
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        streams, info = self._running_streams(), self._info
+        streams, info = self._running(), self._info
         assert info is not None, "start sets it"
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
@@ -350,10 +204,10 @@ class VllmEngine(Tokenizing):
                     if finished:
                         return  # a stop string ends it here; closing ends it in the engine
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._process.translated(error) from error
 
-    def _running_streams(self) -> Streams:
-        self._running()
+    def _running(self) -> Streams:
+        self._process.check_alive()
         assert self._streams is not None, "built with the engine"
         return self._streams
 
@@ -373,9 +227,9 @@ class VllmEngine(Tokenizing):
         return Label(state.base, adapter, None if adapter is None else state.adapters.get(adapter))
 
     async def abort(self, request_ids: list[str] | None) -> int:
-        streams = self._running_streams()
+        streams = self._running()
         ended = streams.of(request_ids)
-        await self._alive(streams.abort(ended))
+        await self._process.ask(streams.abort(ended))
         return len(ended)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
@@ -394,86 +248,76 @@ class VllmEngine(Tokenizing):
 
     async def _freeze(self, mode: PauseMode) -> None:
         # Not by pause_generation, which sleeps for the looks of it: each token says itself what made it.
-        await self._alive(self._running().engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
-        await self._alive(self._running().resume_generation())
+        await self._process.ask(self._process.llm.resume_generation())
         self._paused = False
 
     async def flush_cache(self) -> bool:
         """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on."""
-        return await self._alive(self._running().reset_prefix_cache(reset_running_requests=self._paused))
+        return await self._process.ask(self._process.llm.reset_prefix_cache(reset_running_requests=self._paused))
 
     def load(self) -> tuple[int, int]:
         return self._streams.load() if self._streams is not None else (0, 0)
 
     # weights
 
-    def _receivers(self) -> Ranks:
-        if self._ranks is None or self._llm is None:
-            raise EngineFailed("the engine is not running")
-        return self._ranks
-
     def weight_spec(self) -> Mapping[str, TensorSpec]:
-        return self._receivers().weight_spec()
+        return self._process.ranks.weight_spec()
 
     def open(self, reception: Reception) -> None:
-        self._receivers().open(reception)
+        self._process.ranks.open(reception)
         if reception.in_place:
             self._in_place.add(reception.staging)
 
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
-        receivers = self._receivers()
+        receivers = self._process.ranks
         if staging not in self._in_place:
             return receivers.receive(staging, cancelled)
         self._in_place.discard(staging)
         try:
-            self._on_loop(self._begin_overwrite())
+            self._process.run_on_loop(self._begin_overwrite())
         except BaseException:
             receivers.discard(staging)
             raise
         reply = receivers.receive(staging, cancelled)
-        self._on_loop(self._add_loras())
+        self._process.run_on_loop(self._add_loras())
         return reply
-
-    def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
-        """For a thread: waits for what must happen on the engine loop."""
-        assert self._dead is not None, "it is running"
-        asyncio.run_coroutine_threadsafe(work, self._dead.get_loop()).result()
 
     async def _begin_overwrite(self) -> None:
         self._check_paused()
         await self._forget_base()
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
-        return self._receivers().feed(staging, part, cancelled)
+        return self._process.ranks.feed(staging, part, cancelled)
 
     def kept(self) -> str | None:
-        return self._receivers().kept()
+        return self._process.ranks.kept()
 
     async def discard(self, staging: str) -> None:
         self._in_place.discard(staging)
-        await asyncio.to_thread(self._receivers().discard, staging)
+        await asyncio.to_thread(self._process.ranks.discard, staging)
 
     def offer(self) -> dict[str, Any] | None:
-        return self._receivers().offer()
+        return self._process.ranks.offer()
 
     def init_transport(self, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._receivers().init_transport(config)
+        return self._process.ranks.init_transport(config)
 
     def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
-        return self._receivers().destroy_transport(backend, group)
+        return self._process.ranks.destroy_transport(backend, group)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Running requests have their KV computed again: vLLM drops the prefix cache only with theirs."""
         try:
             self._check_paused()
-            await asyncio.to_thread(self._receivers().rows, "take", {"staging": staging})
+            await asyncio.to_thread(self._process.ranks.rows, "take", {"staging": staging})
         except BaseException:
             await self._forget(staging)
             raise
         await self._forget_base()
-        await self._on_ranks("rl_plane_swap")
+        await self._process.on_ranks("rl_plane_swap")
         await self._add_loras()
         flushed = await self.flush_cache()
         await self._name_state(version, dict(self._state.adapters))
@@ -502,7 +346,7 @@ class VllmEngine(Tokenizing):
         self._states[name] = self._state
         while len(self._states) > KEPT_STATES:
             del self._states[next(iter(self._states))]
-        await self._alive(self._running().update_weight_version(name))
+        await self._process.ask(self._process.llm.update_weight_version(name))
 
     def set_version(self, version: WeightVersion) -> None:
         self._state.base = version
@@ -518,7 +362,7 @@ class VllmEngine(Tokenizing):
         except InvalidRequest:
             await self._forget(staging)
             raise
-        rows = await asyncio.to_thread(self._receivers().rows, "take_adapter", {"staging": staging})
+        rows = await asyncio.to_thread(self._process.ranks.rows, "take_adapter", {"staging": staging})
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
             await self._add_lora(lora)
@@ -536,19 +380,19 @@ class VllmEngine(Tokenizing):
     def _lora_places(self) -> int | None:
         from vllm.platforms import current_platform
 
-        limits = self._llm.vllm_config.lora_config
+        limits = self._process.config.lora_config
         if limits is None:
             return None
         # On a CPU the last slot is kept empty: see `completed`.
         return int(limits.max_loras - 1 if current_platform.is_cpu() else limits.max_cpu_loras or limits.max_loras)
 
     def _lora_rank(self) -> int | None:
-        limits = self._llm.vllm_config.lora_config
+        limits = self._process.config.lora_config
         return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
         """In the place of the one with its number, if there is one; that stays if this one does not load."""
-        if not await self._alive(self._running().add_lora(lora.request(anew=True))):
+        if not await self._process.ask(self._process.llm.add_lora(lora.request(anew=True))):
             raise EngineFailed("vLLM did not load the adapter")
 
     async def _put_back(self, lora: _Lora, before: _Lora | None) -> None:
@@ -556,18 +400,18 @@ class VllmEngine(Tokenizing):
             if before is not None:
                 await self._add_lora(before)
             else:
-                await self._alive(self._running().remove_lora(lora.number))
+                await self._process.ask(self._process.llm.remove_lora(lora.number))
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
         if lora is None:
             return await self.flush_cache()
-        if not await self._alive(self._running().remove_lora(lora.number)):
+        if not await self._process.ask(self._process.llm.remove_lora(lora.number)):
             await self._add_lora(lora)
             raise EngineFailed(f"vLLM did not remove the adapter {name}: it is loaded still")
         del self._loras[name]
-        streams = self._running_streams()
-        await self._alive(streams.abort(streams.of_adapter(name)))
+        streams = self._running()
+        await self._process.ask(streams.abort(streams.of_adapter(name)))
         flushed = await self.flush_cache()
         await self._name_state(
             self._state.base, {key: one for key, one in self._state.adapters.items() if key != name}
@@ -588,9 +432,9 @@ class VllmEngine(Tokenizing):
         if action == "reset_tensors":
             await self._forget_base()
         elif info.device != "cpu":
-            return await asyncio.to_thread(self._receivers().rows, "check", {"action": action})
+            return await asyncio.to_thread(self._process.ranks.rows, "check", {"action": action})
         # On a CPU a check runs the packed layers, which are the running steps' too.
-        return await self._on_ranks("rl_plane_check", action)
+        return await self._process.on_ranks("rl_plane_check", action)
 
     async def release_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
@@ -602,62 +446,20 @@ class VllmEngine(Tokenizing):
             )
         match self._released.release(tags):
             case "sleep":
-                await self._alive(llm.sleep(level=SLEEP_LEVEL))
+                await self._process.ask(llm.sleep(level=SLEEP_LEVEL))
             case "release_kv_cache_memory":
-                await self._alive(llm.release_kv_cache_memory())
+                await self._process.ask(llm.release_kv_cache_memory())
 
     async def resume_memory(self, tags: list[str]) -> None:
         llm = self._able_to_sleep()
         if not (asleep := self._released.resume(tags)):
             return
-        await self._alive(llm.wake_up(asleep))
+        await self._process.ask(llm.wake_up(asleep))
         if self._paused:  # waking up lets the scheduler go on
             await self._freeze("keep")
 
     def _able_to_sleep(self) -> Any:
-        llm = self._running()
+        llm = self._process.llm
         if (reason := self._no_sleep()) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
         return llm
-
-
-def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
-    """A fresh one for each who is told."""
-    return EngineDied(str(dead.exception()))
-
-
-def _model_dtype(model: Path) -> str:
-    """As the checkpoint says: vLLM would take a smaller one for float32."""
-    from transformers import AutoConfig
-
-    dtype = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().dtype
-    return str(dtype).removeprefix("torch.") if dtype is not None else "auto"
-
-
-@contextlib.contextmanager
-def _environment(sockets: Path, binding: str | None, deterministic: bool, eager: bool) -> Iterator[None]:
-    """For vLLM's processes. `eager`: nothing is compiled."""
-    kept = dict(os.environ)
-    os.environ[MARK] = str(os.getpid())
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
-    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
-    if deterministic:  # whatever else this process was given: `describe` says so
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    for name, value in (
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("HF_HUB_OFFLINE", "1"),
-        ("VLLM_RPC_BASE_PATH", str(sockets)),
-        ("VLLM_CPU_OMP_THREADS_BIND", binding),
-        # Else its sampler is compiled with the first request for logprobs: all wait for a quarter of a minute.
-        ("TORCHDYNAMO_DISABLE", "1" if eager else None),
-    ):
-        if value is not None:
-            os.environ.setdefault(name, value)
-    plugins = os.environ.get("VLLM_PLUGINS")
-    if plugins is not None:
-        os.environ["VLLM_PLUGINS"] = f"{plugins},rl_plane"
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
