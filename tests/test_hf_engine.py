@@ -25,7 +25,7 @@ from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E40
 from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
-from worker.engines.hf_loop import Stream, choose  # noqa: E402
+from worker.engines.hf_streams import Stream, choose  # noqa: E402
 from worker.engines.hf_weights import ModelWeights  # noqa: E402
 from worker.engines.tokenizing import IncrementalText  # noqa: E402
 from worker.reception import TensorStream  # noqa: E402

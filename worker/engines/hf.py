@@ -28,7 +28,8 @@ from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo,
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
 from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_holder import HfHolder
-from worker.engines.hf_loop import GenerationLoop, Piece, Stream
+from worker.engines.hf_loop import GenerationLoop
+from worker.engines.hf_streams import Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
 from worker.engines.spans import SpanLog
 from worker.engines.stop_strings import ReplyText
