@@ -129,10 +129,10 @@ def test_joined_deltas_tell_the_same(seed: int) -> None:
 
 
 async def test_hf_gives_what_two_weights_made_in_two_pieces() -> None:
-    engine, loop = pytest.importorskip("worker.engines.hf"), pytest.importorskip("worker.engines.hf_loop")
-    stream = loop.Stream("x", ask([1]), [1], frozenset())
+    engine, streams = pytest.importorskip("worker.engines.hf"), pytest.importorskip("worker.engines.hf_streams")
+    stream = streams.Stream("x", ask([1]), [1], frozenset())
     for tokens, label in (([5], BASE), ([6], BASE), ([7], NEXT), ([8], NEXT)):
-        stream.pieces.put_nowait(loop.Piece(tokens, [0.0], [label]))
+        stream.pieces.put_nowait(streams.Piece(tokens, [0.0], [label]))
     stream.pieces.put_nowait(EngineFailed("dead"))
     found = [await engine.next_piece(stream) for _ in range(2)]
     assert [(piece.token_ids, set(piece.labels)) for piece, _ in found] == [([5, 6], {BASE}), ([7, 8], {NEXT})]
