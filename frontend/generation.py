@@ -274,7 +274,7 @@ class Generation:
                     async for event in events:
                         yield 0, event
                 except PlaneError as error:
-                    _name_field(error, plan, 0)
+                    _of_choice(error, plan, 0)
                     raise
         else:
             async with aclosing(self._choices(plan)) as together:
@@ -305,7 +305,7 @@ class Generation:
                 index, event = await queue.get()
                 if isinstance(event, Exception):
                     if isinstance(event, PlaneError):
-                        _name_field(event, plan, index)
+                        _of_choice(event, plan, index)
                     raise event
                 if event is None:
                     left -= 1
@@ -331,17 +331,22 @@ def session_of(headers: Mapping[str, str]) -> str | None:
     return None
 
 
-def _name_field(error: PlaneError, plan: Plan, index: int) -> None:
-    """As the caller names it."""
+def _of_choice(error: PlaneError, plan: Plan, index: int) -> None:
+    """Says which one failed, and names the field as the caller does."""
+    if len(plan.requests) > 1:
+        error.facts["index"] = index
     if (told := error.facts.get("field")) is not None:
         error.facts["field"] = plan.field_of(told, index)
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
-    """An error after the first token carries the tokens so far; of tokens that belong to no version, none."""
-    if isinstance(error, Unlabelled) or not any(choice.token_ids for choice in choices):
+    """An error after the first token carries the tokens so far; of a choice with tokens of no version, none."""
+    if isinstance(error, Unlabelled):
+        choices[error.facts.get("index", 0)].unlabelled = True
+    told = [choice for choice in choices if choice.token_ids and not choice.unlabelled]
+    if not told:
         return
-    cut = next((c for c in choices if c.token_ids and c.finish_reason is None), choices[0])
+    cut = next((choice for choice in told if choice.finish_reason is None), told[0])
     error.facts["partial"] = cut.partial()
     if len(choices) > 1:
         error.facts["partials"] = [choice.partial() for choice in choices]
