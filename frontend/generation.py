@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from frontend.caller_ids import CallerIds
 from frontend.committed import Committed
+from frontend.continuation import SoFar
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
@@ -193,18 +194,21 @@ class Generation:
             return EventStream(self._stream(plan, dialect))
         return json_response(await unless_gone(request.receive, self._whole(plan, dialect)))
 
-    async def _aimed(self, plan: Plan) -> tuple[Plan, str]:
-        """At what is served, and what the reply calls it. It may wait for a first worker."""
-        models = await self._models(plan.model)
+    async def _aimed(self, plan: Plan) -> tuple[str, AsyncGenerator[tuple[int, Event], None]]:
+        """What is served, as the reply calls it, and its events. It may wait for a first worker."""
+        with self._engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
+            models = await ending.unless_aborted(self._models(plan.model))
+        if models is None:
+            return plan.model or "", _ended(plan)
         model = self._check_model(models, plan.model)
-        return plan.with_adapter(model) if model in models.adapters else plan, model
+        return model, self._run(plan.with_adapter(model) if model in models.adapters else plan)
 
     async def _whole(self, plan: Plan, dialect: Dialect) -> Any:
         choices, created = [Choice(index) for index in range(len(plan.requests))], int(time.time())
         async with self._counted(plan):
-            plan, model = await self._aimed(plan)
+            model, run = await self._aimed(plan)
             try:
-                async with aclosing(self._run(plan)) as events:
+                async with aclosing(run) as events:
                     async for index, event in events:
                         choices[index].take(event)
             except PlaneError as error:
@@ -217,9 +221,9 @@ class Generation:
         choices = [Choice(index) for index in range(len(plan.requests))]
         try:
             async with self._counted(plan):
-                plan, model = await self._aimed(plan)
+                model, run = await self._aimed(plan)
                 chunks = dialect.chunks(plan, choices, model, int(time.time()))
-                async with aclosing(self._run(plan)) as events:
+                async with aclosing(run) as events:
                     async for index, event in events:
                         offset = len(choices[index].text)
                         choices[index].take(event)
@@ -315,6 +319,12 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ended(plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
+    """Of a request that was aborted before any worker was there."""
+    for index, request in enumerate(plan.requests):
+        yield index, SoFar(request).end("abort")
 
 
 def session_of(headers: Mapping[str, str]) -> str | None:

@@ -223,6 +223,15 @@ class GenerateRequest(BaseModel):
             )
 
 
+def names_of(stream_id: str) -> tuple[str, str, str]:
+    """By which an abort may mean it: a frontend calls a request `<reply>-<choice>.<attempt>`, without the latter two
+    where there is but one."""
+    attempt = stream_id.rpartition(".")
+    choice = attempt[0] if attempt[0] and attempt[2].isdecimal() else stream_id
+    reply = choice.rpartition("-")
+    return stream_id, choice, reply[0] if reply[2].isdecimal() else choice
+
+
 def _text_size(content: Any) -> int:
     if isinstance(content, str):
         return len(content)
