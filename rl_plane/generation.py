@@ -36,6 +36,8 @@ MAX_SALT_CHARS = 1024
 
 MAX_STREAMS = 4096
 """Requests in one worker, running and waiting: beyond it an engine only queues."""
+TOGETHER = "+"
+"""Between fields of a request that an engine can't do together, as its member tells."""
 CHARS_PER_TOKEN = 4
 """Of a text whose tokens are not counted yet: right for English within a third, which is enough to weigh by."""
 RESERVED = frozenset(
