@@ -75,6 +75,7 @@ class SoFar:
             update={
                 **dict.fromkeys(PROMPT_FIELDS),
                 "rendering": Rendering(),
+                "add_special_tokens": False,
                 "prompt_token_ids": [*self.prompt, *self.made],
                 "continued": count,
                 "max_tokens": request.max_tokens - count,
@@ -120,9 +121,18 @@ class SoFar:
             self.prompt = delta.prompt_token_ids
 
     def end(self, reason: FinishReason) -> GenerateDelta:
-        """The last delta, where the plane ends the choice."""
+        """The last delta, where the plane ends the choice. The prompt's tokens are there if they are known."""
         logprobs: list[float] | None = [] if self.request.logprobs else None
-        return GenerateDelta(token_ids=[], logprobs=logprobs, finish_reason=reason, spans=self.labelled())
+        prompt = self.prompt
+        if prompt is None and (given := self.request.prompt_token_ids) is not None:
+            prompt = given[-(self.request.truncate_prompt_tokens or len(given)) :]
+        return GenerateDelta(
+            token_ids=[],
+            logprobs=logprobs,
+            finish_reason=reason,
+            spans=self.labelled(),
+            prompt_token_ids=prompt,
+        )
 
 
 def seed_after(seed: int, made: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from frontend.aborts import Aborts
 from frontend.attempts import Accepted, Attempts
 from frontend.committed import Committed
 from frontend.continuation import SoFar
@@ -32,7 +33,7 @@ from rl_plane.errors import (
     WorkerLost,
     WrongIncarnation,
 )
-from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.generation import GenerateDelta, GenerateRequest, names_of
 from rl_plane.membership import Changed, Member
 from rl_plane.record import DecisionRecord
 from rl_plane.streams import StreamReceiver
@@ -66,6 +67,7 @@ class EngineClient:
         admission_wait_s: float,
     ) -> None:
         self.router = Router()
+        self.aborts = Aborts()
         self.moves: Counter[str] = Counter()
         """What befell choices: tried elsewhere, continued elsewhere, cut, begun anew for other weights."""
         self._view = view
@@ -109,7 +111,8 @@ class EngineClient:
         session: str | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Accepted may come again: by
-        its `at` another worker has begun anew, or goes on. Closing it aborts the request."""
+        its `at` another worker has begun anew, or goes on. Of one that is aborted while no worker has it, only the
+        last delta comes. Closing it aborts the request."""
         loop = asyncio.get_running_loop()
         so_far = SoFar(request)
         wish = Wish(session, beginnings_of(request) if pinned is None else None)
@@ -117,61 +120,65 @@ class EngineClient:
         since = loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
-        for attempt in itertools.count():
-            picked = await self._picker.pick(aim, lost, since, refusal)
-            # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
-            member, unmet = picked.member, None
-            # A stream's id is used once: a worker takes the second one for a repetition of the first.
-            stream_id = f"{request.id}.{attempt}" if attempt else request.id
-            try:
-                async with aclosing(self._attempts.run(so_far.rest(), stream_id, member, wish)) as events:
-                    async for event in events:
-                        if isinstance(event, Accepted):
-                            yield replace(event, at=len(so_far.made))
-                            continue
-                        delta = so_far.shifted(event)
-                        unmet = self._unmet(aim, picked.floor, so_far, delta)
-                        if unmet is not None:
-                            break
-                        so_far.take(delta)
-                        yield delta
-                if unmet is None:
-                    self._computed(member, so_far)
+        with self.aborts.of(*names_of(request.id)) as ending:
+            for attempt in itertools.count():
+                picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal))
+                if picked is None:
+                    yield so_far.end("abort")
                     return
-            except (WorkerLost, WrongIncarnation, EngineFailed, StaleWeights) as error:
-                lost = [member] if so_far.fresh else [*lost, member]
-                if not self._may_go_on(aim, so_far, lost, error):
-                    raise _told_to_caller(error, member) from error
-                if so_far.full:
-                    yield so_far.end("length")
+                # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
+                member, unmet = picked.member, None
+                # A stream's id is used once: a worker takes the second one for a repetition of the first.
+                stream_id = f"{request.id}.{attempt}" if attempt else request.id
+                try:
+                    async with aclosing(self._attempts.run(so_far.rest(), stream_id, member, wish)) as events:
+                        async for event in events:
+                            if isinstance(event, Accepted):
+                                yield replace(event, at=len(so_far.made))
+                                continue
+                            delta = so_far.shifted(event)
+                            unmet = self._unmet(aim, picked.floor, so_far, delta)
+                            if unmet is not None:
+                                break
+                            so_far.take(delta)
+                            yield delta
+                    if unmet is None:
+                        self._computed(member, so_far)
+                        return
+                except (WorkerLost, WrongIncarnation, EngineFailed, StaleWeights) as error:
+                    lost = [member] if so_far.fresh else [*lost, member]
+                    if not self._may_go_on(aim, so_far, lost, error):
+                        raise _told_to_caller(error, member) from error
+                    if so_far.full:
+                        yield so_far.end("length")
+                        return
+                    self.moves["migrated" if so_far.made else "retried"] += 1
+                    since, refusal = loop.time(), None
+                    continue
+                except Unavailable as error:
+                    # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.
+                    if so_far.fresh or not (
+                        isinstance(error, (NotAdmitted, Overloaded)) or type(error) is Unavailable
+                    ):
+                        raise
+                    refusal = error
+                    await self._refused(member)
+                    if not self._picker.may_ask_again(since):
+                        raise
+                    continue
+                except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
+                    if not so_far.made:
+                        raise
+                    raise WorkerLost(f"no other worker can go on: {error.message}", retry_after_s=1.0) from error
+                if so_far.made and demands.on_stale == "cut":
+                    self.moves["cut"] += 1
+                    yield Cut(unmet.demand, unmet.message)
+                    yield so_far.end("abort")
                     return
-                self.moves["migrated" if so_far.made else "retried"] += 1
-                since, refusal = loop.time(), None
-                continue
-            except Unavailable as error:
-                # Full or closed; what else is unavailable (NATS, a label) is no better on another worker.
-                if so_far.fresh or not (
-                    isinstance(error, (NotAdmitted, Overloaded)) or type(error) is Unavailable
-                ):
-                    raise
-                refusal = error
-                await self._refused(member)
-                if not self._picker.may_ask_again(since):
-                    raise
-                continue
-            except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
-                if not so_far.made:
-                    raise
-                raise WorkerLost(f"no other worker can go on: {error.message}", retry_after_s=1.0) from error
-            if so_far.made and demands.on_stale == "cut":
-                self.moves["cut"] += 1
-                yield Cut(unmet.demand, unmet.message)
-                yield so_far.end("abort")
-                return
-            if so_far.made or demands.on_stale == "refuse" or not self._picker.may_wait(since):
-                raise unmet.error()
-            self.moves["rerun"] += 1
-            self._status.refused(member.instance_id)
+                if so_far.made or demands.on_stale == "refuse" or not self._picker.may_wait(since):
+                    raise unmet.error()
+                self.moves["rerun"] += 1
+                self._status.refused(member.instance_id)
 
     def _unmet(self, aim: Aim, floor: Point | None, so_far: SoFar, delta: GenerateDelta) -> Unmet | None:
         record = self._committed.record

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from frontend.caller_ids import CallerIds
 from frontend.committed import Committed
+from frontend.continuation import SoFar
 from frontend.engine_client import EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
@@ -193,18 +194,21 @@ class Generation:
             return EventStream(self._stream(plan, dialect))
         return json_response(await unless_gone(request.receive, self._whole(plan, dialect)))
 
-    async def _aimed(self, plan: Plan) -> tuple[Plan, str]:
-        """At what is served, and what the reply calls it. It may wait for a first worker."""
-        models = await self._models(plan.model)
+    async def _aimed(self, plan: Plan) -> tuple[str, AsyncGenerator[tuple[int, Event], None]]:
+        """What is served, as the reply calls it, and its events. It may wait for a first worker."""
+        with self._engines.aborts.of(plan.made_id, choices=len(plan.requests)) as ending:
+            models = await ending.unless_aborted(self._models(plan.model))
+        if models is None:
+            return plan.model or "", _ended(plan)
         model = self._check_model(models, plan.model)
-        return plan.with_adapter(model) if model in models.adapters else plan, model
+        return model, self._run(plan.with_adapter(model) if model in models.adapters else plan)
 
     async def _whole(self, plan: Plan, dialect: Dialect) -> Any:
         choices, created = [Choice(index) for index in range(len(plan.requests))], int(time.time())
         async with self._counted(plan):
-            plan, model = await self._aimed(plan)
+            model, run = await self._aimed(plan)
             try:
-                async with aclosing(self._run(plan)) as events:
+                async with aclosing(run) as events:
                     async for index, event in events:
                         choices[index].take(event)
             except PlaneError as error:
@@ -217,9 +221,9 @@ class Generation:
         choices = [Choice(index) for index in range(len(plan.requests))]
         try:
             async with self._counted(plan):
-                plan, model = await self._aimed(plan)
+                model, run = await self._aimed(plan)
                 chunks = dialect.chunks(plan, choices, model, int(time.time()))
-                async with aclosing(self._run(plan)) as events:
+                async with aclosing(run) as events:
                     async for index, event in events:
                         offset = len(choices[index].text)
                         choices[index].take(event)
@@ -274,7 +278,7 @@ class Generation:
                     async for event in events:
                         yield 0, event
                 except PlaneError as error:
-                    _name_field(error, plan, 0)
+                    _of_choice(error, plan, 0)
                     raise
         else:
             async with aclosing(self._choices(plan)) as together:
@@ -305,7 +309,7 @@ class Generation:
                 index, event = await queue.get()
                 if isinstance(event, Exception):
                     if isinstance(event, PlaneError):
-                        _name_field(event, plan, index)
+                        _of_choice(event, plan, index)
                     raise event
                 if event is None:
                     left -= 1
@@ -315,6 +319,12 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ended(plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
+    """Of a request that was aborted before any worker was there."""
+    for index, request in enumerate(plan.requests):
+        yield index, SoFar(request).end("abort")
 
 
 def session_of(headers: Mapping[str, str]) -> str | None:
@@ -331,17 +341,22 @@ def session_of(headers: Mapping[str, str]) -> str | None:
     return None
 
 
-def _name_field(error: PlaneError, plan: Plan, index: int) -> None:
-    """As the caller names it."""
+def _of_choice(error: PlaneError, plan: Plan, index: int) -> None:
+    """Says which one failed, and names the field as the caller does."""
+    if len(plan.requests) > 1:
+        error.facts["index"] = index
     if (told := error.facts.get("field")) is not None:
         error.facts["field"] = plan.field_of(told, index)
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
-    """An error after the first token carries the tokens so far; of tokens that belong to no version, none."""
-    if isinstance(error, Unlabelled) or not any(choice.token_ids for choice in choices):
+    """An error after the first token carries the tokens so far; of a choice with tokens of no version, none."""
+    if isinstance(error, Unlabelled):
+        choices[error.facts.get("index", 0)].unlabelled = True
+    told = [choice for choice in choices if choice.token_ids and not choice.unlabelled]
+    if not told:
         return
-    cut = next((c for c in choices if c.token_ids and c.finish_reason is None), choices[0])
+    cut = next((choice for choice in told if choice.finish_reason is None), told[0])
     error.facts["partial"] = cut.partial()
     if len(choices) > 1:
         error.facts["partials"] = [choice.partial() for choice in choices]

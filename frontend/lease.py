@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import nats.errors
@@ -17,6 +18,7 @@ from nats.aio.msg import Msg
 from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
+from rl_plane.ops import AbortedReply, AbortRequests
 from rl_plane.record import SERVING_LEASE_S
 from rl_plane.subjects import FRONTEND_PREFIX
 from rl_plane.tasks import end_tasks
@@ -73,6 +75,8 @@ class FrontendLease:
     def __init__(self, view: MembershipView, frontend_id: str) -> None:
         self.frontend_id = frontend_id
         self.lease = ServingLease()
+        self.on_abort: Callable[[list[str] | None], int] = lambda request_ids: 0
+        """Called with the names of what is to end here (None: all); how many choices waited here for a worker."""
         self._view = view
         self._bus: Bus = view.bus
         self._flushed: tuple[str, int] | None = None
@@ -162,7 +166,7 @@ class FrontendLease:
         request = Request("")
         try:
             request = request_from_wire(decode(message.data))
-            reply = Reply(request.op, request.id, body=self._follow(request))
+            reply = Reply(request.op, request.id, body=self._do(request))
         except PlaneError as error:
             reply = Reply(request.op, request.id, "error", error=error)
         if message.reply:
@@ -175,10 +179,16 @@ class FrontendLease:
             with contextlib.suppress(nats.errors.Error):  # whoever asked hears nothing, and waits for the lease
                 await self._bus.nc.publish(message.reply, encode(told, format_of(message.data)))
 
-    def _follow(self, request: Request) -> FollowedReply:
+    def _do(self, request: Request) -> FollowedReply | AbortedReply:
+        if request.op == "abort_requests":
+            ask = parse_body(AbortRequests, request.body)
+            assert isinstance(ask, AbortRequests)
+            return AbortedReply(aborted=self.on_abort(ask.request_ids))
         if request.op != "follow_record":
             raise Unsupported(
-                f"a frontend is told follow_record, not {request.op!r}", field="op", fix="send it to a worker"
+                f"a frontend is told follow_record and abort_requests, not {request.op!r}",
+                field="op",
+                fix="send it to a worker",
             )
         body = parse_body(FollowRecord, request.body)
         assert isinstance(body, FollowRecord)

@@ -150,6 +150,8 @@ class CompletionBody(GenerationBody):
 
     prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
     """Of several prompts, choice j of prompt i has the index i * n + j."""
+    add_special_tokens: bool | None = None
+    """Of a text: those that the tokenizer puts around it. Default false, as in `/tokenize`."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
 
@@ -190,7 +192,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "ebnf": NONE,
     "logits_processors": ([],),
     "bad_words": ([],),
-    "add_special_tokens": NONE,
+    "add_special_tokens": (False,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (True,),  # that is how ours are written
     "detokenize": (True,),

@@ -117,6 +117,8 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
             raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
     prompts = Prompts.of(ids, "prompt_token_ids") if ids is not None else prompt
     assert prompts is not None, "one of the two"
+    if parsed.add_special_tokens:
+        prompts = prompts.with_special_tokens()
     tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
     return _plan(parsed, request_id, prompts, tokens, parsed.logprobs is not None, top_of(parsed.logprobs))
 
@@ -138,6 +140,14 @@ class Prompts:
     @classmethod
     def of(cls, ids: list[int], field: str) -> Prompts:
         return cls([{"prompt_token_ids": ids}], field, False)
+
+    def with_special_tokens(self) -> Prompts:
+        """Those of the tokenizer; InvalidRequest where it is not asked."""
+        if not all("prompt" in one for one in self.each):
+            raise InvalidRequest(
+                "add_special_tokens says nothing of tokens", field="add_special_tokens", fix="leave it out"
+            )
+        return replace(self, each=[{**one, "add_special_tokens": True} for one in self.each])
 
 
 def read_prompts(value: Any, field: str) -> Prompts | None:

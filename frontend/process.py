@@ -63,6 +63,7 @@ class Frontend:
         self.engines = EngineClient(
             self.receiver, view, self.status, self.committed, self.lease, options.admission_wait_s
         )
+        self.lease.on_abort = self.engines.aborts.abort
         self.generation = Generation(self.engines, view, self.committed, options.admission_wait_s)
         self.tokens = Tokens(client, view, self.generation.check_model)
         fleet = Fleet(client)

@@ -59,6 +59,8 @@ class Choice:
     prompt_logprobs: list[float | None] | None = None
     """None until the first token."""
     routed_experts: RoutedExperts | None = None
+    unlabelled: bool = False
+    """Some of its tokens belong to no version: an error tells none of them."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, Cut):
@@ -119,10 +121,13 @@ class Choice:
         return last if last in plan.requests[self.index].stop_token_ids else None
 
     def partial(self) -> dict[str, Any]:
-        """What an error carries."""
+        """What an error carries. With its prompt's ids: those and `token_ids` are the prompt from where it goes on."""
+        if self.unlabelled:
+            return {**Choice(self.index, self.instance_id, self.incarnation).partial(), "unlabelled": True}
         return {
             "index": self.index,
             **self.provenance(),
+            "prompt_token_ids": self.prompt_token_ids,
             "token_ids": self.token_ids,
             "logprobs": self.logprobs,
             "text": self.text,

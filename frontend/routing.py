@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from frontend.prefixes import Beginnings, PrefixTable
-from rl_plane.generation import MAX_STREAMS
+from rl_plane.generation import MAX_STREAMS, TOGETHER
 
 REQUEST_TOKENS = 1024
 """What a request weighs beside its tokens: each step of an engine costs something for it, and its answer is to come."""
@@ -197,5 +197,10 @@ class Router:
 
 
 def refused_by(lacks: Mapping[str, str], given: Collection[str]) -> tuple[str, str] | None:
-    """The first of the fields that were given that an engine can't do, and why. `lacks`: as its member tells."""
-    return next(((field, reason) for field, reason in lacks.items() if field in given), None)
+    """The first of the fields that were given that an engine can't do, and why. `lacks`: as its member tells; of fields
+    that it can't do together, joined by TOGETHER, the first is named."""
+    for fields, reason in lacks.items():
+        field, *others = fields.split(TOGETHER)
+        if field in given and all(other in given for other in others):
+            return field, reason
+    return None

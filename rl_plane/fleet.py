@@ -24,6 +24,7 @@ from rl_plane.errors import (
     Unavailable,
     Unsupported,
 )
+from rl_plane.fanout import Missing
 from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
 from rl_plane.fleet_replies import (
     Call,
@@ -42,10 +43,13 @@ from rl_plane.fleet_updates import FleetUpdates
 from rl_plane.history import read_history
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import DesiredPause, read_pause, version_wire
+from rl_plane.record import DesiredPause, read_frontends, read_pause, version_wire
 from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
+from rl_plane.wire import Request, decode, encode
 
 READY_POLL_S = 0.2
+FRONTENDS_S = 2.0
+"""For an answer of a frontend, whose loop has one within milliseconds: one that is stopped is not waited for longer."""
 LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
 
@@ -73,6 +77,7 @@ class Fleet:
             "resume_memory": self._memory,
             "pause": self._pause,
             "resume": self._resume,
+            "abort_requests": self._abort,
             "update_weights": updates.update,
             "prepare_weights_update": updates.prepare,
             "feed_weights_update": updates.feed,
@@ -340,6 +345,35 @@ class Fleet:
 
     async def _resume(self, call: Call) -> dict[str, Any]:
         return await self._on_all(call, "resume", call.body, desired=DesiredPause(False))
+
+    async def _abort(self, call: Call) -> dict[str, Any]:
+        """Of the frontends first: what waits there for a worker is known to none."""
+        if "min_workers" not in call.select.model_fields_set:
+            call.select = call.select.model_copy(update={"min_workers": 0})  # there is nobody to wait for
+        await self._members(call)
+        waiting, silent = (0, []) if call.select.workers is not None else await self._abort_waiting(call)
+        reply = {**await self._change(call), "waiting": waiting}
+        if silent:
+            raise Unavailable(
+                f"{len(silent)} frontends did not answer within {FRONTENDS_S:g} s; what waits there goes on",
+                frontends=silent,
+                fix="ask again: what has ended stays so",
+                retry_after_s=1.0,
+                **{key: value for key, value in reply.items() if key != "status"},
+            )
+        return reply
+
+    async def _abort_waiting(self, call: Call) -> tuple[int, list[str]]:
+        """How many choices, and the frontends that did not answer. One that is dead has nobody subscribed."""
+        frontends = await read_frontends(self.client.bus, call.view.subjects.state)
+        request = encode(Request("abort_requests", body=call.body).to_wire())
+        targets = [(call.view.subjects.frontend(each), request) for each in frontends]
+        answers = await self.client.gather(targets, FRONTENDS_S)
+        told = {each: decode(one) for each, one in zip(frontends, answers, strict=True) if isinstance(one, bytes)}
+        good = {each: one for each, one in told.items() if one.get("status") == "ok"}
+        lost = {each for each, one in zip(frontends, answers, strict=True) if one is Missing.LOST}
+        count = sum(int(one["body"]["aborted"]) for one in good.values())
+        return count, [each for each in frontends if each not in good.keys() | lost]
 
     async def _admission(self, call: Call) -> dict[str, Any]:
         if not call.select.workers:

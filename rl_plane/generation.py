@@ -36,6 +36,8 @@ MAX_SALT_CHARS = 1024
 
 MAX_STREAMS = 4096
 """Requests in one worker, running and waiting: beyond it an engine only queues."""
+TOGETHER = "+"
+"""Between fields of a request that an engine can't do together, as its member tells."""
 CHARS_PER_TOKEN = 4
 """Of a text whose tokens are not counted yet: right for English within a third, which is enough to weigh by."""
 RESERVED = frozenset(
@@ -141,6 +143,8 @@ class GenerateRequest(BaseModel):
     id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
     prompt: str | None = None
+    add_special_tokens: bool = False
+    """Of `prompt`: those that the tokenizer puts around a text."""
     adapter: str | None = None
     """The LoRA adapter by whose weights to generate; None: the base model alone."""
     messages: list[dict[str, Any]] | None = None
@@ -219,6 +223,15 @@ class GenerateRequest(BaseModel):
                 field="prompt_logprobs",
                 fix="leave it out, or send a shorter prompt",
             )
+
+
+def names_of(stream_id: str) -> tuple[str, str, str]:
+    """By which an abort may mean it: a frontend calls a request `<reply>-<choice>.<attempt>`, without the latter two
+    where there is but one."""
+    attempt = stream_id.rpartition(".")
+    choice = attempt[0] if attempt[0] and attempt[2].isdecimal() else stream_id
+    reply = choice.rpartition("-")
+    return stream_id, choice, reply[0] if reply[2].isdecimal() else choice
 
 
 def _text_size(content: Any) -> int:

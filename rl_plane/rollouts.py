@@ -18,7 +18,8 @@ from rl_plane.errors import InvalidRequest, PlaneError, Unavailable, Unlabelled,
 from rl_plane.turns import next_prompt
 
 STOPPED_S = 10.0
-"""After the rest were told to stop, until their tokens are here; who waits for a worker has none, and is cut off."""
+"""After the rest were told to stop, until their tokens are here; who waits for a worker while the fleet is paused has
+none, and is cut off."""
 AT_ONCE = 1024
 """Requests under way: a frontend takes 4096, and a trainer need not be alone."""
 TRIES = 5

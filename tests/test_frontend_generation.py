@@ -492,6 +492,42 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
+async def test_what_is_left_of_a_text_has_its_prompts_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
+    """On every route, streamed or not: sent back as a prefix they are exactly what the engine saw."""
+    victim = plane.spawn(token_delay_s=0.05)
+    client = await plane.client()
+    messages = [{"role": "user", "content": "hi"}]
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "hello", "max_tokens": 2000},
+        "/v1/chat/completions": {"messages": messages, "max_tokens": 2000},
+        "/inference/v1/generate": {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2000}},
+        "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 2000}},
+    }
+    tokenize = {"/v1/chat/completions": {"messages": messages}}
+    whole = {path: asyncio.create_task(http.post(path, json=body)) for path, body in asked.items()}
+    await until_running(plane, client, victim.instance_id, len(asked))
+    prompts = {"/inference/v1/generate": PROMPT}
+    for path in asked.keys() - prompts.keys():
+        told = await http.post("/tokenize", json=tokenize.get(path, {"prompt": "hello"}))
+        prompts[path] = told.json()["tokens"]
+
+    async with contextlib.AsyncExitStack() as stack:
+        streams = {}
+        for path, body in asked.items():
+            response = await stack.enter_async_context(http.stream("POST", path, json={**body, "stream": True}))
+            streams[path] = response.aiter_lines()
+            for _ in range(3):
+                await next_event(streams[path])
+        victim.kill()
+        for path, lines in streams.items():
+            while "error" not in (event := await next_event(lines)):
+                pass
+            for error in (event["error"], error_of(await whole[path], 503)):
+                assert error["code"] == "worker_lost", path
+                assert error["partial"]["prompt_token_ids"] == prompts[path], path
+                assert error["partial"]["token_ids"], path
+
+
 async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.AsyncClient) -> None:
     worker = plane.spawn(token_delay_s=0.05)
     await ask(http, max_tokens=1)

@@ -126,6 +126,40 @@ async def test_a_stream_ends_at_the_first_token_of_other_weights(plane: Plane) -
         assert last["error"]["code"] == "unlabelled"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_without_a_label_takes_no_others_tokens_with_it(plane: Plane, stream: bool) -> None:
+    """They are told with their labels; of the one that has none, that it has none."""
+    others = asyncio.Semaphore(0)
+
+    async def script(stream: Stream) -> None:
+        index = int(stream.body["id"].rpartition("-")[2])
+        await stream.send([10 + index], span(1, 0, 1), end=index == 2)
+        if index == 1:
+            for _ in range(2):
+                await others.acquire()
+            await stream.send([99], span(1, 0, 1), span(9, 1, 2))
+        others.release()
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt_token_ids": [5, 6], "n": 3, "stream": stream, "return_token_ids": True}
+        reply = await stage.http.post("/v1/completions", json=body)
+        assert reply.status_code == (200 if stream else 503)
+        told = event_of(reply.text.split("\n\n")[-2]) if stream else reply.json()
+        error = told["error"]
+        assert (error["code"], error["index"]) == ("unlabelled", 1)
+        first, bad, last = error["partials"]
+        assert error["partial"] == first
+        for index, partial, reason in ((0, first, None), (2, last, "length")):
+            assert (partial["index"], partial["finish_reason"]) == (index, reason)
+            assert (partial["prompt_token_ids"], partial["token_ids"]) == ([5, 6], [10 + index])
+            assert [(made["start"], made["end"]) for made in partial["weight_versions"]] == [(0, 1)]
+            assert "unlabelled" not in partial
+        assert (bad["index"], bad["unlabelled"]) == (1, True)
+        assert (bad["token_ids"], bad["weight_versions"], bad["prompt_token_ids"]) == ([], [], None)
+
+
 async def test_a_label_that_is_news_is_looked_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker may have learnt the decision first."""
     go = asyncio.Event()

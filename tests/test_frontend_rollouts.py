@@ -42,7 +42,8 @@ import worker.engines.fake as fake
 from dataclasses import replace
 honest = fake.FakeEngine.start
 async def lacking(self):
-    return replace(await honest(self), capabilities={"generate:min_tokens": "it can't count"})
+    return replace(await honest(self), capabilities={
+        "generate:min_tokens": "it can't count", "generate:stop+seed": "not both"})
 fake.FakeEngine.start = lacking
 """
 
@@ -165,10 +166,16 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
     body = {"prompt_token_ids": PROMPT, "min_tokens": 1}
     error = error_of(await http.post("/v1/completions", json=body), 501)
     assert (error["field"], error["message"]) == ("min_tokens", "it can't count")
+    both = {"stop": ["x"], "seed": 1}
+    error = error_of(await http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **both}), 501)
+    assert (error["field"], error["message"]) == ("stop", "not both")
+    for field, value in both.items():
+        await ask(http, **{field: value})
     able = plane.spawn()
     await ready(plane, 3)
     for _ in range(4):
         assert (await ask(http, min_tokens=1))["nvext"]["instance_id"] == able.instance_id
+        assert (await ask(http, **both))["nvext"]["instance_id"] == able.instance_id
     pinned = {**body, "nvext": {"instance_id": lacking[0].instance_id}}
     assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
 

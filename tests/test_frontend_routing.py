@@ -293,3 +293,6 @@ def test_the_field_that_an_engine_lacks_is_named() -> None:
     lacks = {"min_tokens": "it counts anew", "logit_bias": "no"}
     assert refused_by(lacks, {"id", "logit_bias"}) == ("logit_bias", "no")
     assert refused_by(lacks, {"id", "seed"}) is None
+    together = {"stop+routed_experts": "cut"}
+    assert refused_by(together, {"stop", "routed_experts", "id"}) == ("stop", "cut")
+    assert refused_by(together, {"stop", "id"}) is refused_by(together, {"routed_experts"}) is None

@@ -16,7 +16,7 @@ from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
 from frontend.metrics import frontend_metrics, metric
-from frontend.openai import REFUSED, ChatBody
+from frontend.openai import REFUSED, ChatBody, CompletionBody
 from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.query import list_fields, merge_query
 from frontend.replies import Choice, Chunks, openai_error, whole
@@ -296,6 +296,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "id": "cmpl-1",
         "prompt_token_ids": None,
         "prompt": "hi",
+        "add_special_tokens": False,
         "adapter": None,
         "messages": None,
         "rendering": Rendering().model_dump(),
@@ -578,6 +579,7 @@ def test_a_batch_of_prompts() -> None:
         ({"nvext": []}, "nvext"),
         ({"messages": []}, "messages"),
         ({"unheard_of": None}, "unheard_of"),
+        ({"prompt": [3, 4], "add_special_tokens": True}, "add_special_tokens"),
     ],
 )
 def test_a_wrong_completion_is_a_400_by_name(body: dict[str, Any], field: str) -> None:
@@ -636,7 +638,7 @@ def test_a_wrong_chat_is_a_400_by_name(body: dict[str, Any], field: str) -> None
 def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., Plan], field: str) -> None:
     for neutral in (None, *REFUSED[field]):
         plan(**{field: neutral})
-    if plan is chat and field in ChatBody.model_fields:
+    if field in (ChatBody if plan is chat else CompletionBody).model_fields:
         return  # the other route's
     with pytest.raises(Unsupported) as caught:
         plan(**{field: {"some": "thing"}})

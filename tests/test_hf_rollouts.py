@@ -149,3 +149,22 @@ async def test_a_caller_that_leaves_ends_its_request_in_the_engine(
     await until_running(plane, client, worker.instance_id, 0)
     state = (await client.call(worker.instance_id, "state")).body
     assert (state["running_tokens"], state["waiting_tokens"]) == (0, 0)
+
+
+async def test_a_text_has_special_tokens_where_they_are_asked_for(
+    plane: Plane, http: httpx.AsyncClient, first: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    begin, number = "<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", None, [(begin, number)])
+    tokenizer.save_pretrained(first)
+    await spawned(plane, first, 1)
+    bare = tokenizer.encode("hello", add_special_tokens=False)
+    for asked, expected in (({}, bare), ({"add_special_tokens": True}, [number, *bare])):
+        told = (await http.post("/tokenize", json={"prompt": "hello", **asked})).json()
+        made = (await http.post("/v1/completions", json=greedily(prompt=["hello", "hello"], **asked))).json()
+        prompts = [choice["prompt_token_ids"] for choice in made["choices"]]
+        assert [told["tokens"], *prompts] == [expected] * 3

@@ -246,6 +246,16 @@ async def test_sglang_tells_the_same(plane: Plane, http: httpx.AsyncClient) -> N
     for field, more in (("stop", {"stop": ["a"]}), ("stop_token_ids", {"stop_token_ids": [9]})):
         refused = await http.post("/v1/completions", json=greedily(**more))
         assert error_of(refused, 501)["field"] == field
+    # Beside an engine that can, the request is that one's.
+    able = plane.spawn(ready=False, engine="hf", model=model)
+    await asyncio.to_thread(able.wait_ready, START_S)
+    await ready(plane, 2)
+    for more in ({"stop": ["no such text"]}, {"stop_token_ids": [9]}):
+        for _ in range(3):
+            reply = await ask(http, **greedily(**more))
+            (choice,) = reply["choices"]
+            assert choice["instance_id"] == able.instance_id
+            check(model, choice["token_ids"], npy(choice["routed_experts"]))
 
 
 async def test_a_model_without_experts_refuses_by_name(plane: Plane, http: httpx.AsyncClient) -> None:

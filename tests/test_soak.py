@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from tests.soak.checker import Checker, Delivered, Fault, Reference, check_parti
 from tests.soak.fleet import Counts
 from tests.soak.load import KINDS, draw
 from tests.soak.report import DESCRIPTORS_GROWTH, leaks
+from tests.soak.routes import ROUTES
 from worker.tiny_model import permutation
 
 ROOT = Path(__file__).parent.parent
@@ -185,9 +187,24 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
         "adapter",
         "unload",
     }
-    asks = [draw("client0", number, 1, 2, ["a"]) for number in range(100)]
-    assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(100)]
-    assert {ask.kind for ask in asks} == set(KINDS)
+    asks = [draw("client0", number, 1, 2, ["a"]) for number in range(300)]
+    assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(300)]
+    assert {(ask.route, ask.kind) for ask in asks} == set(itertools.product(range(len(ROUTES)), KINDS))
+
+
+def test_a_stream_that_takes_back_what_it_said_is_wrong() -> None:
+    (sglang,) = (route for route in ROUTES if route.path == "/generate")
+    meta = {
+        "finish_reason": None,
+        "instance_id": "w",
+        "weight_versions": [],
+        "output_token_logprobs": [[-1, 5, None]],
+    }
+    event = {"index": 1, "output_ids": [5], "meta_info": meta}
+    assert [choice["token_ids"] for choice in sglang.choices(event, {0: [7], 1: []})] == [[5]]
+    for before in ([4], [5, 6]):
+        with pytest.raises(ValueError, match="choice 1 had"):
+            list(sglang.choices(event, {1: before}))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus
 from rl_plane.deltas import joined
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
-from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest
+from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of
 from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
@@ -63,7 +63,7 @@ class GenerationService:
     def named(self, request_ids: Iterable[str]) -> list[str]:
         """The requests here that these name: by a reply's id all of its choices, wherever they were tried before."""
         asked = dict.fromkeys(request_ids)
-        return [one for one in self._tasks if any(name in asked for name in _names(one))]
+        return [one for one in self._tasks if any(name in asked for name in names_of(one))]
 
     async def _message(self, message: Msg) -> None:
         try:
@@ -157,14 +157,6 @@ class GenerationService:
                     sender.check_receiver()
                 except Unavailable:
                     self._tasks[stream_id].cancel()
-
-
-def _names(stream_id: str) -> tuple[str, str, str]:
-    """A frontend calls a request `<reply>-<choice>.<attempt>`, without the latter two where there is but one."""
-    attempt = stream_id.rpartition(".")
-    choice = attempt[0] if attempt[0] and attempt[2].isdecimal() else stream_id
-    reply = choice.rpartition("-")
-    return stream_id, choice, reply[0] if reply[2].isdecimal() else choice
 
 
 async def _send(delta: GenerateDelta, sender: StreamSender) -> None:

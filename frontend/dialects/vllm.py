@@ -192,7 +192,8 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
         )
         reply = await plane.calls.run("abort_requests", body, ask.request_id)
-        return {"status": "aborted", "aborted": sum(int(row["aborted"]) for row in reply["workers"])}
+        count = sum(int(row["aborted"]) for row in reply["workers"])
+        return {"status": "aborted", "aborted": count + reply["waiting"]}
 
     async def reset_prefix_cache(ask: Ask) -> Any:
         fields = take(CacheFields, ask)

@@ -278,7 +278,7 @@ class Matrix:
                     self._results[case].set_result(None)
                 except Exception as error:
                     words = f"{case} (KILL_SEED={SEED}): {type(error).__name__}: {error}"
-                    tail = fleet.tail() if fleet is not None else ""
+                    tail = fleet.tail(head=f"{fleet.name} ") if fleet is not None else ""
                     self._results[case].set_exception(Wrong(f"{words}\n{tail}\n{words}"))
                     self._close(fleet)
                     fleet = None

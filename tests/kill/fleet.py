@@ -12,27 +12,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
-from rl_plane.cli.children import Printer
-from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
-from rl_plane.cli.up import python
-from rl_plane.demo.processes import child_environment
-from rl_plane.nats_server import NatsServer
 from tests.conftest import lives, stop_process
+from tests.kept_fleet import KeptFleet
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
-from tests.zygote import fork_rl_plane
 from worker.holds import VARIABLE as HOLD_DIR
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
 FRONTENDS = 2
-START_S = 240.0
-"""Torch processes, and engines with processes of their own, on two busy cores."""
 WHOLE_S = 240.0
 """A worker that starts again imports torch, builds an engine and fetches; a stopped one has lost its lease and its
 connection."""
@@ -47,7 +39,6 @@ GONE_S = 15.0
 POLL_S = 0.02
 VITAL = ("VLLM::", "sglang::")
 """So begin the names of the processes that an engine can't do without."""
-TAIL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +68,16 @@ class Answer:
         return f"{self.status} {self.code or 'ok'} {told} {self.error.get('message', '')}".strip()
 
 
-class RealFleet:
-    """nats-server, two frontends and three workers, each brought back as `rl-plane up --restart` does, and clients."""
+class RealFleet(KeptFleet):
+    """Of two frontends and three workers, and clients."""
 
     def __init__(self, name: str, tmp: Path, engine: str) -> None:
-        self.name, self.tmp = name, tmp
         self.weights = tmp / "weights"
         self.holds = tmp / "holds"
-        for directory in (self.weights, self.holds, tmp / "scratch"):
+        for directory in (self.weights, self.holds):
             directory.mkdir(parents=True)
+        super().__init__(tmp, "rl_plane.cli.main", {HOLD_DIR: str(self.holds)}, "kill", with_nats=True)
+        self.name = name
         self.models = MODELS[engine](self.weights)
         self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]
         """Where engines differ, the first is of the one that the fleet is about."""
@@ -95,64 +87,29 @@ class RealFleet:
         self._made = 0
         self._doomed: list[psutil.Process] = []
         """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
-        self._printer = Printer()
-        # Who is killed in one case after another is not to wait longer each time.
-        self._supervisor = Supervisor(
-            self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S, fork_rl_plane
-        )
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(ANSWER_S), trust_env=False)
         self._rollouts: Rollouts | None = None
-        self._nats = NatsServer(store=tmp / "store")
 
     # ---- its life ----
 
     async def start(self) -> None:
         first = await self.checkpoint()
-        self._nats.start()
-        url, port = self._nats.url, urlsplit(self._nats.url).port
-        assert port is not None
-
-        def again() -> NatsServer:
-            self._nats = NatsServer(port=port, store=self.tmp / "store")
-            return self._nats
-
-        self._supervisor.keep_nats(self._nats, again)
-        bus = ("--nats-url", url, "--namespace", "kill", "--json")
+        self.start_nats()
         for name in self.frontends:
-            kept = self._keep(name, "frontend", *bus, "--rl-port", "0", "--http-port", "0")
-            kept.on_ready = lambda kept=kept: self._keep_ports(kept, bus)  # type: ignore[misc]
+            self.keep_frontend(name)
         for instance_id, flags in zip(self.worker_ids, self.models.workers, strict=True):
-            own = ("--instance-id", instance_id, "--model", str(first.path), "--weight-root", str(self.weights))
-            self._keep(instance_id, "worker", *bus, *own, *flags, "--drain-s", "1")
-        async with asyncio.timeout(START_S):
-            for kept in self._supervisor.kept.values():
-                await kept.ready.wait()
+            self.keep_worker(instance_id, "--model", str(first.path), "--weight-root", str(self.weights), *flags)
+        await self.ready()
         version = (await self.whole())["version"]
         self.committed[version["run"], version["sequence"]] = (version["label"], version["digest"])
-        urls = [self._facts(name)["http_url"].rstrip("/") for name in self.frontends]
+        urls = [self.url(name) for name in self.frontends]
         self._rollouts = Rollouts(self.models, urls, f"{SEED} {self.name}")
-
-    def _keep(self, name: str, *arguments: str) -> Kept:
-        environment = child_environment(self.tmp / "scratch") | {HOLD_DIR: str(self.holds)}
-        kept = Kept(name, python("rl_plane.cli.main", *arguments), environment, restart=True)
-        self._supervisor.keep(kept)
-        return kept
-
-    def _keep_ports(self, kept: Kept, bus: Sequence[str]) -> None:
-        """As `up` does: the next process takes the ports that the first one found."""
-        ports = [str(urlsplit(kept.facts[url]).port) for url in ("rl_url", "http_url")]
-        own = ("--rl-port", ports[0], "--http-port", ports[1])
-        kept.argv = python("rl_plane.cli.main", "frontend", *bus, *own)
 
     async def close(self) -> None:
         if self._rollouts is not None:
             await self._rollouts.close()
         await self._http.aclose()
-        self._supervisor.end.set()
-        self._supervisor.kill()
-        await self._supervisor.stop([(list(self._supervisor.kept), 1.0)])
-        self._nats.stop()
-        self._printer.flush()
+        await super().close()
 
     @property
     def rollouts(self) -> Rollouts:
@@ -161,15 +118,8 @@ class RealFleet:
 
     # ---- its processes ----
 
-    def _facts(self, name: str) -> dict[str, Any]:
-        return self._supervisor.kept[name].facts
-
-    def pid(self, name: str) -> int:
-        """`nats`, a frontend's name or an instance id."""
-        return self._nats.process.pid if name == "nats" else int(self._facts(name)["pid"])
-
     def kill(self, name: str) -> None:
-        self._event(f"the test kills {name}")
+        self.note(f"the test kills {name}")
         pid = self.pid(name)
         self._doom(pid)
         os.kill(pid, signal.SIGKILL)
@@ -184,7 +134,7 @@ class RealFleet:
         _, *children = self._doomed
         named = tuple(prefix + name for prefix in VITAL)
         (child,) = [child for child in children if child.name().startswith(named)]
-        self._event(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
+        self.note(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
 
     async def gone(self) -> None:
@@ -197,21 +147,11 @@ class RealFleet:
     def stop(self, name: str) -> None:
         pid = self.pid(name)
         stop_process(pid)
-        self._event(f"{name} was stopped")
+        self.note(f"{name} was stopped")
 
     def go_on(self, name: str) -> None:
-        self._event(f"{name} goes on")
+        self.note(f"{name} goes on")
         os.kill(self.pid(name), signal.SIGCONT)
-
-    def _line(self, name: str, line: bytes, fd: int) -> None:
-        with (self.tmp / f"{name}.log").open("ab") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} ".encode() + line + b"\n")
-
-    def _event(self, words: str, **facts: Any) -> None:
-        self._line("supervisor", f"{time.time() % 60:06.3f} {words}".encode(), 0)
-
-    def note(self, words: str) -> None:
-        self._event(words)
 
     def seen(self) -> str:
         if (seen := self._rollouts) is None:
@@ -220,20 +160,11 @@ class RealFleet:
             f"{sum(seen.answers.values())} completions, {seen.crossed} kept over an update, {dict(seen.trouble)}"
         )
 
-    def tail(self) -> str:
-        parts = []
-        for log in sorted(self.tmp.glob("*.log")):
-            lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-            parts.append("\n".join([f"---- {self.name} {log.stem}", *lines]))
-        return "\n".join(parts)
-
     # ---- what is asked of it ----
 
     async def get(self, frontend: str, path: str) -> dict[str, Any]:
         """TransportError or Wrong when it can't be had."""
-        response = await self._http.get(
-            f"{self._facts(frontend)['rl_url'].rstrip('/')}/v1/rl/{path}", timeout=15.0
-        )
+        response = await self._http.get(f"{self.url(frontend, 'rl_url')}/v1/rl/{path}", timeout=15.0)
         check(
             response.status_code == 200, f"{frontend} {path}: HTTP {response.status_code}: {response.text[:500]}"
         )
@@ -246,7 +177,7 @@ class RealFleet:
         return made
 
     async def update(self, frontend: str, body: dict[str, Any], key: str) -> Answer:
-        url = f"{self._facts(frontend)['rl_url'].rstrip('/')}/v1/rl/update_weights"
+        url = f"{self.url(frontend, 'rl_url')}/v1/rl/update_weights"
         try:
             response = await self._http.post(url, json=body, headers={"Idempotency-Key": key})
             told = response.json()

@@ -10,26 +10,18 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
-from rl_plane.cli.children import Printer
-from rl_plane.cli.supervisor import FIRST_PAUSE_S, Kept, Supervisor
-from rl_plane.cli.up import python
-from rl_plane.demo.processes import child_environment
-from rl_plane.nats_server import NatsServer
+from tests.kept_fleet import KeptFleet, Slow
 from tests.soak.checker import Version, Weights
 from tests.soak.probe import VARIABLE as COUNTS_DIR
-from tests.zygote import fork_rl_plane
 
 FRONTENDS = 2
-START_S = 240.0
-"""Torch processes, and engines with processes of their own, on two busy cores."""
 WHOLE_S = 120.0
 """After the last kill: a worker imports torch, builds its engine and fetches what is committed."""
 IDLE_S = 20.0
@@ -86,94 +78,45 @@ class Broken(Exception):
     """The fleet is not as it should be."""
 
 
-@dataclass(slots=True)
-class SoakFleet:
-    tmp: Path
-    engines: Sequence[str]
-    model: Path
-    weights: Path
-    outages: list[Outage] = field(default_factory=list)
-    committed: dict[tuple[str | None, Version], Weights] = field(default_factory=dict)
-    """(adapter, version) → its weights, as the history tells it."""
-    worker_ids: list[str] = field(default_factory=list)
-    frontends: list[str] = field(default_factory=lambda: [f"frontend-{number}" for number in range(FRONTENDS)])
-    _nats: NatsServer = field(init=False)
-    _supervisor: Supervisor = field(init=False)
-    _printer: Printer = field(default_factory=Printer)
-    _http: httpx.AsyncClient = field(init=False)
+class SoakFleet(KeptFleet):
+    def __init__(self, tmp: Path, engines: Sequence[str], model: Path, weights: Path) -> None:
+        (tmp / "counts").mkdir()
+        super().__init__(tmp, "tests.soak.probe", {COUNTS_DIR: str(tmp / "counts")}, "soak", with_nats=False)
+        self.outages: list[Outage] = []
+        self.committed: dict[tuple[str | None, Version], Weights] = {}
+        """(adapter, version) → its weights, as the history tells it."""
+        self.engines = engines
+        self.worker_ids = [secrets.token_hex(8) for _ in engines]
+        self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
+        self._model = ("--model", str(model), "--weight-root", str(weights))
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(CALL_S), trust_env=False)
 
     # ---- its life ----
 
     async def start(self) -> None:
-        for name in ("scratch", "counts"):
-            (self.tmp / name).mkdir()
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(CALL_S), trust_env=False)
-        self._nats = NatsServer(store=self.tmp / "store")
-        self._nats.start()
-        self._supervisor = Supervisor(
-            self._printer, self._event, self._line, lambda restarts: FIRST_PAUSE_S, fork_rl_plane
-        )
-        bus = ("--nats-url", self._nats.url, "--namespace", "soak", "--json")
+        self.start_nats()
         for name in self.frontends:
-            kept = self._keep(name, "frontend", *bus, "--rl-port", "0", "--http-port", "0")
-            kept.on_ready = lambda kept=kept: self._keep_ports(kept, bus)  # type: ignore[misc]
-        for engine in self.engines:
-            instance_id = secrets.token_hex(8)
-            self.worker_ids.append(instance_id)
-            model = ("--model", str(self.model), "--weight-root", str(self.weights))
-            own = ("--instance-id", instance_id, "--engine", engine, "--device", "cpu", "--drain-s", "1")
-            self._keep(instance_id, "worker", *bus, *model, *own, *_ENGINE_FLAGS.get(engine, ()))
+            self.keep_frontend(name)
+        for instance_id, engine in zip(self.worker_ids, self.engines, strict=True):
+            flags = ("--engine", engine, "--device", "cpu", *_ENGINE_FLAGS.get(engine, ()))
+            self.keep_worker(instance_id, *self._model, *flags)
         try:
-            async with asyncio.timeout(START_S):
-                for kept in self._supervisor.kept.values():
-                    await kept.ready.wait()
-        except TimeoutError:
-            slow = [kept.name for kept in self._supervisor.kept.values() if not kept.ready.is_set()]
-            raise Broken(f"{', '.join(slow)} did not start within {START_S:g} s") from None
+            await self.ready()
+        except Slow as slow:
+            raise Broken(str(slow)) from None
         await self.whole()
         await self.learn_committed()
 
-    def _keep(self, name: str, *arguments: str) -> Kept:
-        environment = child_environment(self.tmp / "scratch") | {COUNTS_DIR: str(self.tmp / "counts")}
-        kept = Kept(name, python("tests.soak.probe", *arguments), environment, restart=True)
-        self._supervisor.keep(kept)
-        return kept
-
-    def _keep_ports(self, kept: Kept, bus: Sequence[str]) -> None:
-        """The next process takes the ports that the first one found."""
-        ports = [str(urlsplit(kept.facts[url]).port) for url in ("rl_url", "http_url")]
-        own = ("--rl-port", ports[0], "--http-port", ports[1])
-        kept.argv = python("tests.soak.probe", "frontend", *bus, *own)
-
     async def close(self) -> None:
         await self._http.aclose()
-        self._supervisor.end.set()
-        self._supervisor.kill()
-        await self._supervisor.stop([(list(self._supervisor.kept), 1.0)])
-        self._nats.stop()
-        self._printer.flush()
+        await super().close()
 
-    def _line(self, name: str, line: bytes, fd: int) -> None:
-        with (self.tmp / f"{name}.log").open("ab") as log:
-            log.write(f"{time.strftime('%H:%M:%S')} ".encode() + line + b"\n")
-
-    def _event(self, words: str, **facts: Any) -> None:
-        self._line("supervisor", words.encode(), 0)
-        if facts.get("event") == "back":
-            for outage in self.outages:
-                if outage.name == facts["name"] and outage.until == float("inf"):
-                    outage.until = time.monotonic()
-
-    def note(self, words: str) -> None:
-        self._event(words)
+    def back(self, name: str) -> None:
+        for outage in self.outages:
+            if outage.name == name and outage.until == float("inf"):
+                outage.until = time.monotonic()
 
     # ---- its processes ----
-
-    def url(self, name: str, which: str = "http_url") -> str:
-        return str(self._supervisor.kept[name].facts[which]).rstrip("/")
-
-    def pid(self, name: str) -> int:
-        return int(self._supervisor.kept[name].facts["pid"])
 
     def kill(self, name: str) -> None:
         self.note(f"the soak kills {name}")
@@ -191,7 +134,7 @@ class SoakFleet:
 
     async def counts(self) -> dict[str, Counts]:
         """Of each process of the plane."""
-        return {name: await self._counts(name) for name in self._supervisor.kept}
+        return {name: await self._counts(name) for name in self.names}
 
     async def _counts(self, name: str) -> Counts:
         process = psutil.Process(self.pid(name))
@@ -280,13 +223,6 @@ class SoakFleet:
             metrics = (await self._http.get(f"{self.url(name, 'rl_url')}/metrics")).text
             found += [f"{name}: {line}" for line in metrics.splitlines() if line.startswith(_IN_FLIGHT)][:1]
         return [one for one in found if not one.endswith(" 0")] if state.status == 200 else [str(state)]
-
-    def tail(self, lines: int = 12) -> str:
-        parts = []
-        for log in sorted(self.tmp.glob("*.log")):
-            with suppress(OSError):
-                parts += [f"---- {log.stem}", *log.read_text(errors="replace").splitlines()[-lines:]]
-        return "\n".join(parts)
 
 
 _IN_FLIGHT = "rl_plane_generation_in_flight "

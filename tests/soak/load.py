@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tests.soak.checker import Checker, Delivered, Fault, check_partial
+from tests.soak.routes import ROUTES, Choice, Tokens
 from worker.tiny_model import VOCAB_SIZE
 
 REPLY_S = 45.0
@@ -53,7 +54,8 @@ class Ask:
 
     name: str
     kind: str
-    chat: bool
+    route: int
+    """Of ROUTES."""
     adapter: str | None
     prompt: tuple[int, ...]
     max_tokens: int
@@ -71,7 +73,7 @@ class Ask:
 
     @property
     def path(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return ROUTES[self.route].path
 
     @property
     def headers(self) -> dict[str, str]:
@@ -80,16 +82,10 @@ class Ask:
     def body(self, served: int) -> dict[str, Any]:
         """`served`: the newest version that is served for sure."""
         demands = DEMANDS[self.demands]
-        body: dict[str, Any] = {
-            **(demands if "min_version" not in demands else {"min_version": served}),
-            "prompt_token_ids": list(self.prompt),
-            "max_tokens": self.max_tokens,
-            "temperature": 0,
-            "n": self.n,
-            "return_token_ids": True,
-            "stream": self.streamed,
-        }
-        return body if self.adapter is None else {**body, "model": self.adapter}
+        if "min_version" in demands:
+            demands = {"min_version": served}
+        asked = Tokens(self.prompt, self.max_tokens, self.n, self.adapter, self.streamed, demands)
+        return ROUTES[self.route].body(asked)
 
 
 def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence[str]) -> Ask:
@@ -101,7 +97,7 @@ def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence
     return Ask(
         name=f"{client}#{number}",
         kind=kind,
-        chat=chance.random() < 0.5,
+        route=chance.randrange(len(ROUTES)),
         adapter=adapter,
         prompt=tuple(chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 24))),
         max_tokens=chance.randint(120, 400) if long else chance.randint(1, 48),
@@ -134,21 +130,15 @@ class Told:
     logprobs: Counter[int] = field(default_factory=Counter)
     error: dict[str, Any] | None = None
 
-    def take(self, choice: Mapping[str, Any]) -> None:
+    def take(self, choice: Choice) -> None:
         index = choice["index"]
         tokens = choice["token_ids"]
         self.tokens.setdefault(index, []).extend(tokens)
         self.workers[index] = choice["instance_id"]
-        self.logprobs[index] += _logprobs(choice.get("logprobs"))
+        self.logprobs[index] += choice["logprobs"] or 0
         if choice["finish_reason"] is not None:
             self.spans[index] = choice["weight_versions"]
             self.finished[index] = choice["finish_reason"]
-
-
-def _logprobs(told: Any) -> int:
-    if told is None:
-        return 0
-    return len(told["content"] if "content" in told else told["token_logprobs"])
 
 
 class Clients:
@@ -170,6 +160,8 @@ class Clients:
         self.done: Counter[str] = Counter()
         """Requests that came to a good end, by client."""
         self.by_kind: Counter[str] = Counter()
+        self.by_route: Counter[str] = Counter()
+        """Likewise."""
         self.trouble: Counter[str] = Counter()
         """What else clients were told."""
         self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
@@ -222,6 +214,7 @@ class Clients:
         if not whole and told.error is None and not left and not self._excuse(ask.frontend, began):
             self._fault(ask, "lost", f"{len(told.finished)} of {ask.n} choices came to an end, without an error")
         self.by_kind[ask.kind] += whole or left
+        self.by_route[ask.path] += whole or left
         return whole or left
 
     async def _unary(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
@@ -243,9 +236,10 @@ class Clients:
                 told.spans[partial["index"]] = partial["weight_versions"]
                 told.workers[partial["index"]] = partial["instance_id"]
             return False
-        if sorted(choice["index"] for choice in body["choices"]) != list(range(ask.n)):
-            self._fault(ask, "wrong", f"choices {[choice['index'] for choice in body['choices']]} of {ask.n}")
-        for choice in body["choices"]:
+        choices = list(ROUTES[ask.route].choices(body, {}))
+        if sorted(choice["index"] for choice in choices) != list(range(ask.n)):
+            self._fault(ask, "wrong", f"choices {[choice['index'] for choice in choices]} of {ask.n}")
+        for choice in choices:
             told.take(choice)
         return False
 
@@ -268,7 +262,7 @@ class Clients:
                     told.error = chunk["error"]
                     self._check_partials(ask, told)
                     return False
-                for choice in chunk["choices"]:
+                for choice in ROUTES[ask.route].choices(chunk, told.tokens):
                     told.take(choice)
                 chunks += 1
                 if ask.kind == "leaves" and chunks == ask.leaves_after:

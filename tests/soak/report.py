@@ -27,6 +27,8 @@ class Report:
     faults: list[Fault] = field(default_factory=list)
     requests: Counter[str] = field(default_factory=Counter)
     """By kind, those that came to a good end."""
+    routes: Counter[str] = field(default_factory=Counter)
+    """Likewise by route."""
     trouble: Counter[str] = field(default_factory=Counter)
     steps: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
@@ -46,9 +48,11 @@ class Report:
     def text(self) -> str:
         requests = ", ".join(f"{count} {kind}" for kind, count in sorted(self.requests.items()))
         trouble = ", ".join(f"{count} {code}" for code, count in sorted(self.trouble.items()))
+        routes = ", ".join(f"{count} {path}" for path, count in sorted(self.routes.items()))
         lines = [
             f"soak of {self.seconds:g} s, seed {self.seed} on {', '.join(self.engines)}",
             f"requests   {sum(self.requests.values())}: {requests}",
+            f"routes     {routes}",
             f"checked    {self.tokens} tokens of {self.choices} choices; {self.crossed} choices of several versions, "
             f"{self.fragments} cut off before their labels",
             f"told       {trouble or 'nothing else'}",

@@ -73,6 +73,7 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
         settling.cancel()
         await asyncio.gather(settling, return_exceptions=True)
         report.faults += [*clients.faults, *chaos.faults]
+        report.routes = clients.by_route
         report.requests, report.trouble, report.steps = clients.by_kind, clients.trouble, chaos.outcomes
         report.tokens, report.choices = checker.tokens, checker.choices
         report.crossed, report.fragments = checker.crossed, checker.fragments

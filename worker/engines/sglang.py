@@ -26,7 +26,7 @@ from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_streams import FIRST_KEY, Experts, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
+from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -143,6 +143,8 @@ class SglangEngine(Tokenizing):
         if not arguments.enable_return_routed_experts:
             has_experts = bool(getattr(config.hf_text_config, "num_experts_per_tok", None))
             lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
+        else:
+            lacking |= no_cut_rows("stop") | no_cut_rows("stop_token_ids", "ignore_eos")
         return EngineInfo(
             engine="sglang",
             engine_version=sglang.__version__,
@@ -178,9 +180,6 @@ class SglangEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
-        refuse_cut_rows(request, "stop")
-        if request.ignore_eos:
-            refuse_cut_rows(request, "stop_token_ids")
         if request.id in feeder.streams:
             raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unsupported
-from rl_plane.generation import MAX_BAD_WORDS_TOKENS, MAX_STOPS_WITH_MIN_TOKENS, GenerateRequest
+from rl_plane.generation import MAX_BAD_WORDS_TOKENS, MAX_STOPS_WITH_MIN_TOKENS, TOGETHER, GenerateRequest
 
 NO_EXPERTS = "the model has no experts"
 NO_ROUTED = "the engine was not told to: start it with --engine-arg enable_return_routed_experts=true"
@@ -17,29 +17,26 @@ def kept_of_prompt(request: GenerateRequest, prompt: list[int]) -> list[int]:
 
 
 def lacking_fields(capabilities: Mapping[str, str]) -> dict[str, str]:
-    """Fields of a request that an engine of these can't do (`generate:<field>`), each with the reason."""
+    """Fields of a request that an engine of these can't do (`generate:<field>`), or not together
+    (`generate:<field>+<field>`), each with the reason."""
     named = ((name.partition(":"), reason) for name, reason in capabilities.items())
     return {field: reason for (op, _, field), reason in named if op == "generate" and field}
 
 
 def refuse_lacking(request: GenerateRequest, capabilities: Mapping[str, str]) -> None:
-    for field, reason in lacking_fields(capabilities).items():
-        if getattr(request, field) != _default(field):
+    for fields, reason in lacking_fields(capabilities).items():
+        field, *others = fields.split(TOGETHER)
+        if all(getattr(request, one) != _default(one) for one in (field, *others)):
             raise Unsupported(
                 reason, field=field, fix="leave it out, or name a worker that can: nvext.instance_id"
             )
 
 
-def refuse_cut_rows(request: GenerateRequest, *outside: str) -> None:
-    """For an engine that tells of experts only when it ends a request itself. `outside`: fields that end it elsewhere,
-    by what the adapter finds in the tokens or in their text."""
-    for field in outside:
-        if request.routed_experts and getattr(request, field):
-            raise Unsupported(
-                f"this engine tells no routed experts where {' with '.join(outside)} ends a choice",
-                field=field,
-                fix="leave it out, or name a worker that can: nvext.instance_id",
-            )
+def no_cut_rows(*outside: str) -> dict[str, str]:
+    """For an engine that tells of experts only when it ends a request itself. `outside`: fields by which, all together,
+    the adapter ends it."""
+    reason = f"this engine tells no routed experts where {' with '.join(outside)} ends a choice"
+    return {f"generate:{TOGETHER.join((*outside, 'routed_experts'))}": reason}
 
 
 def _default(field: str) -> Any:

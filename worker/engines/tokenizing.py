@@ -58,7 +58,7 @@ async def _whole_prompt(tokenizer: Any, request: GenerateRequest) -> list[int]:
     if request.prompt_token_ids is not None:
         return list(request.prompt_token_ids)
     if request.prompt is not None:
-        return await _encoded(tokenizer, request.prompt, False, None)
+        return await _encoded(tokenizer, request.prompt, request.add_special_tokens, None)
     return await _rendered(tokenizer, request.messages or [], request.rendering, None)
 
 

@@ -23,7 +23,7 @@ from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo,
 from worker.engines.lora import NO_LORA
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
-from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, refuse_cut_rows, refuse_lacking
+from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
 from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
@@ -145,6 +145,8 @@ class VllmEngine(Tokenizing):
             lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
         if not config.aux_output_config.enable_return_routed_experts:
             lacking["generate:routed_experts"] = self._no_routed_experts()
+        else:
+            lacking |= no_cut_rows("stop")
         return lacking
 
     def _no_routed_experts(self) -> str:
@@ -176,7 +178,6 @@ class VllmEngine(Tokenizing):
         prompt = await prompt_tokens(self._tokenizer, request)
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
-        refuse_cut_rows(request, "stop")
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
         told: list[int] | None = prompt
         try:

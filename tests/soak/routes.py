@@ -1,0 +1,100 @@
+"""The routes that the soak asks for tokens: what each is sent, and its replies in one form, as a choice of OpenAI's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Choice = Mapping[str, Any]
+"""{index, token_ids, logprobs: how many or None, finish_reason, instance_id, weight_versions}: what is new of it."""
+Before = Mapping[int, Sequence[int]]
+"""What came of each choice before this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What is asked for, whatever the route calls it."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    n: int
+    adapter: str | None
+    stream: bool
+    demands: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    path: str
+    body: Callable[[Tokens], dict[str, Any]]
+    choices: Callable[[Any, Before], Iterable[Choice]]
+    """Of a whole reply, or of a stream's event. ValueError: it takes back what came before."""
+
+
+def _openai_body(ask: Tokens) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        **ask.demands,
+        "prompt_token_ids": list(ask.prompt),
+        "max_tokens": ask.max_tokens,
+        "temperature": 0,
+        "n": ask.n,
+        "return_token_ids": True,
+        "stream": ask.stream,
+    }
+    return body if ask.adapter is None else {**body, "model": ask.adapter}
+
+
+def _vllm_body(ask: Tokens) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        **ask.demands,
+        "token_ids": list(ask.prompt),
+        "sampling_params": {"max_tokens": ask.max_tokens, "temperature": 0, "n": ask.n, "logprobs": 1},
+        "stream": ask.stream,
+    }
+    return body if ask.adapter is None else {**body, "model": ask.adapter}
+
+
+def _of_openai(told: Any, before: Before) -> Iterable[Choice]:
+    """vLLM's are alike."""
+    for choice in told["choices"]:
+        logprobs = choice.get("logprobs")
+        if logprobs is not None:
+            logprobs = len(logprobs["content"] if "content" in logprobs else logprobs["token_logprobs"])
+        yield {**choice, "logprobs": logprobs}
+
+
+def _sglang_body(ask: Tokens) -> dict[str, Any]:
+    return {
+        **ask.demands,
+        "input_ids": list(ask.prompt),
+        "sampling_params": {"max_new_tokens": ask.max_tokens, "temperature": 0, "n": ask.n},
+        "return_logprob": True,
+        "lora_path": ask.adapter,
+        "stream": ask.stream,
+    }
+
+
+def _of_sglang(told: Any, before: Before) -> Iterable[Choice]:
+    """An event has all of its choice so far, and its index; of a whole reply the place tells it."""
+    for place, choice in enumerate(told if isinstance(told, list) else [told]):
+        index, tokens, meta = choice.get("index", place), choice["output_ids"], choice["meta_info"]
+        had = list(before.get(index, ()))
+        if tokens[: len(had)] != had:
+            raise ValueError(f"choice {index} had {len(had)} tokens, which are not those that it begins with now")
+        yield {
+            "index": index,
+            "token_ids": tokens[len(had) :],
+            "logprobs": len(meta["output_token_logprobs"]) - len(had),
+            "finish_reason": meta["finish_reason"] and meta["finish_reason"]["type"],
+            "instance_id": meta["instance_id"],
+            "weight_versions": meta["weight_versions"],
+        }
+
+
+ROUTES = (
+    Route("/v1/completions", _openai_body, _of_openai),
+    Route("/v1/chat/completions", _openai_body, _of_openai),
+    Route("/inference/v1/generate", _vllm_body, _of_openai),
+    Route("/generate", _sglang_body, _of_sglang),
+)
