@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rl_plane.errors import FenceRequired, InvalidRequest, NotAdmitted, StaleFence, WrongIncarnation
+from rl_plane.generation import names_of
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
-from worker.generation import _names
 from worker.state import Reason, TokenLoad, TokenShare, WorkerState
 
 V0 = WeightVersion("run", 0, "initial", "blake3:" + "0" * 64)
@@ -154,4 +154,4 @@ def test_a_request_weighs_its_prompt_then_what_was_made_too() -> None:
     ],
 )
 def test_a_reply_and_a_choice_name_what_is_tried_for_them(stream_id: str, names: set[str]) -> None:
-    assert set(_names(stream_id)) == names
+    assert set(names_of(stream_id)) == names
