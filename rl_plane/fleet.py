@@ -21,8 +21,10 @@ from rl_plane.errors import (
     MembershipChanged,
     NoWorkers,
     PlaneError,
+    StaleFence,
     Unavailable,
     Unsupported,
+    WrongIncarnation,
 )
 from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
 from rl_plane.fleet_replies import (
@@ -48,7 +50,10 @@ from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
 READY_POLL_S = 0.2
 LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
-
+UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
+"""Errors of a worker that has done nothing of what it was asked."""
+DISABLED = b"disabled"
+"""Of an admission key; empty: enabled."""
 
 Handler = Callable[["Call"], Awaitable[dict[str, Any]]]
 
@@ -321,17 +326,32 @@ class Fleet:
         async with self.client.lock(call.view) as held:
             snapshot = await call.view.barrier()
             places = group_places(snapshot, call.body)
-            out = await self.client.call_all(
-                "init_transport",
-                {**call.body, **places},
-                component=call.view.subjects.component,
-                fingerprint=snapshot.fingerprint,
-                empty="ok",
-                held=held,
-            )
-        if out.failed:
-            raise change_error(call, "init_transport", out)
+            start = time.monotonic()
+            body = {**call.body, **places}
+            rows = await self.client.ask(call.view, snapshot.members, "init_transport", body, held=held)
+            out = FanOut(snapshot, rows, time.monotonic() - start)
+            if out.failed:
+                error = change_error(call, "init_transport", out)
+                if call.body.get("form") == "torch":
+                    await self._keep_out(call, held, out, error)
+                raise error
+            check_pin(await call.view.barrier(), None, snapshot.fingerprint)
         return merged(call, out, **places)
+
+    async def _keep_out(self, call: Call, held: HeldLock, out: FanOut, error: PlaneError) -> None:
+        """A worker that has failed to join a trainer's own group stays out of routing until it is enabled: what is left
+        in it of a rendezvous that broke is not known. One that has refused was not touched; one that is gone keeps
+        nothing. (The plane's own groups are formed anew by their sender, so nobody would be there to enable it.)"""
+        failed = {row.instance_id for row in out.failed if not (row.lost or isinstance(row.error, UNTOUCHED))}
+        if not failed:
+            return
+        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            for instance_id in sorted(failed):
+                await held.put(ADMISSION_PREFIX + instance_id, DISABLED)
+            error.facts["disabled"] = sorted(failed)
+            error.facts["fix"] = "POST /v1/rl/workers/{id}/enable puts a worker back, once it is looked after"
+            there = [member for member in (await call.view.barrier()).members if member.instance_id in failed]
+            await self.client.ask(call.view, there, "set_admission", {"open": False}, held=held)
 
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
@@ -346,7 +366,7 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
+        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
 
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""
