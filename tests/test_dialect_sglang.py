@@ -175,10 +175,12 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         part = {"serialized_named_tensors": [good, good], "load_format": "safetensors", "weight_version": "one"}
         assert fine(await http.post(path, json=part))["weight_version"] == "one"
         assert await served(http) == [(True, "one")] * 2
-        # While the fleet is paused, it waits; twice is too often.
+        # While the fleet is paused, it waits; twice is too often, unless it is the same call once more.
         fine(await http.post("/pause_generation", json={"mode": "retract"}))
-        fine(await http.post(path, json=part))
-        refused(await http.post(path, json=part), 400)
+        held = fine(await http.post(path, json=part))
+        assert "are held" in held["message"]
+        assert fine(await http.post(path, json=part)) == held
+        assert "came twice" in refused(await http.post(path, json={**part, "flush_cache": False}), 400)["message"]
         fine(await http.post(path, json={**part, "weight_version": "two"}))
         assert [one[1] for one in await served(http)] == ["one"] * 2
         # A wrong group drops nothing of it.
@@ -196,6 +198,61 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert await served(http) == [(True, "three")] * 2
         error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
         assert "finish_weight_update" in error["fix"]
+
+
+async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
+    """verl's client sends a call again, up to three times, when it has waited for its answer for 60 s."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+
+        async def sequence() -> int:
+            return int(fine(await http.get("/v1/rl/state"))["sequence"])
+
+        for step in (1, 2):
+            label = {"weight_version": str(step)}
+            *parts, last = [
+                {**body, **label} for body in one_by_one(plane, 1)
+            ]  # the same weights, by another name
+            for part in parts:
+                told = fine(await http.post(path, json=part))
+                assert "are held" in told["message"]
+                assert fine(await http.post(path, json=part)) == told
+            assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors are held, 1 of")
+            done = fine(await http.post(path, json=last))
+            assert done["weight_version"] == str(step)
+            for _ in range(2):
+                assert fine(await http.post(path, json=last)) == done
+            assert await sequence() == step
+            assert (await http.get("/flush_cache")).status_code == 200
+        # Another update has come between: it is another call now.
+        fine(await http.post("/v1/rl/update_weights", json={"transport": on_disk(plane, 2)}))
+        assert "are held" in fine(await http.post(path, json=last))["message"]
+        # Under one id there is one call.
+        first, second = parts[:2]
+        named = {"Idempotency-Key": "one"}
+        told = fine(await http.post(path, json=first, headers=named))
+        assert refused(await http.post(path, json=second, headers=named), 400)["field"] == "Idempotency-Key"
+        assert fine(await http.post(path, json=first, headers=named)) == told
+        assert await sequence() == 3
+
+
+async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        *parts, last = one_by_one(plane, 1)
+        for part in parts:
+            fine(await http.post(path, json=part))
+        prepared = fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 2)}))
+        assert refused(await http.post(path, json=last), 503)["code"] == "locked"
+        fine(await http.post("/v1/rl/abort_weights_update", json={"update_id": prepared["update_id"]}))
+        assert fine(await http.post(path, json=last))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+
+
+def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
+    return {"backend": "filesystem", "path": str(plane.model(seed))}
 
 
 async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,6 +259,42 @@ async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
         assert (await http.post("/slow", json={"a": 1})).json() == 3
 
 
+async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(app: FastAPI) -> None:
+    update: list[str | None] = ["one"]
+    runs = []
+
+    async def part(ask: Ask) -> Any:
+        runs.append(ask.body)
+        if ask.has("wrong"):
+            raise InvalidRequest("it can't be")
+        return len(runs)
+
+    async def other(ask: Ask) -> Any:
+        return None
+
+    async def standing() -> object:
+        return update[0]
+
+    add_route(app, ["POST"], "/part", part, summary="", once=True, standing=standing)
+    add_route(app, ["GET", "POST"], "/other", other, summary="")
+    async with speaking(app) as http:
+
+        async def told(**body: Any) -> Any:
+            return (await http.post("/part", json=body)).json()
+
+        assert [await told(a=1), await told(a=2), await told(a=1), await told(a=2)] == [1, 2, 1, 2]
+        await http.get("/other")
+        assert await told(a=1) == 1
+        assert [(await told(wrong=1))["message"] for _ in range(3)] == ["it can't be"] * 3
+        assert len(runs) == 5, "what failed is done again"
+        update[0] = "two"
+        assert [await told(a=1), await told(a=1)] == [6, 6]
+        await http.post("/other")
+        assert await told(a=1) == 7
+        update[0] = None  # its update has ended with it: the next one may have the same body
+        assert [await told(a=1), await told(a=1)] == [8, 9]
+
+
 # ---- the version that is told ----
 
 

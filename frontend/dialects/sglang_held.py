@@ -101,6 +101,7 @@ class HeldTensors:
         self._plane = plane
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
+        self._number = 0
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
@@ -109,6 +110,12 @@ class HeldTensors:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    @property
+    def number(self) -> int:
+        """Another one for each update, and for the time between two."""
+        self._look()
+        return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
         """`policy` and `label` of the update, as the newest call has them (None: as before)."""
@@ -124,15 +131,21 @@ class HeldTensors:
         if twice := sorted(self._tensors.keys() & tensors.keys()):
             self.drop()
             raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
+        self._number += not self._tensors
         self._tensors.update(tensors)
         self._policy, self._at = policy, time.monotonic()
         asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
         self._label = label or self._label
 
+    def take_back(self, tensors: Tensors) -> None:
+        """The newest call's, which is to come again."""
+        self._tensors = {name: one for name, one in self._tensors.items() if name not in tensors}
+
     def name(self, label: str) -> None:
         self._label = label
 
     def drop(self) -> None:
+        self._number += bool(self._tensors)
         self._tensors, self._policy, self._label = {}, {}, None
 
     def _look(self) -> None:
@@ -155,7 +168,7 @@ class HeldTensors:
         return len(self._tensors) >= self._wanted
 
     async def commit(self) -> dict[str, Any]:
-        tensors, policy, label = dict(self._tensors), self._policy, self._label
+        tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
         with begun():
             transport = await self._store.put(tensors, "weights")
@@ -167,5 +180,5 @@ class HeldTensors:
             try:
                 return await self._plane.calls.run("update_weights", body)
             except Locked:  # it has not begun: who asks once more commits it
-                self._tensors, self._policy, self._label = tensors, policy, label
+                self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

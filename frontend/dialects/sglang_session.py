@@ -111,6 +111,11 @@ class Updates:
             return None
         return session if UpdateWeights.model_validate(session.body).fed else None
 
+    async def fed_standing(self) -> str | None:
+        """Of what is broadcast: its next update may be announced by the same bodies."""
+        session = await self.session()
+        return session.update_id if session is not None else None
+
     # ---- parts ----
 
     async def take_part(self, fields: DistributedFields) -> dict[str, Any]:

@@ -313,6 +313,7 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
         claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
         once=True,
+        standing=transactions.standing,
     )
     add_route(
         app,
