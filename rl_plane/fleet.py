@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
@@ -44,8 +44,8 @@ from rl_plane.fleet_updates import FleetUpdates
 from rl_plane.history import read_history
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import DesiredPause, read_pause, version_wire
-from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
+from rl_plane.record import DesiredMemory, DesiredPause, read_memory, read_pause, version_wire
+from rl_plane.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
 
 READY_POLL_S = 0.2
 LOST_RETRIES = 3
@@ -303,12 +303,15 @@ class Fleet:
             raise change_error(call, op, out)
         return merged(call, out)
 
-    async def _memory(self, call: Call) -> dict[str, Any]:
-        """By all or by nobody: not every engine, or not as it was started, can do this."""
-        out, op = await self._ask(call, "describe"), call.op.name
+    async def check_memory(
+        self, op: str, workers: Sequence[str] | None = None, component: str | None = None
+    ) -> None:
+        """Unsupported unless the engines can do it (`release_memory`, `resume_memory`): by all or by nobody. One that
+        can't has released nothing, so it keeps nobody from taking memory back. Nobody is touched."""
+        out = await self.client.call_all("describe", workers=workers, component=component, empty="ok")
         told = [row for row in out.rows if row.status == "ok"]
         lacking = {row.instance_id: why for row in told if (why := row.body["capabilities"].get(op)) is not None}
-        if lacking:
+        if lacking and (op == "release_memory" or len(lacking) == len(told)):
             first = next(iter(lacking.values()))
             raise Unsupported(
                 f"{len(lacking)} of {len(out.rows)} engines can't {op}: {first}",
@@ -316,7 +319,24 @@ class Fleet:
                 lacking=lacking,
                 fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
             )
-        return await self._change(call)
+
+    async def _memory(self, call: Call) -> dict[str, Any]:
+        """What is wanted is written before anybody is asked, so that a worker which starts meanwhile does it too. A
+        call that fails leaves it wanted that the memory is there: that is what a worker is started with."""
+        op, workers, subjects = call.op.name, call.select.workers, call.view.subjects
+        await self.check_memory(op, workers, subjects.component)
+        snapshot = await self._members(call)
+        tags = ops.MemoryTags.model_validate(call.body).tags
+        async with self.client.lock(call.view) as held:
+            earlier = await read_memory(self.client.bus, subjects.state) or DesiredMemory()
+            await held.put(MEMORY, earlier.after(op, tags, workers).encode())
+            try:
+                return await self._on_each(call, op, call.body, held, snapshot)
+            except PlaneError:
+                if op == "release_memory":
+                    with contextlib.suppress(PlaneError):
+                        await held.put(MEMORY, earlier.encode())
+                raise
 
     async def _init_transport(self, call: Call) -> dict[str, Any]:
         """A group is formed by every rank of the fleet, each at its own place in it."""

@@ -225,7 +225,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def sleep(ask: Ask) -> Any:
         fields = take(SleepFields, ask)
         if fields.level > 0:
-            await _check_can_release(plane)
+            await plane.calls.fleet.check_memory("release_memory")  # before anybody is paused for it
         await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
         if fields.level > 0:
             try:
@@ -323,18 +323,3 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         summary="Name the update that is under way.",
         fields=VersionFields,
     )
-
-
-async def _check_can_release(plane: DialectPlane) -> None:
-    """Before anybody is paused for it."""
-    rows = (await plane.calls.run("describe", {}))["workers"]
-    lacking = {
-        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
-    }
-    if lacking:
-        raise Unsupported(
-            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
-            field="level",
-            lacking=lacking,
-            fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
-        )
