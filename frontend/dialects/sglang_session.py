@@ -235,11 +235,14 @@ class Updates:
             for name in ("names", "dtypes", "shapes")
         ]
         part = {
+            "update_id": update_id,
             **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        call = self._plane.calls.run("feed_weights_update", {"update_id": update_id, **part})
+        with begun():  # who is told "ready" sends at once: what does not fit is told before
+            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True})
+        call = self._plane.calls.run("feed_weights_update", part)
         task = asyncio.create_task(call, name="two-phase update")
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()
