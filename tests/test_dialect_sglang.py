@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -384,6 +385,47 @@ async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
         assert await served(http) == [(False, "4")] * 2
         await post("/resume_memory_occupation", tags=["kv_cache"])
         await makes(4)
+
+
+async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
+    """A pause ends what runs; its client sends each again, its tokens so far behind the prompt, until it is whole."""
+    plane.spawn_copies(2, token_delay_s=0.01)
+    tokens, requests = 400, 4
+    digests = [model_digest(plane.model(seed)) for seed in (0, 1)]
+    async with facade(plane) as http:
+
+        async def generated(first: int) -> list[str]:
+            """How each of its sendings ended."""
+            prompt, made, ends = [first, 6, 7], 0, []
+            while made < tokens and "length" not in ends:
+                body = {
+                    "input_ids": prompt,
+                    "sampling_params": {"max_new_tokens": tokens - made, "temperature": 0, "ignore_eos": True},
+                    "return_logprob": True,
+                    "stream": False,
+                }
+                meta = fine(await http.post("/generate", json=body, timeout=3600))["meta_info"]
+                new = [token for _, token, *_ in meta["output_token_logprobs"]]
+                digest = digests[int(meta["weight_version"] == "1")] if new else ""
+                assert new == [fake_token(digest, prompt, place) for place in range(len(new))]
+                prompt, made = [*prompt, *new], made + len(new)
+                ends.append(meta["finish_reason"]["type"])
+            assert made == tokens
+            return ends
+
+        async def all_run() -> bool:
+            loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+            return bool(sum(load["num_running_reqs"] for load in loads) == requests)
+
+        assert (await http.get("/health")).status_code == 200
+        running = [asyncio.create_task(generated(first)) for first in range(requests)]
+        await plane.until(all_run, 30)
+        fine(await http.post("/pause_generation", json={}))
+        update = {"model_path": str(plane.model(1)), "abort_all_requests": True, "weight_version": "1"}
+        fine(await http.post("/update_weights_from_disk", json=update))
+        fine(await http.post("/continue_generation", json={}))
+        for ends in await asyncio.gather(*running):
+            assert (ends[0], ends[-1]) == ("abort", "length")
 
 
 async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:

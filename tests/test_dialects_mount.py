@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -367,3 +369,42 @@ def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr("frontend.dialects.routes._reported", {("/full", str(each)) for each in range(1000)})
     report("/x", "y")
     assert not caplog.records
+
+
+# ---- the tables of conformance ----
+
+DOCS = Path(__file__).parent.parent / "docs"
+TRAINERS = {
+    "vLLM",
+    "TRL",
+    "SkyRL",
+    "prime-rl",
+    "slime",
+    "miles",
+    "AReaL",
+    "verl",
+    "NeMo-RL",
+    "SGLang-Omni",
+    "Dynamo",
+}
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table beneath a heading."""
+    text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_every_row_names_a_test_that_there_is() -> None:
+    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    for trainer, *_, named in rows:
+        tests = named.split(", ")
+        for test in tests:
+            found = re.fullmatch(r"`(tests/\w+\.py)::(\w+)`", test)
+            assert found, f"{trainer}: {named!r} is not `tests/file.py::name`"
+            text = (DOCS.parent / found[1]).read_text()
+            assert re.search(rf"^(async )?def {found[2]}\(", text, re.MULTILINE), f"{trainer}: there is no {test}"
+            # A step of a test is one only where the test takes it.
+            assert found[2].startswith("test_") or len(re.findall(rf"\b{found[2]}\b", text)) > 1, test
+    assert TRAINERS - {name for trainer, *_ in rows for name in re.split(r"[ ,(]+", trainer)} == set()
