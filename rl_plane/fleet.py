@@ -71,7 +71,7 @@ class Fleet:
             "state": self._state,
             "workers": self._workers,
             "weight_version": self._weight_version,
-            "describe": self._read,
+            "describe": self._describe,
             "updates": self._history,
             "init_transport": self._init_transport,
             "release_memory": self._memory,
@@ -151,9 +151,15 @@ class Fleet:
 
     # ---- reading ----
 
-    async def _read(self, call: Call) -> dict[str, Any]:
+    async def _describe(self, call: Call) -> dict[str, Any]:
+        if call.body.get("manifest_from") is not None and len(call.select.workers or ()) != 1:
+            raise InvalidRequest(
+                "the tensors of one worker's model are told",
+                field="workers",
+                fix="name one: those of a model agree",
+            )
         await self._members(call)
-        return merged(call, await self._ask(call, call.op.name))
+        return merged(call, await self._ask(call, "describe", call.body))
 
     async def _liveness(self, call: Call) -> dict[str, Any]:
         await self._members(call)

@@ -286,6 +286,8 @@ async def test_an_update_that_is_not_whole_is_told_of(
         for _ in range(2):
             error = refused(await http.get("/flush_cache"), 400)
             assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+            assert 0 < len(error["missing"]) <= min(8, len(rest))
+            assert error["missing"][0] in error["message"]
         for one in rest:
             fine(await http.post(path, json=one))
         fine(await http.get("/flush_cache"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
 from rl_plane.errors import Conflict, EngineFailed
-from rl_plane.versions import VersionReply
+from rl_plane.versions import TensorSpec, VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import ByRank, Handler
 from worker.engine_loop import EngineLoop
@@ -133,7 +134,7 @@ class OpHandlers:
             failed=self._updates.failed,
         )
 
-    def _describe(self, body: bodies.Empty, fence: int) -> ops.DescribeReply:
+    def _describe(self, body: ops.Describe, fence: int) -> ops.DescribeReply:
         spec = self._adapter.weight_spec()
         return ops.DescribeReply(
             engine=self._info.engine,
@@ -154,6 +155,7 @@ class OpHandlers:
             tensors=len(spec),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
+            manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),
         )
 
     async def _tokenize(self, body: ops.Tokenize, fence: int) -> ops.TokenizeReply:
@@ -280,3 +282,10 @@ def _staged_version(staged: Staging | None) -> VersionReply | None:
 
 class EngineHung(EngineFailed):
     """It may still come back; a dead one does not."""
+
+
+def _page(spec: Mapping[str, TensorSpec], start: int) -> list[ops.TensorReply]:
+    return [
+        ops.TensorReply(name=name, dtype=one.dtype, shape=list(one.shape))
+        for name, one in itertools.islice(spec.items(), start, start + ops.MANIFEST_PAGE)
+    ]

@@ -114,8 +114,11 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         fields = take(FlushFields, ask)
         if updates.held and not await updates.waits_for_more() and not await updates.held.is_whole():
             # verl flushes after its last bucket: without a word it would take the update for done.
+            missing = await updates.held.missing()
             raise InvalidRequest(
-                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}",
+                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}; "
+                f"missing: {', '.join(missing)}",
+                missing=missing,
                 fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
             )
         return await _flush(plane, fields.timeout)

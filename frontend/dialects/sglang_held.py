@@ -16,8 +16,10 @@ from typing import Any
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun
+from frontend.dialects.routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.manifest import Manifest, pack
+from rl_plane.ops import MANIFEST_PAGE
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
 from rl_plane.safetensors_file import parse_header
@@ -166,6 +168,19 @@ class HeldTensors:
         rows = (await self._plane.calls.run("describe", {}))["workers"]
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         return len(self._tensors) >= self._wanted
+
+    async def missing(self) -> list[str]:
+        """The first few names that are the model's and are not held."""
+        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
+        found: list[str] = []
+        for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():
+            asked = {"workers": [largest[0]["instance_id"]], "manifest_from": start}
+            (row,) = (await self._plane.calls.run("describe", asked))["workers"]
+            found += [one["name"] for one in row.get("manifest") or () if one["name"] not in self._tensors]
+            if len(found) >= SHOWN:
+                break
+        return found[:SHOWN]
 
     async def commit(self) -> dict[str, Any]:
         tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
