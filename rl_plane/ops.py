@@ -198,6 +198,8 @@ class AbortedReply(TypedDict):
 
 class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    closed: bool = False
+    """Out of routing meanwhile: reading all weights holds an engine up."""
 
 
 class CheckWeightsReply(TypedDict):

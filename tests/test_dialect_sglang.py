@@ -14,6 +14,7 @@ from frontend.dialects import routes
 from frontend.dialects.sglang_held import read_tensors
 from rl_plane.safetensors_file import write_safetensors
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
 from worker.staging import model_digest
@@ -333,6 +334,24 @@ async def test_checks_adapters_and_memory(plane: Plane) -> None:
             answer = await http.post(path, json={"tags": None})
             assert fine(answer) is None
         fine(await http.post("/continue_generation", json={}))
+
+
+async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: Plane) -> None:
+    ids = plane.spawn_copies(3)
+    fleet = await plane.fleet()
+    async with facade(plane) as http:
+        for path, body in (("/weights_checker", {}), ("/weight_checker", {"action": "checksum"})):
+            told = await Told.follow(fleet.client)
+            fine(await http.post(path, json=body))
+            assert await served(http) == [(True, "initial")] * 3
+            await plane.until(lambda told=told: {*_closed(told)} == told.admitted[-1] == {*ids})
+            assert _closed(told) == ids, path
+
+
+def _closed(told: Told) -> list[str]:
+    """Who was out of routing for a check, in that order."""
+    those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
+    return list(dict.fromkeys(those))
 
 
 async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:

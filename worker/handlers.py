@@ -240,7 +240,14 @@ class OpHandlers:
         async with self._follower.turn(fence):
             if body.action == "reset_tensors":
                 await self._memory.weights_are_gone("reset_tensors overwrote the weights")
-            ranks = await self._engine.run(self._adapter.check_weights(body.action))
+            if body.closed:
+                self._state.close("checking")
+                self._tell()
+            try:
+                ranks = await self._engine.run(self._adapter.check_weights(body.action))
+            finally:
+                self._state.open("checking")
+                self._tell()
         return ops.CheckWeightsReply(ranks=ranks)
 
     # ---- memory ----

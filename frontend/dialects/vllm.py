@@ -10,6 +10,7 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import (
     MEMORY,
+    checksum_each,
     let_go,
     members,
     same_of_all,
@@ -209,10 +210,9 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             return {"status": "reset"}
         if fields.action == "compare" and fields.baseline is None:
             raise InvalidRequest("compare needs a baseline", field="baseline", fix="send an earlier checksum's")
-        reply = await plane.calls.run("check_weights", {"action": "checksum"}, ask.request_id)
         found = {
             f"{row['instance_id']}.rank{rank['rank']}": str(rank["checksum"])
-            for row in reply["workers"]
+            for row in await checksum_each(plane)
             for rank in row["ranks"]
         }
         if fields.action == "checksum":
