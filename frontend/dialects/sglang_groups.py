@@ -79,9 +79,9 @@ class Groups:
         backend = await self.backend_of(name)
         if name not in self._backends:
             raise InvalidRequest(
-                "The group to be destroyed does not exist.",
+                "The group to be destroyed does not exist: no group of this name was formed with this frontend.",
                 field="group_name",
-                fix="see init_weights_update_group",
+                fix="ask the frontend that formed it; or init_weights_update_group, which forms it anew",
             )
         reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
         del self._backends[name]
