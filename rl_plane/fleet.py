@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
@@ -21,8 +21,10 @@ from rl_plane.errors import (
     MembershipChanged,
     NoWorkers,
     PlaneError,
+    StaleFence,
     Unavailable,
     Unsupported,
+    WrongIncarnation,
 )
 from rl_plane.fanout import Missing
 from rl_plane.fleet_ops import FLEET_OPS, ONE_COMPONENT, Select
@@ -43,8 +45,15 @@ from rl_plane.fleet_updates import FleetUpdates
 from rl_plane.history import read_history
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Snapshot
-from rl_plane.record import DesiredPause, read_frontends, read_pause, version_wire
-from rl_plane.subjects import ADMISSION_PREFIX, PAUSE, check_name
+from rl_plane.record import (
+    DesiredMemory,
+    DesiredPause,
+    read_frontends,
+    read_memory,
+    read_pause,
+    version_wire,
+)
+from rl_plane.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
 from rl_plane.wire import Request, decode, encode
 
 READY_POLL_S = 0.2
@@ -52,7 +61,10 @@ FRONTENDS_S = 2.0
 """For an answer of a frontend, whose loop has one within milliseconds: one that is stopped is not waited for longer."""
 LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
-
+UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
+"""Errors of a worker that has done nothing of what it was asked."""
+DISABLED = b"disabled"
+"""Of an admission key; empty: enabled."""
 
 Handler = Callable[["Call"], Awaitable[dict[str, Any]]]
 
@@ -70,7 +82,7 @@ class Fleet:
             "state": self._state,
             "workers": self._workers,
             "weight_version": self._weight_version,
-            "describe": self._read,
+            "describe": self._describe,
             "updates": self._history,
             "init_transport": self._init_transport,
             "release_memory": self._memory,
@@ -151,9 +163,15 @@ class Fleet:
 
     # ---- reading ----
 
-    async def _read(self, call: Call) -> dict[str, Any]:
+    async def _describe(self, call: Call) -> dict[str, Any]:
+        if call.body.get("manifest_from") is not None and len(call.select.workers or ()) != 1:
+            raise InvalidRequest(
+                "the tensors of one worker's model are told",
+                field="workers",
+                fix="name one: those of a model agree",
+            )
         await self._members(call)
-        return merged(call, await self._ask(call, call.op.name))
+        return merged(call, await self._ask(call, "describe", call.body))
 
     async def _liveness(self, call: Call) -> dict[str, Any]:
         await self._members(call)
@@ -303,12 +321,15 @@ class Fleet:
             raise change_error(call, op, out)
         return merged(call, out)
 
-    async def _memory(self, call: Call) -> dict[str, Any]:
-        """By all or by nobody: not every engine, or not as it was started, can do this."""
-        out, op = await self._ask(call, "describe"), call.op.name
+    async def check_memory(
+        self, op: str, workers: Sequence[str] | None = None, component: str | None = None
+    ) -> None:
+        """Unsupported unless the engines can do it (`release_memory`, `resume_memory`): by all or by nobody. One that
+        can't has released nothing, so it keeps nobody from taking memory back. Nobody is touched."""
+        out = await self.client.call_all("describe", workers=workers, component=component, empty="ok")
         told = [row for row in out.rows if row.status == "ok"]
         lacking = {row.instance_id: why for row in told if (why := row.body["capabilities"].get(op)) is not None}
-        if lacking:
+        if lacking and (op == "release_memory" or len(lacking) == len(told)):
             first = next(iter(lacking.values()))
             raise Unsupported(
                 f"{len(lacking)} of {len(out.rows)} engines can't {op}: {first}",
@@ -316,7 +337,24 @@ class Fleet:
                 lacking=lacking,
                 fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
             )
-        return await self._change(call)
+
+    async def _memory(self, call: Call) -> dict[str, Any]:
+        """What is wanted is written before anybody is asked, so that a worker which starts meanwhile does it too. A
+        call that fails leaves it wanted that the memory is there: that is what a worker is started with."""
+        op, workers, subjects = call.op.name, call.select.workers, call.view.subjects
+        await self.check_memory(op, workers, subjects.component)
+        snapshot = await self._members(call)
+        tags = ops.MemoryTags.model_validate(call.body).tags
+        async with self.client.lock(call.view) as held:
+            earlier = await read_memory(self.client.bus, subjects.state) or DesiredMemory()
+            await held.put(MEMORY, earlier.after(op, tags, workers).encode())
+            try:
+                return await self._on_each(call, op, call.body, held, snapshot)
+            except PlaneError:
+                if op == "release_memory":
+                    with contextlib.suppress(PlaneError):
+                        await held.put(MEMORY, earlier.encode())
+                raise
 
     async def _init_transport(self, call: Call) -> dict[str, Any]:
         """A group is formed by every rank of the fleet, each at its own place in it."""
@@ -326,17 +364,32 @@ class Fleet:
         async with self.client.lock(call.view) as held:
             snapshot = await call.view.barrier()
             places = group_places(snapshot, call.body)
-            out = await self.client.call_all(
-                "init_transport",
-                {**call.body, **places},
-                component=call.view.subjects.component,
-                fingerprint=snapshot.fingerprint,
-                empty="ok",
-                held=held,
-            )
-        if out.failed:
-            raise change_error(call, "init_transport", out)
+            start = time.monotonic()
+            body = {**call.body, **places}
+            rows = await self.client.ask(call.view, snapshot.members, "init_transport", body, held=held)
+            out = FanOut(snapshot, rows, time.monotonic() - start)
+            if out.failed:
+                error = change_error(call, "init_transport", out)
+                if call.body.get("form") == "torch":
+                    await self._keep_out(call, held, out, error)
+                raise error
+            check_pin(await call.view.barrier(), None, snapshot.fingerprint)
         return merged(call, out, **places)
+
+    async def _keep_out(self, call: Call, held: HeldLock, out: FanOut, error: PlaneError) -> None:
+        """A worker that has failed to join a trainer's own group stays out of routing until it is enabled: what is left
+        in it of a rendezvous that broke is not known. One that has refused was not touched; one that is gone keeps
+        nothing. (The plane's own groups are formed anew by their sender, so nobody would be there to enable it.)"""
+        failed = {row.instance_id for row in out.failed if not (row.lost or isinstance(row.error, UNTOUCHED))}
+        if not failed:
+            return
+        with contextlib.suppress(PlaneError):  # the first error is the one that counts
+            for instance_id in sorted(failed):
+                await held.put(ADMISSION_PREFIX + instance_id, DISABLED)
+            error.facts["disabled"] = sorted(failed)
+            error.facts["fix"] = "POST /v1/rl/workers/{id}/enable puts a worker back, once it is looked after"
+            there = [member for member in (await call.view.barrier()).members if member.instance_id in failed]
+            await self.client.ask(call.view, there, "set_admission", {"open": False}, held=held)
 
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
@@ -380,7 +433,7 @@ class Fleet:
             raise InvalidRequest("name the workers", field="workers", fix="workers: [instance_id]")
         is_open = call.op.name == "enable"
         body = {"open": is_open}
-        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else b"disabled")
+        return await self._on_all(call, "set_admission", body, admission=b"" if is_open else DISABLED)
 
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""

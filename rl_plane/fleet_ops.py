@@ -127,7 +127,7 @@ FLEET_OPS: dict[str, FleetOp] = {
         _fleet_op("state", bodies.Empty, "The fleet and each worker, now.", "GET"),
         _fleet_op("workers", bodies.Empty, "Who is in the fleet.", "GET"),
         _fleet_op("weight_version", bodies.Empty, "The one version that is served; 409 if there are two.", "GET"),
-        _fleet_op("describe", bodies.Empty, "What each engine is and can do.", "GET"),
+        _fleet_op("describe", ops.Describe, "What each engine is and can do.", "GET"),
         _fleet_op("pause", ops.Pause, "Stop generation, with a lease."),
         _fleet_op("resume", bodies.Empty, "Go on."),
         _fleet_op("flush_cache", bodies.Empty, "Drop the prefix caches."),

@@ -104,6 +104,22 @@ class LivenessReply(TypedDict):
     round_trip_s: float
 
 
+MANIFEST_PAGE = 1000
+"""Tensors in one answer: with their names some 100 KB."""
+
+
+class Describe(Body):
+    manifest_from: int | None = Field(None, ge=0)
+    """Tell the model's tensors too, from this one on: `manifest`, a page of 1000. Of one worker (`workers`)."""
+
+
+class TensorReply(TypedDict):
+    name: str
+    dtype: str
+    """As safetensors has it."""
+    shape: list[int]
+
+
 class DescribeReply(TypedDict):
     engine: str
     engine_version: str
@@ -128,6 +144,8 @@ class DescribeReply(TypedDict):
     tensors: int
     weight_bytes: int
     version: VersionReply | None
+    manifest: list[TensorReply] | None
+    """What a full checkpoint must hold, always in the same order; None: it was not asked for."""
 
 
 class PingReply(TypedDict):
@@ -180,6 +198,8 @@ class AbortedReply(TypedDict):
 
 class CheckWeights(Body):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    closed: bool = False
+    """Out of routing meanwhile: reading all weights holds an engine up."""
 
 
 class CheckWeightsReply(TypedDict):
@@ -302,7 +322,7 @@ OPS: dict[str, Op] = {
     for op in (
         Op("ping", Empty, PingReply, False, QUICK_S, doc="The bus round trip; the engine is not asked."),
         Op("liveness", Empty, LivenessReply, False, 5.0, doc="A real round trip through the engine."),
-        Op("describe", Empty, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
+        Op("describe", Describe, DescribeReply, False, QUICK_S, doc="What the engine is and can do."),
         Op("state", Empty, StateReply, False, QUICK_S, doc="Admission, pause, version, load."),
         Op("attest", Attest, AttestReply, False, QUICK_S, doc="What it knows to be committed."),
         Op("tokenize", Tokenize, TokenizeReply, False, TOKENIZER_S, doc="Text or messages to tokens."),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plane.subjects import FRONTEND_PREFIX, PAUSE, RECORD, SESSION, Bucket, Entry
+from rl_plane.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Bucket, Entry
 from rl_plane.versions import VersionReply, WeightVersion
 
 if TYPE_CHECKING:
@@ -263,6 +263,41 @@ class DesiredPause:
 
 
 @dataclass(frozen=True, slots=True)
+class DesiredMemory:
+    """Released memory is desired state: a worker that starts anew while the fleet's is released releases its own before
+    it opens. It has no lease: a trainer has the memory, and nobody knows for how long."""
+
+    released: frozenset[str] = frozenset()
+    """Tags, of every worker that is not among `own`."""
+    own: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """instance_id → tags, of workers that were asked by their ids."""
+
+    def of(self, instance_id: str) -> frozenset[str]:
+        return self.own.get(instance_id, self.released)
+
+    def after(self, op: str, tags: Iterable[str], workers: Iterable[str] | None) -> DesiredMemory:
+        """`op`: release_memory or resume_memory. `workers`: None is all."""
+
+        def then(before: frozenset[str]) -> frozenset[str]:
+            return before | set(tags) if op == "release_memory" else before - set(tags)
+
+        if workers is not None:
+            return replace(self, own={**self.own, **{one: then(self.of(one)) for one in workers}})
+        released = then(self.released)
+        own = {one: then(mine) for one, mine in self.own.items()}
+        return DesiredMemory(released, {one: mine for one, mine in own.items() if mine != released})
+
+    def encode(self) -> bytes:
+        own = {one: sorted(tags) for one, tags in self.own.items()}
+        return json.dumps({"released": sorted(self.released), "own": own}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> DesiredMemory:
+        wire = json.loads(data)
+        return cls(frozenset(wire["released"]), {one: frozenset(tags) for one, tags in wire["own"].items()})
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateSession:
     """An update that spans several calls: prepared everywhere, waiting for complete or abort."""
 
@@ -308,6 +343,12 @@ async def read_record(bus: Bus, state: Bucket) -> DecisionRecord | None:
 
 async def read_pause(bus: Bus, state: Bucket) -> DesiredPause:
     return pause_of(await bus.get(state, PAUSE))
+
+
+async def read_memory(bus: Bus, state: Bucket) -> DesiredMemory | None:
+    """None: nobody has released any yet, or the store has lost it."""
+    entry = await bus.get(state, MEMORY)
+    return DesiredMemory.decode(entry.value) if entry is not None and entry.value else None
 
 
 async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:

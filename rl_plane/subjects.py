@@ -155,8 +155,10 @@ MEMBER_PREFIX = "w."
 LOCK = "lock"
 RECORD = "record"
 PAUSE = "pause"
+MEMORY = "memory"
 SESSION = "session"
-"""State bucket: the lock, the decision record, the desired pause, an update that spans several calls."""
+"""State bucket: the lock, the decision record, the desired pause, the memory that is to be released, an update that
+spans several calls."""
 
 HISTORY_PREFIX = "history."
 """State bucket: `history.<hash of the request id>`, an update and its outcome."""

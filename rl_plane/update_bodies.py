@@ -122,6 +122,9 @@ class Part(Body):
     """In which they are broadcast; None: the one that the update was prepared with."""
     timeout_s: float = Field(FEED_TIMEOUT_S, gt=0, le=MAX_FEED_TIMEOUT_S)
     """Until every rank has them."""
+    check_only: bool = False
+    """Only hold them against the model, as all that is to come of this update; nothing is received. For a trainer that
+    knows it before it sends."""
 
     @property
     def specs(self) -> list[TensorSpec]:

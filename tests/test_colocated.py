@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rl_plane.errors import Conflict, InvalidRequest, NotAdmitted, Unsupported
+from rl_plane.record import DesiredMemory
 from tests.dialect_facade import facade, fine
 from tests.faults import Stream, Told
 from tests.test_frontend_generation import frontend
@@ -120,7 +121,7 @@ async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None
 
 
 @pytest.mark.parametrize("point", ["prepare_update.after", "commit_update.before"])
-async def test_a_worker_that_dies_in_the_update_heals_and_the_other_waits_for_its_memory(
+async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_that_the_other_lacks(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holds = plane.tmp / "holds"
@@ -138,22 +139,112 @@ async def test_a_worker_that_dies_in_the_update_heals_and_the_other_waits_for_it
     doomed.kill()
     assert (await update)["version"]["label"] == "step_1"
     again = plane.spawn(instance_id=doomed.instance_id)
-
-    async def healed() -> bool:
-        return (await reasons(client)) == {again.instance_id: [], left.instance_id: ["memory: released: kv_cache"]}
-
-    await plane.until(healed, 30)
-    assert not any(left.instance_id in those for those in told.admitted)
+    assert all("memory: released: kv_cache" in why for why in (await reasons(client)).values())
+    assert not any(told.admitted), "nobody has opened since the memory went"
     await fleet.run("resume_memory", {"tags": ["kv_cache"]})
-    assert await all_serve(client, "step_1")
+    await plane.until(lambda: all_serve(client, "step_1"), 30)
     for one in (left, again):
         assert await generated(client, one.instance_id, PROMPT, 4) == made_by(plane.model(1))
+
+
+async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that dies in the release, one that dies after it, and one that is new."""
+    holds = plane.tmp / "holds"
+    holds.mkdir()
+    monkeypatch.setenv(VARIABLE, str(holds))
+    left, doomed = plane.spawn_many(2)
+    (holds / f"release_memory.before.{doomed.instance_id}").touch()
+    fleet = await plane.fleet()
+    client = fleet.client
+    release = asyncio.create_task(fleet.run("release_memory"))
+    await plane.until((holds / f"reached.release_memory.before.{doomed.instance_id}").exists, 30)
+    doomed.kill()
+    assert [row["tags"] for row in (await release)["workers"]] == [["kv_cache", "weights"]]
+    told = await Told.follow(client)
+    again = plane.spawn(instance_id=doomed.instance_id)
+    new = plane.spawn()
+    left.kill()
+    plane.spawn(instance_id=left.instance_id)
+    found = await reasons(client)
+    assert found.keys() == {left.instance_id, again.instance_id, new.instance_id}
+    assert all("memory: released: kv_cache, weights" in one for one in found.values()), found
+    with pytest.raises(Conflict):
+        await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    await fleet.run("resume_memory", {"tags": ["weights"]})
+    later = plane.spawn()
+    assert "memory: released: kv_cache" in (await reasons(client))[later.instance_id]
+    await fleet.run("update_weights", update_of(plane.model(1), "step_1"))
+    assert not any(told.admitted), "nobody has opened since the memory went"
+    await fleet.run("resume_memory")
+    assert await all_serve(client, "step_1")
+    for one in found:
+        assert await generated(client, one, PROMPT, 4) == made_by(plane.model(1))
+    plane.spawn()
+    await plane.until(lambda: all_serve(client, "step_1"), 30)
+
+
+async def test_a_worker_that_was_away_has_the_memory_that_the_fleet_has(plane: Plane) -> None:
+    """It stands still for so long that it is taken for dead, and comes back when the fleet has changed."""
+    away, stays = plane.spawn_many(2)
+    fleet = await plane.fleet()
+    client = fleet.client
+
+    async def members(count: int) -> bool:
+        return len((await fleet.run("workers"))["workers"]) == count
+
+    async def changed(op: str) -> None:
+        away.stop()
+        try:
+            await plane.until(lambda: members(1), 60)
+            await fleet.run(op)
+        finally:
+            away.go_on()
+        await plane.until(lambda: members(2), 30)
+
+    async def released() -> bool:
+        return all("memory: released: kv_cache, weights" in one for one in (await reasons(client)).values())
+
+    await changed("release_memory")
+    await plane.until(released, 30)
+    await changed("resume_memory")
+    await plane.until(lambda: all_serve(client, "initial"), 30)
+    # By its id, one alone is meant; and a worker that has none to give back keeps nobody from taking theirs.
+    await fleet.run("release_memory", {"workers": [away.instance_id]})
+    for one in (away, stays):
+        one.kill()
+        plane.spawn(instance_id=one.instance_id)
+    await plane.until(lambda: _serve(client, [stays.instance_id]), 30)
+    assert "memory: released: kv_cache, weights" in (await reasons(client))[away.instance_id]
+    unable = plane.spawn(patch=WITHOUT_A_SAVER)
+    assert await _serve(client, [stays.instance_id, unable.instance_id])
+    await fleet.run("resume_memory")
+    await plane.until(lambda: all_serve(client, "initial"), 30)
+
+
+async def _serve(client: RlClient, ids: list[str]) -> bool:
+    return {key for key, one in (await reasons(client)).items() if not one} == {*ids}
+
+
+def test_what_memory_is_wanted() -> None:
+    none = DesiredMemory()
+    both = none.after("release_memory", ["weights", "kv_cache"], None)
+    assert both.of("a") == {"weights", "kv_cache"}
+    one = both.after("resume_memory", ["weights"], ["a"])
+    assert (one.of("a"), one.of("b")) == (frozenset({"kv_cache"}), both.released)
+    assert DesiredMemory.decode(one.encode()) == one
+    rest = one.after("resume_memory", ["weights"], None)
+    assert rest == DesiredMemory(frozenset({"kv_cache"})), "who is as all are is not told apart"
+    assert one.after("resume_memory", ["weights", "kv_cache"], None) == none
+    assert not none.after("release_memory", ["kv_cache"], ["a"]).of("b")
 
 
 WITHOUT_A_SAVER = """
 import worker.engines.fake as fake
 described = fake.EngineInfo
-fake.EngineInfo = lambda **info: described(**info | {"capabilities": {"release_memory": "it has no saver"}})
+lacking = {"release_memory": "it has no saver", "resume_memory": "it has no saver"}
+fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
 """
 
 

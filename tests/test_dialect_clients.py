@@ -22,7 +22,9 @@ from rl_plane.sync import SyncRlClient
 from tests.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_fed_updates import NUMBERS, free_port
+from tests.test_hf_fleet import chain
 from tests.vllm_trainer import VllmTrainer
+from worker.tiny_adapter import make_witness_adapter
 from worker.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
@@ -119,8 +121,46 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
             assert await trainer.do("call", ["get_max_model_len"]) > 0
             info = await trainer.do("call", ["get_server_info"])
             assert info["weight_transfer_config"] is not None
+            await _trl_brings_adapters_alone(plane, trainer, http, ids, info)
         if kind != "trl":
             await trainer.do("call", ["shutdown_weight_transfer_engine"])
+
+
+async def _trl_brings_adapters_alone(
+    plane: Plane, trainer: ToldProcess, http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]
+) -> None:
+    """As its trainer with a PEFT model: a name for each version, loaded in a pause; the stale one goes then."""
+    staleness = 1
+    assert info["lora_config"]["max_lora_rank"] >= 8
+    assert info["lora_config"]["max_loras"] >= staleness + 2
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    for version in (1, 2, 3):
+        adapter = make_witness_adapter(witness(plane, 1), plane.tmp / "weights" / f"trl-v{version}", version)
+        await trainer.do("call", ["pause"])
+        await trainer.do("call", ["load_lora_adapter", f"trl-policy-v{version}", str(adapter)])
+        await trainer.do("call", ["resume"])
+        if (stale := version - staleness - 1) > 0:
+            await trainer.do("call", ["unload_lora_adapter", f"trl-policy-v{stale}"])
+        for one in ids:
+            body = {
+                "model": f"trl-policy-v{version}",
+                "prompt": PROMPT,
+                "max_tokens": TOKENS,
+                "temperature": 0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "repetition_penalty": 1.0,
+                "n": 1,
+                "return_token_ids": True,
+                "logprobs": 0,
+                "seed": (1 << 63) - version,
+                "nvext": {"instance_id": one},
+            }
+            (choice,) = fine(await http.post("/v1/completions", json=body))["choices"]
+            assert choice["token_ids"] == chain(PROMPT[-1], TOKENS, 3, version), (one, version)
+            assert len(choice["logprobs"]["token_logprobs"]) == TOKENS
+        served = [model["id"] for model in fine(await http.get("/v1/models"))["data"]][1:]
+        assert served == [f"trl-policy-v{each}" for each in (version - 1, version) if each > 0]
 
 
 async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, trainer: ToldProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from frontend.dialects import routes
 from frontend.dialects.sglang_held import read_tensors
 from rl_plane.safetensors_file import write_safetensors
 from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
 from worker.staging import model_digest
@@ -175,10 +177,12 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         part = {"serialized_named_tensors": [good, good], "load_format": "safetensors", "weight_version": "one"}
         assert fine(await http.post(path, json=part))["weight_version"] == "one"
         assert await served(http) == [(True, "one")] * 2
-        # While the fleet is paused, it waits; twice is too often.
+        # While the fleet is paused, it waits; twice is too often, unless it is the same call once more.
         fine(await http.post("/pause_generation", json={"mode": "retract"}))
-        fine(await http.post(path, json=part))
-        refused(await http.post(path, json=part), 400)
+        held = fine(await http.post(path, json=part))
+        assert "are held" in held["message"]
+        assert fine(await http.post(path, json=part)) == held
+        assert "came twice" in refused(await http.post(path, json={**part, "flush_cache": False}), 400)["message"]
         fine(await http.post(path, json={**part, "weight_version": "two"}))
         assert [one[1] for one in await served(http)] == ["one"] * 2
         # A wrong group drops nothing of it.
@@ -196,6 +200,61 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert await served(http) == [(True, "three")] * 2
         error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
         assert "finish_weight_update" in error["fix"]
+
+
+async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
+    """verl's client sends a call again, up to three times, when it has waited for its answer for 60 s."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+
+        async def sequence() -> int:
+            return int(fine(await http.get("/v1/rl/state"))["sequence"])
+
+        for step in (1, 2):
+            label = {"weight_version": str(step)}
+            *parts, last = [
+                {**body, **label} for body in one_by_one(plane, 1)
+            ]  # the same weights, by another name
+            for part in parts:
+                told = fine(await http.post(path, json=part))
+                assert "are held" in told["message"]
+                assert fine(await http.post(path, json=part)) == told
+            assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors are held, 1 of")
+            done = fine(await http.post(path, json=last))
+            assert done["weight_version"] == str(step)
+            for _ in range(2):
+                assert fine(await http.post(path, json=last)) == done
+            assert await sequence() == step
+            assert (await http.get("/flush_cache")).status_code == 200
+        # Another update has come between: it is another call now.
+        fine(await http.post("/v1/rl/update_weights", json={"transport": on_disk(plane, 2)}))
+        assert "are held" in fine(await http.post(path, json=last))["message"]
+        # Under one id there is one call.
+        first, second = parts[:2]
+        named = {"Idempotency-Key": "one"}
+        told = fine(await http.post(path, json=first, headers=named))
+        assert refused(await http.post(path, json=second, headers=named), 400)["field"] == "Idempotency-Key"
+        assert fine(await http.post(path, json=first, headers=named)) == told
+        assert await sequence() == 3
+
+
+async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        *parts, last = one_by_one(plane, 1)
+        for part in parts:
+            fine(await http.post(path, json=part))
+        prepared = fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 2)}))
+        assert refused(await http.post(path, json=last), 503)["code"] == "locked"
+        fine(await http.post("/v1/rl/abort_weights_update", json={"update_id": prepared["update_id"]}))
+        assert fine(await http.post(path, json=last))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+
+
+def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
+    return {"backend": "filesystem", "path": str(plane.model(seed))}
 
 
 async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,6 +287,8 @@ async def test_an_update_that_is_not_whole_is_told_of(
         for _ in range(2):
             error = refused(await http.get("/flush_cache"), 400)
             assert f"1 of the model's {len(bodies)} tensors are held" in error["message"]
+            assert 0 < len(error["missing"]) <= min(8, len(rest))
+            assert error["missing"][0] in error["message"]
         for one in rest:
             fine(await http.post(path, json=one))
         fine(await http.get("/flush_cache"))
@@ -273,6 +334,24 @@ async def test_checks_adapters_and_memory(plane: Plane) -> None:
             answer = await http.post(path, json={"tags": None})
             assert fine(answer) is None
         fine(await http.post("/continue_generation", json={}))
+
+
+async def test_a_checksum_takes_one_worker_after_another_out_of_routing(plane: Plane) -> None:
+    ids = plane.spawn_copies(3)
+    fleet = await plane.fleet()
+    async with facade(plane) as http:
+        for path, body in (("/weights_checker", {}), ("/weight_checker", {"action": "checksum"})):
+            told = await Told.follow(fleet.client)
+            fine(await http.post(path, json=body))
+            assert await served(http) == [(True, "initial")] * 3
+            await plane.until(lambda told=told: {*_closed(told)} == told.admitted[-1] == {*ids})
+            assert _closed(told) == ids, path
+
+
+def _closed(told: Told) -> list[str]:
+    """Who was out of routing for a check, in that order."""
+    those = [one["instance_id"] for one in told.events if one["admission"]["reasons"] == ["checking"]]
+    return list(dict.fromkeys(those))
 
 
 async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
@@ -327,6 +406,47 @@ async def test_the_cycle_of_trainers_on_the_same_gpu(plane: Plane) -> None:
         assert await served(http) == [(False, "4")] * 2
         await post("/resume_memory_occupation", tags=["kv_cache"])
         await makes(4)
+
+
+async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
+    """A pause ends what runs; its client sends each again, its tokens so far behind the prompt, until it is whole."""
+    plane.spawn_copies(2, token_delay_s=0.01)
+    tokens, requests = 400, 4
+    digests = [model_digest(plane.model(seed)) for seed in (0, 1)]
+    async with facade(plane) as http:
+
+        async def generated(first: int) -> list[str]:
+            """How each of its sendings ended."""
+            prompt, made, ends = [first, 6, 7], 0, []
+            while made < tokens and "length" not in ends:
+                body = {
+                    "input_ids": prompt,
+                    "sampling_params": {"max_new_tokens": tokens - made, "temperature": 0, "ignore_eos": True},
+                    "return_logprob": True,
+                    "stream": False,
+                }
+                meta = fine(await http.post("/generate", json=body, timeout=3600))["meta_info"]
+                new = [token for _, token, *_ in meta["output_token_logprobs"]]
+                digest = digests[int(meta["weight_version"] == "1")] if new else ""
+                assert new == [fake_token(digest, prompt, place) for place in range(len(new))]
+                prompt, made = [*prompt, *new], made + len(new)
+                ends.append(meta["finish_reason"]["type"])
+            assert made == tokens
+            return ends
+
+        async def all_run() -> bool:
+            loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+            return bool(sum(load["num_running_reqs"] for load in loads) == requests)
+
+        assert (await http.get("/health")).status_code == 200
+        running = [asyncio.create_task(generated(first)) for first in range(requests)]
+        await plane.until(all_run, 30)
+        fine(await http.post("/pause_generation", json={}))
+        update = {"model_path": str(plane.model(1)), "abort_all_requests": True, "weight_version": "1"}
+        fine(await http.post("/update_weights_from_disk", json=update))
+        fine(await http.post("/continue_generation", json={}))
+        for ends in await asyncio.gather(*running):
+            assert (ends[0], ends[-1]) == ("abort", "length")
 
 
 async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:

@@ -115,6 +115,9 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             body = {"flush_cache": False, "weight_version": str(step)}
             reply = await replay.send(groups[number % 2], directory, part, **body)
             assert fine(reply)["success"] is True
+            # Its answer was lost on the way: the same call, and no broadcast.
+            again = {**part, "group_name": groups[number % 2], **body}
+            assert await replay.post("/update_weights_from_distributed", again) == reply.json()
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
         await replay.post("/continue_generation")
         await proven(http, ids, seed, str(step))
@@ -167,6 +170,19 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     assert fine(await replay.form("weight_sync_group"))["success"] is True
     buckets = parts_of(directory, BUCKETS)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "weight_sync_group"}
+    # What is not the model's is told before anything is sent, and leaves the group as it is.
+    first, *others = buckets
+    for wrong, field, words in (
+        ([{**first, "shapes": [[1], *first["shapes"][1:]]}, *others], "transport", first["names"][0]),
+        ([{**first, "dtypes": ["bfloat16"] * len(first["names"])}, *others], "cast", first["names"][0]),
+        ([{**first, "names": ["pigeon", *first["names"][1:]]}, *others], "transport", "pigeon"),
+        (others, "transport", first["names"][0]),
+    ):
+        asked = {"num_buckets": len(wrong), "buckets": wrong, "group_name": "weight_sync_group"}
+        error = refused(await http.post("/prepare_weights_update", json=asked), 400)
+        assert (error["code"], error["field"], words in error["message"]) == ("invalid_weights", field, True), (
+            error
+        )
     assert await replay.post("/prepare_weights_update", body) == {"status": "ready", "message": ""}
     for part in buckets:
         told = {"group": "weight_sync_group", "directory": str(directory), "part": part}

@@ -263,7 +263,9 @@ async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: htt
     """vLLM's session without a group: `update_info` names a directory."""
     fine(await http.post("/start_weight_update"))
     assert await served(http) == [(True, "initial")] * 3
-    fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+    first = {"update_info": {"weight_dir": str(plane.model(1))}}
+    told = fine(await http.post("/update_weights", json=first))
+    assert fine(await http.post("/update_weights", json=first)) == told, "its answer was lost"
     assert await served(http) == [(True, "initial")] * 3
     second = {"update_info": {"weight_dir": str(plane.model(2))}}
     refused(await http.post("/update_weights", json=second), 409)

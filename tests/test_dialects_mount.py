@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -259,6 +261,42 @@ async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
         assert (await http.post("/slow", json={"a": 1})).json() == 3
 
 
+async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(app: FastAPI) -> None:
+    update: list[str | None] = ["one"]
+    runs = []
+
+    async def part(ask: Ask) -> Any:
+        runs.append(ask.body)
+        if ask.has("wrong"):
+            raise InvalidRequest("it can't be")
+        return len(runs)
+
+    async def other(ask: Ask) -> Any:
+        return None
+
+    async def standing() -> object:
+        return update[0]
+
+    add_route(app, ["POST"], "/part", part, summary="", once=True, standing=standing)
+    add_route(app, ["GET", "POST"], "/other", other, summary="")
+    async with speaking(app) as http:
+
+        async def told(**body: Any) -> Any:
+            return (await http.post("/part", json=body)).json()
+
+        assert [await told(a=1), await told(a=2), await told(a=1), await told(a=2)] == [1, 2, 1, 2]
+        await http.get("/other")
+        assert await told(a=1) == 1
+        assert [(await told(wrong=1))["message"] for _ in range(3)] == ["it can't be"] * 3
+        assert len(runs) == 5, "what failed is done again"
+        update[0] = "two"
+        assert [await told(a=1), await told(a=1)] == [6, 6]
+        await http.post("/other")
+        assert await told(a=1) == 7
+        update[0] = None  # its update has ended with it: the next one may have the same body
+        assert [await told(a=1), await told(a=1)] == [8, 9]
+
+
 # ---- the version that is told ----
 
 
@@ -331,3 +369,42 @@ def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr("frontend.dialects.routes._reported", {("/full", str(each)) for each in range(1000)})
     report("/x", "y")
     assert not caplog.records
+
+
+# ---- the tables of conformance ----
+
+DOCS = Path(__file__).parent.parent / "docs"
+TRAINERS = {
+    "vLLM",
+    "TRL",
+    "SkyRL",
+    "prime-rl",
+    "slime",
+    "miles",
+    "AReaL",
+    "verl",
+    "NeMo-RL",
+    "SGLang-Omni",
+    "Dynamo",
+}
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table beneath a heading."""
+    text = (DOCS / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def test_every_row_names_a_test_that_there_is() -> None:
+    rows = [*rows_of("dialects.md", "Conformance"), *rows_of("dialects-sglang.md", "Trainer by trainer")]
+    for trainer, *_, named in rows:
+        tests = named.split(", ")
+        for test in tests:
+            found = re.fullmatch(r"`(tests/\w+\.py)::(\w+)`", test)
+            assert found, f"{trainer}: {named!r} is not `tests/file.py::name`"
+            text = (DOCS.parent / found[1]).read_text()
+            assert re.search(rf"^(async )?def {found[2]}\(", text, re.MULTILINE), f"{trainer}: there is no {test}"
+            # A step of a test is one only where the test takes it.
+            assert found[2].startswith("test_") or len(re.findall(rf"\b{found[2]}\b", text)) > 1, test
+    assert TRAINERS - {name for trainer, *_ in rows for name in re.split(r"[ ,(]+", trainer)} == set()

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from frontend.options import FrontendOptions
 from frontend.process import started
+from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import FLEET_OPS
 
@@ -257,6 +258,25 @@ async def test_reading_ops(plane: Plane, rl: httpx.AsyncClient) -> None:
     assert {"instance_id", "incarnation", "engine", "model", "model_path", "host", "pid"} <= row.keys()
     assert {"world_size", "transports", "admission", "version"} <= row.keys()
     assert row["instance_id"] == ids[1]
+
+
+async def test_the_model_can_be_told_tensor_by_tensor(plane: Plane, rl: httpx.AsyncClient) -> None:
+    one, other = plane.spawn_copies(2)
+    for asked in ("manifest_from=0", f"manifest_from=0&workers={one},{other}"):
+        assert error_of(await rl.get(f"describe?{asked}"), 400)["field"] == "workers"
+    error_of(await rl.get(f"describe?workers={one}&manifest_from=-1"), 400)
+    (row,) = (await rl.get(f"describe?workers={one}")).json()["workers"]
+    assert row["manifest"] is None
+    pages = []
+    for start in (0, 1, row["tensors"]):
+        (told,) = (await rl.get(f"describe?workers={one}&manifest_from={start}")).json()["workers"]
+        pages.append(told["manifest"])
+    assert len(pages[0]) == row["tensors"]
+    assert (pages[1], pages[2]) == (pages[0][1:], [])
+    specs = open_checkpoint(plane.model()).specs
+    assert {each["name"]: (each["dtype"], tuple(each["shape"])) for each in pages[0]} == {
+        name: (spec.dtype, spec.shape) for name, spec in specs.items()
+    }
 
 
 async def test_pause_in_all_its_forms(plane: Plane, rl: httpx.AsyncClient) -> None:

@@ -32,6 +32,7 @@ from rl_plane.group_place import Place
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender
 from rl_plane.wire import MAX_MESSAGE_BYTES
+from tests.dialect_facade import facade, fine, refused, served
 from tests.faults import Stream
 from tests.group_trainer import Trainer
 from tests.test_frontend_generation import frontend
@@ -338,7 +339,7 @@ async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -
     """Its kernel takes connections on; nothing answers on them."""
     client = await plane.client()
     model, other = models(plane)
-    plane.spawn_copies(2, model=model, patch=FORMING_ENDS_SOON)
+    ids = plane.spawn_copies(2, model=model, patch=FORMING_ENDS_SOON)
     with contextlib.ExitStack() as sockets:
         store, lifelines = (sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
         announced = {
@@ -350,15 +351,41 @@ async def test_a_trainer_that_stands_still_while_its_group_forms(plane: Plane) -
         for more in (
             {"group": "without lifelines"},
             {"group": "with lifelines", "lifeline_port": lifelines.getsockname()[1]},
-            {"group": "its own", "form": "torch", "world_size": 3},
         ):
             async with asyncio.timeout(FORMING_BOUND_S):
                 with pytest.raises(PlaneError, match="not formed within 2 s"):
                     await client.run("init_transport", {**announced, **more})
         assert await all_serve(client, "initial")
+        async with facade(plane, feed_timeout_s=1.0) as http:
+            await _a_group_of_its_own(http, ids, {**announced, "rank_offset": 1, "world_size": 3})
+        assert await all_serve(client, "initial")
     with Trainer(plane) as trainer:
         await Pushing(client, trainer).push(other, "two")
     assert await all_serve(client, "two")
+
+
+async def _a_group_of_its_own(http: httpx.AsyncClient, ids: list[str], info: dict[str, Any]) -> None:
+    """By each route that forms one: who failed to join gets no requests until it is enabled."""
+    broadcaster = {"host": info["master_address"], "port": info["master_port"], "inference_world_size": 2}
+    for path, body in (
+        ("/init_weights_update_group", {**info, "group_name": "sglang"}),
+        ("/init_weight_transfer_engine", {"init_info": {**info, "group_name": "vllm"}}),
+        ("/init_broadcaster", {**broadcaster, "backend": "gloo", "timeout": 1.0}),
+        ("/v1/rl/init_transport", {**info, "group": "by the plane's op", "form": "torch"}),
+    ):
+        async with asyncio.timeout(FORMING_BOUND_S):
+            answer = await http.post(path, json=body)
+        error = answer.json()["error"]
+        assert 400 <= answer.status_code < 500 or path.startswith("/v1/rl/"), answer.text
+        assert (error["disabled"], "/enable" in error["fix"]) == (ids, True), path
+        rows = fine(await http.get("/v1/rl/state"))["workers"]
+        assert [row["admission"]["reasons"] for row in rows] == [["disabled"]] * 2, path
+        for one in ids:
+            fine(await http.post(f"/v1/rl/workers/{one}/enable"))
+    # Who refuses to come was not touched.
+    wrong = {"init_info": {**info, "group_name": "vllm", "master_port": 0}}
+    assert refused(await http.post("/init_weight_transfer_engine", json=wrong), 400)["field"]
+    assert await served(http) == [(True, "initial")] * 2
 
 
 # ---- what is refused ----

@@ -62,7 +62,17 @@ def test_a_new_worker_is_closed() -> None:
         state.check_admitted(None, None)
 
 
-REASONS: list[Reason] = ["starting", "behind", "updating", "disabled", "draining", "leaving", "memory", "engine"]
+REASONS: list[Reason] = [
+    "starting",
+    "behind",
+    "updating",
+    "disabled",
+    "draining",
+    "leaving",
+    "memory",
+    "checking",
+    "engine",
+]
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
-from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
-from rl_plane.versions import VersionReply
+from rl_plane.errors import Conflict, EngineFailed
+from rl_plane.versions import TensorSpec, VersionReply
 from worker.core import WorkerCore
 from worker.dispatcher import ByRank, Handler
 from worker.engine_loop import EngineLoop
-from worker.engines.base import LACKING, EngineAdapter, EngineInfo
+from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower
+from worker.memory import EngineMemory
 from worker.updates import Staging, WeightUpdates
 
 LIVENESS_TIMEOUT_S = 5.0
 """A round trip waits for one step; the slowest step that we know takes less than this."""
-
-LAST_REQUESTS_S = 1.0
-"""Requests whose last token has gone out leave the engine within a step: a trainer that has all its replies and
-releases memory at once is not to be refused for them."""
-LOOK_S = 0.01
 
 
 class OpHandlers:
@@ -37,6 +34,7 @@ class OpHandlers:
         info: EngineInfo,
         updates: WeightUpdates,
         follower: RecordFollower,
+        memory: EngineMemory,
         *,
         member_info: dict[str, Any],
         drain: Callable[[float], Awaitable[bool]],
@@ -51,6 +49,7 @@ class OpHandlers:
         self._info = info
         self._updates = updates
         self._follower = follower
+        self._memory = memory
         self._member_info = member_info
         self._drain = drain
         self._tell = tell
@@ -135,7 +134,7 @@ class OpHandlers:
             failed=self._updates.failed,
         )
 
-    def _describe(self, body: bodies.Empty, fence: int) -> ops.DescribeReply:
+    def _describe(self, body: ops.Describe, fence: int) -> ops.DescribeReply:
         spec = self._adapter.weight_spec()
         return ops.DescribeReply(
             engine=self._info.engine,
@@ -156,6 +155,7 @@ class OpHandlers:
             tensors=len(spec),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
+            manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),
         )
 
     async def _tokenize(self, body: ops.Tokenize, fence: int) -> ops.TokenizeReply:
@@ -239,75 +239,28 @@ class OpHandlers:
         self._state.check_weights_here()
         async with self._follower.turn(fence):
             if body.action == "reset_tensors":
-                await self._weights_are_gone("reset_tensors overwrote the weights")
-            ranks = await self._engine.run(self._adapter.check_weights(body.action))
+                await self._memory.weights_are_gone("reset_tensors overwrote the weights")
+            if body.closed:
+                self._state.close("checking")
+                self._tell()
+            try:
+                ranks = await self._engine.run(self._adapter.check_weights(body.action))
+            finally:
+                self._state.open("checking")
+                self._tell()
         return ops.CheckWeightsReply(ranks=ranks)
-
-    async def _weights_are_gone(self, reason: str) -> None:
-        self._state.lose_weights(reason)
-        staged = self._core.staged
-        if staged is not None and staged.in_place:
-            await self._updates.drop(staged.update_id)  # it was among them
-        self._follower.look()
-        self._tell()
 
     # ---- memory ----
 
     async def _release_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
-        """The engine is frozen meanwhile: whatever reaches it yet waits until all memory is back."""
-        self._refuse_incapable("release_memory")
-        state = self._state
         async with self._follower.turn(fence):
-            before = set(state.released)
-            froze = state.pause_mode is None and state.may_run
-            state.release(body.tags)
-            self._tell()
-            try:
-                await self._engine.run(self._free(body.tags, froze))
-            except (InvalidRequest, Unsupported):
-                state.take_back(state.released - before)  # it serves on; after any other error nobody knows
-                raise
-            finally:
-                self._tell()
-        return ops.MemoryReply(tags=sorted(state.released))
-
-    async def _free(self, tags: Sequence[str], froze: bool) -> None:
-        """`froze`: it runs until now."""
-        if not froze:
-            await self._adapter.release_memory(list(tags))
-            return
-        give_up = time.monotonic() + LAST_REQUESTS_S
-        while any(self._adapter.load()) and time.monotonic() < give_up:  # noqa: ASYNC110 - no event tells of the last
-            await asyncio.sleep(LOOK_S)
-        if any(self._adapter.load()):
-            raise InvalidRequest(
-                "requests are running", field="tags", fix="pause first (mode wait or abort), then release memory"
-            )
-        await self._adapter.pause("keep", False)
-        try:
-            await self._adapter.release_memory(list(tags))
-        except (InvalidRequest, Unsupported):
-            await self._adapter.resume()
-            raise
+            await self._memory.release(body.tags)
+        return ops.MemoryReply(tags=sorted(self._state.released))
 
     async def _resume_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
-        self._refuse_incapable("resume_memory")
-        state = self._state
         async with self._follower.turn(fence):
-            await self._engine.run(self._adapter.resume_memory(list(body.tags)))
-            was_released = set(state.released)
-            if "weights" in was_released & set(body.tags):
-                await self._weights_are_gone("the weights were released")  # a deep sleep discards them
-            state.take_back(body.tags)
-            if was_released and state.may_run and state.pause_mode is None:
-                await self._engine.run(self._adapter.resume())
-            self._follower.look()
-        self._tell()
-        return ops.MemoryReply(tags=sorted(state.released))
-
-    def _refuse_incapable(self, op: str) -> None:
-        if (reason := self._info.capabilities.get(op)) is not None:
-            raise Unsupported(f"{self._info.engine} can't {op}: {reason}", field="op", fix=LACKING)
+            await self._memory.resume(body.tags)
+        return ops.MemoryReply(tags=sorted(self._state.released))
 
     # ---- admission ----
 
@@ -336,3 +289,10 @@ def _staged_version(staged: Staging | None) -> VersionReply | None:
 
 class EngineHung(EngineFailed):
     """It may still come back; a dead one does not."""
+
+
+def _page(spec: Mapping[str, TensorSpec], start: int) -> list[ops.TensorReply]:
+    return [
+        ops.TensorReply(name=name, dtype=one.dtype, shape=list(one.shape))
+        for name, one in itertools.islice(spec.items(), start, start + ops.MANIFEST_PAGE)
+    ]

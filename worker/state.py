@@ -23,6 +23,7 @@ Reason = Literal[
     "draining",  # an operator lets its requests end
     "leaving",  # its process ends
     "memory",  # memory was released
+    "checking",  # all of its weights are read, and requests would wait for that
     "engine",  # the engine does not answer
 ]
 

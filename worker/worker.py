@@ -15,7 +15,7 @@ import nats.errors
 
 from rl_plane.bus import Bus
 from rl_plane.errors import EngineFailed, PlaneError
-from rl_plane.record import read_pause
+from rl_plane.record import read_memory, read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
 from rl_plane.tasks import end_tasks
 from worker import exit_codes
@@ -28,6 +28,7 @@ from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
 from worker.handlers import EngineHung, OpHandlers
 from worker.lock_watch import LockWatch
+from worker.memory import EngineMemory
 from worker.peers import Peers
 from worker.registration import Registration
 from worker.state import Reason, WorkerState
@@ -72,6 +73,7 @@ class Worker:
         self._follower = RecordFollower(
             bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
         )
+        self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._follower, self._tell)
         self._handlers = OpHandlers(
             self.core,
             adapter,
@@ -79,6 +81,7 @@ class Worker:
             info,
             self._updates,
             self._follower,
+            self._memory,
             member_info=member_info,
             drain=self.drain,
             tell=self._tell,
@@ -90,7 +93,7 @@ class Worker:
             self.state.instance_id,
             self.state.incarnation,
             member_info,
-            on_registered=self._follow_pause,
+            on_registered=self._follow_fleet,
             on_superseded=lambda: on_end("another process has taken this instance id", exit_codes.SUPERSEDED),
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
@@ -107,9 +110,6 @@ class Worker:
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
-        disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
-        if disabled is not None and disabled.value:
-            self.state.close("disabled")
         await self._registration.start()
         await self._follower.settle()
         self._spawn(self._follower.run())
@@ -117,8 +117,11 @@ class Worker:
         self._spawn(self._ticks())
         self._spawn(self._watch_engine())
 
-    async def _follow_pause(self) -> None:
+    async def _follow_fleet(self) -> None:
         """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
+        disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
+        if disabled is not None and disabled.value:
+            self.state.close("disabled")
         async with self._follower.changing:
             desired = await read_pause(self.bus, self.subjects.state)
             left_s = desired.left_s(time.time())
@@ -128,6 +131,9 @@ class Worker:
                 self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be another one by now
             elif left_s <= 0 and self.state.pause_mode is not None:
                 await self._follower.resume()
+            memory = await read_memory(self.bus, self.subjects.state)
+            if memory is not None:  # else a trainer that has the memory may be what the store has lost
+                await self._memory.follow(memory)
         self._tell()
 
     async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:

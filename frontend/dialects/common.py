@@ -107,6 +107,15 @@ async def world_size(plane: DialectPlane) -> int:
     return sum(int(row["world_size"]) for row in await members(plane))
 
 
+async def checksum_each(plane: DialectPlane) -> list[dict[str, Any]]:
+    """Each worker's row. One after the other, each out of routing while its weights are read; the rest serve."""
+    rows: list[dict[str, Any]] = []
+    for member in await members(plane):
+        asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]]}
+        rows += (await plane.calls.run("check_weights", asked))["workers"]
+    return rows
+
+
 def same_of_all(rows: list[dict[str, Any]], name: str) -> Any:
     """A value that every worker has; Conflict that names who has which, where they differ."""
     held: dict[str, list[str]] = {}

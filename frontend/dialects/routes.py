@@ -2,11 +2,15 @@
 
 A handler gets an `Ask` and gives a JSON value, or raises a PlaneError. Of several handlers of one path the first whose
 `claims` says yes answers; one without `claims` takes what nobody has claimed.
+
+Clients whose answer was lost ask again. Equal calls under way share one answer (`once`); a part of an update that is
+done already is answered as the first time, while its update goes on (`standing`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -36,6 +40,9 @@ MAX_KEY_CHARS = 4096
 """Of a call under way; beyond it a hash stands for it."""
 MAX_UNDER_WAY = 64
 """Different calls that do something once: more is a trainer gone wild."""
+MAX_PARTS = 1024
+"""Of an update that are known by their answers. Only the last ones may be asked for again: a client sends a part when
+it has the answer to the one before, on each of its connections."""
 
 F = TypeVar("F", bound="Fields")
 
@@ -69,6 +76,8 @@ class Ask:
 
 Handler = Callable[[Ask], Awaitable[Any]]
 Claims = Callable[[Ask], bool]
+Standing = Callable[[], Awaitable[object]]
+"""Which update a part would now be of; None: of none that its body alone could tell from the next one."""
 
 
 _reported: set[tuple[str, str]] = set()
@@ -117,7 +126,17 @@ class _Entry:
     fields: type[Fields]
     claims: Claims | None
     once: bool
+    standing: Standing | None
     max_body_bytes: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One that is done."""
+
+    standing: object
+    request_id: str
+    answer: Any
 
 
 @dataclass
@@ -126,6 +145,8 @@ class _Table:
 
     entries: dict[tuple[str, str], list[_Entry]] = field(default_factory=dict)
     under_way: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+    parts: dict[str, _Part] = field(default_factory=dict)
+    """Since the last call of another kind that may change something."""
 
     async def answer(self, method: str, path: str, request: Request) -> Response:
         most = max(entry.max_body_bytes for entry in self.entries[method, path])
@@ -137,7 +158,9 @@ class _Table:
             str(request.base_url).rstrip("/"),
         )
         entry = self._entry(method, ask)
-        value = await (self._once(method, ask, entry.handler) if entry.once else entry.handler(ask))
+        if method == "POST" and entry.standing is None:
+            self.parts.clear()
+        value = await (self._once(method, ask, entry) if entry.once else entry.handler(ask))
         return json_response(value)
 
     def _entry(self, method: str, ask: Ask) -> _Entry:
@@ -149,27 +172,54 @@ class _Table:
             f"no dialect here reads such a body at {ask.path}", field="body", fix="GET /docs shows what is read"
         )
 
-    async def _once(self, method: str, ask: Ask, handler: Handler) -> Any:
-        """Equal calls under way share one answer: a client that has waited too long asks again."""
+    async def _once(self, method: str, ask: Ask, entry: _Entry) -> Any:
+        """Equal calls share one answer: a client that has waited too long asks again."""
         text = json.dumps([method, ask.path, ask.query, ask.body, ask.request_id], sort_keys=True)
         key = text if len(text) <= MAX_KEY_CHARS else hashlib.sha256(text.encode()).hexdigest()
         task = self.under_way.get(key)
+        if task is None and (done := await self._done(key, ask, entry)) is not None:
+            return done.answer
+        task = task or self.under_way.get(key)  # another one may have come meanwhile
         if task is None:
             if len(self.under_way) >= MAX_UNDER_WAY:
                 raise Unavailable(f"{MAX_UNDER_WAY} such calls are under way here", retry_after_s=1.0)
-            task = self.under_way[key] = asyncio.create_task(_run(handler, ask), name=f"{method} {ask.path}")
+            work = self._run(key, ask, entry)
+            task = self.under_way[key] = asyncio.create_task(work, name=f"{method} {ask.path}")
             task.add_done_callback(lambda done: self._ended(key, done))
         return await asyncio.shield(task)
+
+    async def _done(self, key: str, ask: Ask, entry: _Entry) -> _Part | None:
+        """This very part, if it is done and its update goes on."""
+        if entry.standing is None:
+            return None
+        others = (part for part in self.parts.values() if part.request_id == ask.request_id != "")
+        known = self.parts.get(key) or next(others, None)
+        if known is None or known.standing != await entry.standing():
+            return None
+        if key not in self.parts:
+            raise InvalidRequest(
+                f"the request id {ask.request_id!r} belongs to another part of this update",
+                field="Idempotency-Key",
+                fix="use a new id for each different request",
+            )
+        return known
+
+    async def _run(self, key: str, ask: Ask, entry: _Entry) -> Any:
+        answer = await entry.handler(ask)
+        if entry.standing is not None:
+            with contextlib.suppress(PlaneError):  # it is done all the same
+                standing = await entry.standing()
+                if standing is not None:
+                    self.parts[key] = _Part(standing, ask.request_id, answer)
+            while len(self.parts) > MAX_PARTS:
+                del self.parts[next(iter(self.parts))]
+        return answer
 
     def _ended(self, key: str, task: asyncio.Task[Any]) -> None:
         del self.under_way[key]
         # Looking at the error here also serves the case that nobody waits for it any more.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.log(logging.INFO if isinstance(error, PlaneError) else logging.ERROR, "%s: %s", key[:200], error)
-
-
-async def _run(handler: Handler, ask: Ask) -> Any:
-    return await handler(ask)
 
 
 def add_route(
@@ -182,14 +232,16 @@ def add_route(
     fields: type[Fields] = NoFields,
     claims: Claims | None = None,
     once: bool = False,
+    standing: Standing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> None:
     """`fields` describes the route in /docs; the handler reads them by `take`. `once`: equal calls that are under way
-    share an answer, and no caller's end cancels what they do."""
+    share an answer, and no caller's end cancels what they do. `standing`, of parts of an update: one that comes again
+    when it is done gets the first one's answer too, and nothing is done, as long as this gives what it gave then."""
     table = _table(app)
     for method in methods:
         entries = table.entries.setdefault((method, path), [])
-        entries.append(_Entry(handler, summary, fields, claims, once, max_body_bytes))
+        entries.append(_Entry(handler, summary, fields, claims, once, standing, max_body_bytes))
         if len(entries) == 1:
             _register(app, table, method, path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import MEMORY, joined, let_go, members, tell_paused
+from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.sglang_held import IDLE_S
 from frontend.dialects.sglang_session import Updates
@@ -114,8 +113,11 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         fields = take(FlushFields, ask)
         if updates.held and not await updates.waits_for_more() and not await updates.held.is_whole():
             # verl flushes after its last bucket: without a word it would take the update for done.
+            missing = await updates.held.missing()
             raise InvalidRequest(
-                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}",
+                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}; "
+                f"missing: {', '.join(missing)}",
+                missing=missing,
                 fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
             )
         return await _flush(plane, fields.timeout)
@@ -186,21 +188,10 @@ async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
 
 
 async def _check(plane: DialectPlane, action: str) -> Any:
-    """A checksum reads all of a worker's weights, so that one gets no requests meanwhile."""
-    rows: list[dict[str, Any]] = []
-    if action != "checksum":
+    if action == "checksum":
+        rows = await checksum_each(plane)
+    else:
         rows = (await plane.calls.run("check_weights", {"action": action}))["workers"]
-    for member in await members(plane) if action == "checksum" else ():
-        one = {"workers": [member["instance_id"]]}
-        was_open = not any(reason.partition(":")[0] == "disabled" for reason in member["admission"]["reasons"])
-        if was_open:
-            await plane.calls.run("disable", one)
-        try:
-            rows += (await plane.calls.run("check_weights", {"action": action, **one}))["workers"]
-        finally:
-            if was_open:
-                with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                    await plane.calls.run("enable", one)
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, check_world, joined, members, world_size
 from frontend.dialects.routes import Ask, Fields, add_route, take
 from rl_plane.bodies import PRINTABLE
-from rl_plane.errors import InvalidRequest, PlaneError
+from rl_plane.errors import InvalidRequest
 
 DEFAULT_GROUP = "weight_update_group"
 MAX_GROUP_CHARS = 256
@@ -69,39 +68,20 @@ class Groups:
             "rank_offset": fields.rank_offset,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        try:
-            with begun():
-                reply = await self._plane.calls.run("init_transport", body, request_id)
-        except PlaneError as error:
-            await self._keep_out(error)
-            raise
+        with begun():
+            reply = await self._plane.calls.run("init_transport", body, request_id)
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]
         self._backends[fields.group_name] = fields.backend
         return reply
 
-    async def _keep_out(self, error: PlaneError) -> None:
-        """A worker that has failed to join stays out of routing until it is enabled: what is left in it of a rendezvous
-        that broke is not known. One that has refused was not touched."""
-        failed = [
-            row["instance_id"]
-            for row in error.facts.get("workers") or ()
-            if isinstance(row.get("error"), dict)
-            and row["error"].get("code") not in ("invalid_request", "unsupported")
-        ]
-        if failed:
-            with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                await self._plane.calls.run("disable", {"workers": failed})
-                error.facts["disabled"] = failed
-                error.facts["fix"] = "POST /v1/rl/workers/{id}/enable puts a worker back, once it is looked after"
-
     async def leave(self, name: str, request_id: str) -> dict[str, Any]:
         backend = await self.backend_of(name)
         if name not in self._backends:
             raise InvalidRequest(
-                "The group to be destroyed does not exist.",
+                "The group to be destroyed does not exist: no group of this name was formed with this frontend.",
                 field="group_name",
-                fix="see init_weights_update_group",
+                fix="ask the frontend that formed it; or init_weights_update_group, which forms it anew",
             )
         reply = await self._plane.calls.run("destroy_transport", {"backend": backend, "group": name}, request_id)
         del self._backends[name]

@@ -16,8 +16,10 @@ from typing import Any
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun
+from frontend.dialects.routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.manifest import Manifest, pack
+from rl_plane.ops import MANIFEST_PAGE
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
 from rl_plane.safetensors_file import parse_header
@@ -101,6 +103,7 @@ class HeldTensors:
         self._plane = plane
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
+        self._number = 0
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
@@ -109,6 +112,12 @@ class HeldTensors:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    @property
+    def number(self) -> int:
+        """Another one for each update, and for the time between two."""
+        self._look()
+        return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
         """`policy` and `label` of the update, as the newest call has them (None: as before)."""
@@ -124,15 +133,21 @@ class HeldTensors:
         if twice := sorted(self._tensors.keys() & tensors.keys()):
             self.drop()
             raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
+        self._number += not self._tensors
         self._tensors.update(tensors)
         self._policy, self._at = policy, time.monotonic()
         asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
         self._label = label or self._label
 
+    def take_back(self, tensors: Tensors) -> None:
+        """The newest call's, which is to come again."""
+        self._tensors = {name: one for name, one in self._tensors.items() if name not in tensors}
+
     def name(self, label: str) -> None:
         self._label = label
 
     def drop(self) -> None:
+        self._number += bool(self._tensors)
         self._tensors, self._policy, self._label = {}, {}, None
 
     def _look(self) -> None:
@@ -154,8 +169,21 @@ class HeldTensors:
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         return len(self._tensors) >= self._wanted
 
+    async def missing(self) -> list[str]:
+        """The first few names that are the model's and are not held."""
+        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
+        found: list[str] = []
+        for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():
+            asked = {"workers": [largest[0]["instance_id"]], "manifest_from": start}
+            (row,) = (await self._plane.calls.run("describe", asked))["workers"]
+            found += [one["name"] for one in row.get("manifest") or () if one["name"] not in self._tensors]
+            if len(found) >= SHOWN:
+                break
+        return found[:SHOWN]
+
     async def commit(self) -> dict[str, Any]:
-        tensors, policy, label = dict(self._tensors), self._policy, self._label
+        tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
         with begun():
             transport = await self._store.put(tensors, "weights")
@@ -167,5 +195,5 @@ class HeldTensors:
             try:
                 return await self._plane.calls.run("update_weights", body)
             except Locked:  # it has not begun: who asks once more commits it
-                self._tensors, self._policy, self._label = tensors, policy, label
+                self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

@@ -111,6 +111,11 @@ class Updates:
             return None
         return session if UpdateWeights.model_validate(session.body).fed else None
 
+    async def fed_standing(self) -> str | None:
+        """Of what is broadcast: its next update may be announced by the same bodies."""
+        session = await self.session()
+        return session.update_id if session is not None else None
+
     # ---- parts ----
 
     async def take_part(self, fields: DistributedFields) -> dict[str, Any]:
@@ -230,11 +235,14 @@ class Updates:
             for name in ("names", "dtypes", "shapes")
         ]
         part = {
+            "update_id": update_id,
             **dict(zip(("names", "dtypes", "shapes"), every, strict=True)),
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        call = self._plane.calls.run("feed_weights_update", {"update_id": update_id, **part})
+        with begun():  # who is told "ready" sends at once: what does not fit is told before
+            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True})
+        call = self._plane.calls.run("feed_weights_update", part)
         task = asyncio.create_task(call, name="two-phase update")
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()

@@ -21,7 +21,8 @@ from frontend.dialects.sglang_held import ANOTHER_WAY, FIELD, Store, read_tensor
 from frontend.dialects.sglang_session import Update, Updates
 from frontend.dialects.sglang_updates import refuse_draft, report_unused
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import Conflict, Unsupported
+from rl_plane.errors import Conflict, Locked, Unsupported
+from rl_plane.record import read_record
 
 MAX_BODY_BYTES = 256 << 20
 """Of such a request: 192 MB of weights. What is larger goes by a transport that no frontend stands in."""
@@ -55,6 +56,14 @@ class AdapterFields(Fields):
 def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
     held = updates.held
 
+    async def standing() -> tuple[int, int | None]:
+        """What was sent stands in the body itself. So the call that has committed may come again as well, as long as
+        nothing else was committed since."""
+        if held:
+            return held.number, None
+        record = await read_record(plane.calls.fleet.client.bus, plane.view.subjects.state)
+        return held.number, record.sequence if record is not None else None
+
     async def from_tensor(ask: Ask) -> Any:
         fields = take(TensorFields, ask)
         refuse_draft(fields.selector)
@@ -66,7 +75,11 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         held.add(tensors, fields.policy, fields.weight_version)
         if await updates.waits_for_more() or not await held.is_whole():
             return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
-        reply = await held.commit()
+        try:
+            reply = await held.commit()
+        except Locked:  # it has not begun: this call may come again
+            held.take_back(tensors)
+            raise
         told = joined(reply, "Succeeded to update parameter online.")
         return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
 
@@ -92,13 +105,27 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
             await plane.calls.run("update_weights", {"target": target, "transport": transport}, ask.request_id)
         return await loaded(plane)
 
-    for path, handler, summary, fields in (
-        ("/update_weights_from_tensor", from_tensor, "New weights in the body, as safetensors.", TensorFields),
-        ("/load_lora_adapter_from_tensors", adapter, "An adapter in the body, as safetensors.", AdapterFields),
-    ):
-        add_route(
-            app, ["POST"], path, handler, summary=summary, fields=fields, once=True, max_body_bytes=MAX_BODY_BYTES
-        )
+    add_route(
+        app,
+        ["POST"],
+        "/update_weights_from_tensor",
+        from_tensor,
+        summary="New weights in the body, as safetensors.",
+        fields=TensorFields,
+        once=True,
+        standing=standing,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
+    add_route(
+        app,
+        ["POST"],
+        "/load_lora_adapter_from_tensors",
+        adapter,
+        summary="An adapter in the body, as safetensors.",
+        fields=AdapterFields,
+        once=True,
+        max_body_bytes=MAX_BODY_BYTES,
+    )
 
 
 def _check_format(load_format: str | None) -> None:

@@ -159,7 +159,8 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         ("/complete_weights_update", complete, "Commit what they brought.", CompleteFields),
     )
     for path, handler, summary, fields in routes:
-        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True)
+        standing = updates.fed_standing if handler is from_distributed else None
+        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True, standing=standing)
     add_route(
         app, ["GET", "POST"], "/get_weights_by_name", by_name, summary="Refused, by name.", fields=ByNameFields
     )

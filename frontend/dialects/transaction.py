@@ -103,8 +103,12 @@ class Transactions:
             return False
         if not current.prepared:
             return time.monotonic() < current.started_at + SESSION_IDLE_S
+        return await self.standing() == current.update_id
+
+    async def standing(self) -> str | None:
+        """The id of the update that waits for its parts, or for its end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        return session is not None and session.update_id == current.update_id and session.live(time.time())
+        return session.update_id if session is not None and session.live(time.time()) else None
 
     async def update(self, given: Any, where: str) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""

@@ -10,6 +10,7 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import (
     MEMORY,
+    checksum_each,
     let_go,
     members,
     same_of_all,
@@ -210,10 +211,9 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             return {"status": "reset"}
         if fields.action == "compare" and fields.baseline is None:
             raise InvalidRequest("compare needs a baseline", field="baseline", fix="send an earlier checksum's")
-        reply = await plane.calls.run("check_weights", {"action": "checksum"}, ask.request_id)
         found = {
             f"{row['instance_id']}.rank{rank['rank']}": str(rank["checksum"])
-            for row in reply["workers"]
+            for row in await checksum_each(plane)
             for rank in row["ranks"]
         }
         if fields.action == "checksum":
@@ -226,7 +226,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def sleep(ask: Ask) -> Any:
         fields = take(SleepFields, ask)
         if fields.level > 0:
-            await _check_can_release(plane)
+            await plane.calls.fleet.check_memory("release_memory")  # before anybody is paused for it
         await plane.calls.run("pause", {"mode": fields.mode}, ask.request_id)
         if fields.level > 0:
             try:
@@ -314,6 +314,7 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         # With weight_dir, null or not, it is what prime-rl's broadcaster sends.
         claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
         once=True,
+        standing=transactions.standing,
     )
     add_route(
         app,
@@ -323,18 +324,3 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         summary="Name the update that is under way.",
         fields=VersionFields,
     )
-
-
-async def _check_can_release(plane: DialectPlane) -> None:
-    """Before anybody is paused for it."""
-    rows = (await plane.calls.run("describe", {}))["workers"]
-    lacking = {
-        row["instance_id"]: why for row in rows if (why := row.get("capabilities", {}).get("release_memory"))
-    }
-    if lacking:
-        raise Unsupported(
-            f"{len(lacking)} of {len(rows)} engines can't release memory: {next(iter(lacking.values()))}",
-            field="level",
-            lacking=lacking,
-            fix="start the workers with --enable-memory-saver, where the engine has it; or only pause",
-        )

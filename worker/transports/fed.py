@@ -88,6 +88,8 @@ class GroupFedDelivery:
         """Is it not wanted any more? Whoever waits looks."""
         self.ended = False
         self._whole = False
+        self._asked_only = False
+        """Whether its tensors fit: nothing is sent before that is answered, so the groups are in step."""
         self._groups = {group.place.group: group}
         self._first = group
         self._group_named = group_named
@@ -112,6 +114,10 @@ class GroupFedDelivery:
             raise Conflict("a part of this update is received already", fix="feed one after another")
         try:
             self._check_on()
+            if part.check_only:
+                self._asked_only = not self._came
+                self._check_whole(part)
+                return 0
             coming = _Coming(part, self._announce(part), deadline, cancelled)
             self._coming.put(coming)
             while not coming.taken.wait(LOOK_S):
@@ -138,14 +144,12 @@ class GroupFedDelivery:
         if self.ended:
             raise Unavailable("the update has ended", fix=FORM_AGAIN)
 
+    def _check_whole(self, part: FeedUpdate) -> None:
+        check_specs(self._wanted, self._optional, {**self._came, **self._offered(part)}, self._cast)
+
     def _announce(self, part: FeedUpdate) -> Group:
         """Corrects `specs`, unless these can't be the model's."""
-        offered = dict(zip(part.names, part.specs, strict=True))
-        twice = sorted(offered.keys() & self._came.keys())
-        if twice:
-            raise InvalidWeights(
-                f"{len(twice)} tensors come twice, {twice[0]} the first", field="names", fix="send each once"
-            )
+        offered = self._offered(part)
         whole = {**self._came, **offered}
         wanted = (
             self._wanted if part.last else {name: one for name, one in self._wanted.items() if name in offered}
@@ -156,8 +160,18 @@ class GroupFedDelivery:
             group.check()
         self._groups[group.place.group] = group
         self._came = whole
+        self._asked_only = False
         self._specs.update(offered)
         return group
+
+    def _offered(self, part: FeedUpdate) -> dict[str, TensorSpec]:
+        offered = dict(zip(part.names, part.specs, strict=True))
+        twice = sorted(offered.keys() & self._came.keys())
+        if twice:
+            raise InvalidWeights(
+                f"{len(twice)} tensors come twice, {twice[0]} the first", field="names", fix="send each once"
+            )
+        return offered
 
     # ---- on the receiver's ----
 
@@ -212,5 +226,5 @@ class GroupFedDelivery:
     def close(self) -> None:
         if not self.ended:
             self.ended = True
-            if not self._whole:
+            if not (self._whole or self._asked_only):
                 self._drop(f"rank {self._first.place.rank} did not take the whole update")
