@@ -618,12 +618,15 @@ async def test_what_is_shared_on_one_machine(
     await mixed.witnessed(client)  # from where it can be fetched again
     await ipc.published(client, trainer_of(mixed.base(2), many), label)
     await proven(http, mixed, "ipc 2", mixed.base(2))
+    own = trainer_of(mixed.base(3), many, layout="tensors", bucket_bytes=each_transport.BUCKET_BYTES)
+    await ipc.published(client, own, {"version": "ipc 3"})
+    await proven(http, mixed, "ipc 3", mixed.base(3))
     killed = trainer_of(mixed.tiny(1), many, holds=[ipc.MIDDLE])
     update, _ = await ipc.holding(client, killed, "killed")
     killed.kill()
     with pytest.raises(UpdateAborted, match="trainer has gone"):
         await update
-    await proven(http, mixed, "ipc 2", mixed.base(2))
+    await proven(http, mixed, "ipc 3", mixed.base(3))
     await mixed.witnessed(client)
 
 
