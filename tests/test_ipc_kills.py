@@ -68,11 +68,7 @@ class Case:
 CASES = [
     *(Case("kill", "trainer", point) for point in HOLDS),
     Case("kill", "trainer", "middle", forked=True),
-    *(
-        Case("kill", who, point, layout="tensors")
-        for who in ("trainer", "worker")
-        for point in ("first", "prepared")
-    ),
+    *(Case("kill", who, "first", layout="tensors") for who in ("trainer", "worker")),
     *(Case("kill", "worker", point) for point in HOLDS if point != "taken"),
     *(Case("stop", "worker", point) for point in HOLDS if point not in ("taken", "prepared")),
 ]
