@@ -26,7 +26,7 @@ from rl_plane.checkpoint import open_checkpoint
 from rl_plane.manifest import Manifest, pack
 from rl_plane.process import die_with_parent
 from rl_plane.publish.ipc import IpcSender
-from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, OpenBuckets, uuid_of
+from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, OpenBuckets, seen, uuid_of
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sources import as_source
 from rl_plane.versions import WeightVersion
@@ -66,7 +66,7 @@ def measure(models: dict[int, Path], rounds: int, bucket_bytes: int) -> dict[str
                 raise SystemExit(f"the engine has {answer['digest']}")
             times["swap_s"].append(answer["swap_s"])
         buffers = GpuBuffers(manifest, bucket_bytes, DEVICE)
-        handles = buffers.shared(uuid_of(DEVICE))
+        handles = buffers.shared(seen(uuid_of(DEVICE)))
         _ask(engine, handles=msgpack.packb([one.to_wire() for one in handles]).hex(), nbytes=bucket_bytes)
         read_s = _answer(engine)["read_s"]
         buffers.close()

@@ -41,6 +41,18 @@ CHUNK_BYTES = 4 << 20
 MAX_CHUNKS = 64
 AHEAD = 2
 """Buckets in memory on each side: one is packed, or used up, while the other one is on its way."""
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""torch reads them when a group is made, so they are of ours only. The first one makes a group without a watchdog: that
+of any group tells the heartbeat monitor of the process's first group, the engine's own, when a broadcast has failed or
+takes longer than the group's time-out, and this ends the process. We look for errors and time by ourselves. The others
+are for versions of torch whose watchdog runs all the same."""
+_environment = threading.Lock()
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
 
@@ -59,6 +71,8 @@ class Group:
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
         self._lanes: list[torch.Tensor] = []
+        self._connected = False
+        """By nccl, which does it in the first collective."""
         self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
             if lifelines is None:
@@ -198,11 +212,41 @@ class Group:
         options.timeout = timedelta(seconds=self.place.timeout_s)
         there = data if self._device is None else data.to(self._device)
         try:
-            work = getattr(torch_group, what)([there], options) if data.numel() else None
+            work = self._post(lambda: getattr(torch_group, what)([there], options)) if data.numel() else None
         except RuntimeError as error:
             self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
             raise self._broke() from error
         return Broadcast(self, work, data, there)
+
+    def _post(self, begin: Callable[[], Any]) -> Any:
+        """On a thread of its own while nccl connects the ranks: it waits without a bound for one that does not come."""
+        if self._device is None or self._connected:
+            return begin()
+        ended = threading.Event()
+        begun: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def work() -> None:
+            try:
+                begun.append(begin())
+            except RuntimeError as error:
+                errors.append(error)
+            ended.set()
+
+        self._start(work)
+        until = time.monotonic() + self.place.timeout_s
+        while not ended.wait(LOOK_S):
+            self.check()
+            if time.monotonic() > until:
+                self.drop(f"rank {self.place.rank} has waited for the ranks to connect for too long")
+                raise DeadlineExceeded(
+                    f"the ranks did not connect within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
+                )
+        self.check()
+        if errors:
+            raise errors[0]
+        self._connected = True
+        return begun[0]
 
     def wait(self, work: Any, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
         """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
@@ -330,15 +374,17 @@ def _make(place: Place, store: Any, timeout_s: float) -> Any:
         return dist.ProcessGroupGloo(store, place.rank, place.world_size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    before = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # read here only: its watchdog is not to end the engine
-    try:
-        return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
-    finally:
-        if before is None:
-            del os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
-        else:
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = before
+    with _environment:
+        before = {name: os.environ.get(name) for name in NCCL_ENVIRONMENT}
+        os.environ.update(NCCL_ENVIRONMENT)
+        try:
+            return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _has_ended(work: Any, device: Any) -> bool:

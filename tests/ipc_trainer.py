@@ -12,14 +12,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_plane.checkpoint import open_checkpoint
+from rl_plane.checkpoint import Checkpoint, open_checkpoint
 from rl_plane.errors import PlaneError
-from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.ipc import IpcSender
+from rl_plane.manifest import Manifest
+from rl_plane.publish.ipc import IpcSender, Layout
 from rl_plane.publish.packing import Place, fill
 from tests.zygote import fork_module
+
+if TYPE_CHECKING:
+    import torch
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -71,6 +74,7 @@ def publish(
     holds: tuple[int, ...] = (),
     child: bool = False,
     corrupt: bool = False,
+    layout: Layout = "packed",
     **bounds: Any,
 ) -> None:
     """`holds`: before these buckets are packed; their number: before the digests are told; one more: when all have
@@ -78,10 +82,13 @@ def publish(
     sent."""
     checkpoint = open_checkpoint(Path(directory), None, field="directory", kind=kind)  # type: ignore[arg-type]
     config = checkpoint.config.raw if checkpoint.config is not None else None
-    manifest = Manifest(pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
-    sender = IpcSender(lambda: receivers, **bounds)
+    own = _shared(checkpoint) if layout == "tensors" else {}
+    sender = IpcSender(lambda: receivers, layout=layout, **bounds)
+    manifest = Manifest(sender.pack(checkpoint.specs.items(), bucket_bytes), adapter_config=config)
     _say(transport=sender.open(manifest), buckets=len(manifest.buckets))
     digests: dict[str, str] = {}
+    lent = sender.lend(own)
+    assert len(lent) == (len(manifest.buckets) if own else 0)
 
     def hold(number: int) -> None:
         if number in holds:
@@ -94,7 +101,11 @@ def publish(
         return place
 
     try:
-        for number in fill(manifest, checkpoint.tensors(), buffer, digests):
+        for number in fill(manifest, own.items() or checkpoint.tensors(), buffer, digests, lent):
+            if number in lent:
+                assert sender._update is not None
+                sender._update.await_free(number)
+                hold(number)
             sender.send(number)
         if corrupt:
             digests = dict.fromkeys(digests, "0" * 64)
@@ -107,6 +118,20 @@ def publish(
     finally:
         sender.destroy()
         checkpoint.close()
+
+
+def _shared(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """As a trainer's own after `module.share_memory()`."""
+    import torch
+
+    from worker.engines.hf_weights import DTYPE_OF_NAME
+
+    return {
+        name: torch.frombuffer(bytearray(one.data), dtype=DTYPE_OF_NAME[one.spec.dtype])
+        .reshape(one.spec.shape)
+        .share_memory_()
+        for name, one in checkpoint.tensors()
+    }
 
 
 def _forked() -> int:

@@ -21,7 +21,7 @@ import pytest
 import worker.transports.ipc as receiving
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from rl_plane.manifest import Manifest, pack
-from rl_plane.publish import ipc, ipc_cuda, ipc_wire
+from rl_plane.publish import ipc_cuda, ipc_tensors, ipc_update, ipc_wire
 from rl_plane.publish.ipc import IpcSender, build
 from rl_plane.publish.ipc_cuda import COUNTERS, Handle
 from rl_plane.publish.packing import fill
@@ -93,7 +93,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", cuda.collect)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cuda.calls.append("empty"))
-    monkeypatch.setattr(ipc_cuda, "_device", lambda uuid: torch.device("cpu"))
+    monkeypatch.setattr(ipc_cuda, "device_of", lambda uuid: torch.device("cpu"))
+    made = ipc_cuda.GpuBuffers._made
+
+    def shared_from_the_start(buffers: ipc_cuda.GpuBuffers, uuid: str) -> Any:
+        """The first share moves host memory, under the hands of a trainer that fills it; CUDA's moves nothing."""
+        return [one.share_memory_() for one in made(buffers, uuid)]
+
+    monkeypatch.setattr(ipc_cuda.GpuBuffers, "_made", shared_from_the_start)
     ipc_cuda.gpus.cache_clear()
     yield cuda
     ipc_cuda.gpus.cache_clear()
@@ -163,13 +170,13 @@ def test_each_rank_reads_from_its_own_gpu_and_all_is_given_back(cuda: Cuda, pool
 def test_nobody_is_told_of_a_bucket_before_its_copies_are_there(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = ipc._Update.send
+    told = ipc_update.Update.send
 
     def send(self: Any, turn: dict[str, Any]) -> None:
         cuda.calls.append(f"told {turn['bucket']}")
         told(self, turn)
 
-    monkeypatch.setattr(ipc._Update, "send", send)
+    monkeypatch.setattr(ipc_update.Update, "send", send)
     with sender_of(1) as (sender, _):
         sender.buffer(0)
         cuda.calls.clear()
@@ -209,7 +216,7 @@ def test_memory_is_freed_when_those_who_read_it_have_given_it_up(cuda: Cuda, poo
 def test_a_receiver_that_stands_still_holds_up_the_end_for_a_bounded_time(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc, "GIVE_UP_S", 0.1)
+    monkeypatch.setattr(ipc_update, "GIVE_UP_S", 0.1)
     with sender_of(1) as (sender, transport), raw_receiver(transport) as (connection, _):
         ipc_wire.send_packet(connection, {"gpu": GPUS[0]})
         assert "handles" in ipc_wire.read_packet(connection)[0]
@@ -245,7 +252,7 @@ def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytes
     sent: list[list[int]] = []
 
     def send(connection: Any, packet: Any, *descriptors: Any) -> None:
-        if packet == {"closed": True}:
+        if packet.keys() == {"closed"}:
             sent.append(cuda.held)
         ipc_wire.send_packet(connection, packet, *descriptors)
 
@@ -295,6 +302,132 @@ def test_a_trainer_that_can_not_be_watched_is_told(cuda: Cuda, monkeypatch: pyte
         receive(transport)
     assert "PID namespace" in refused.value.facts["fix"]
     assert cuda.held == []
+
+
+# ---- tensors where they are ----
+
+
+@contextmanager
+def own_sender_of(receivers: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IpcSender, dict[str, Any]]]:
+    """All of whose tensors are lent."""
+    monkeypatch.setattr(ipc_tensors, "_is_on", lambda device, tensor: device == "cuda:0")
+    sender = IpcSender(lambda: receivers, layout="tensors", on_gpus=lambda: True)
+    sender.device = "cuda:0"
+    try:
+        yield sender, sender.open(MANIFEST)
+    finally:
+        sender.destroy()
+
+
+def publish_own(sender: IpcSender, named: dict[str, Any]) -> str | None:
+    digests: dict[str, str] = {}
+    lent = sender.lend(named)
+    assert set(lent) == set(range(len(MANIFEST.buckets)))
+    for number in fill(MANIFEST, named.items(), sender.buffer, digests, lent):
+        sender.send(number)
+    sender.finish(digests)
+    return MANIFEST.digested(digests).digest
+
+
+def test_each_tensor_is_shared_with_each_rank_on_its_own_gpu(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a larger allocation too. torch's notes of a share don't stay with the trainer's weights."""
+    whole = torch.cat([torch.zeros(3), *tensors().values()])
+    lengths = [3, *(one.numel() for one in tensors().values())]
+    named = dict(zip(tensors(), whole.split(lengths)[1:], strict=True))
+    place = whole.data_ptr()
+    with own_sender_of(3, monkeypatch) as (sender, transport):
+        arriving = [pool.submit(receive, transport, device) for device in ("cuda:0", "cuda:1", "cuda:1")]
+        digest = publish_own(sender, named)
+        for one in arriving:
+            assert one.result(BOUND_S) == (bytes_of(tensors()), digest)
+    for what in ("share", "open", "release"):
+        assert cuda.calls.count(what) == 3 * len(named), what
+    assert cuda.held == []
+    assert cuda.calls[-2:] == ["collect", "empty"]
+    assert whole.data_ptr() == place
+    assert not whole.is_shared()
+
+
+@pytest.mark.parametrize("opens", [0, 1])
+def test_a_receiver_of_tensors_that_dies_is_counted_for(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, opens: int
+) -> None:
+    """Of what it was told, be it that it has taken the first bucket."""
+    with own_sender_of(2, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        dying = pool.submit(_dies_after, transport, opens)
+        digest = publish_own(sender, tensors())
+        dying.result(BOUND_S)
+        assert arriving.result(BOUND_S) == (bytes_of(tensors()), digest)
+    assert cuda.held == []
+
+
+def _dies_after(transport: dict[str, Any], turns: int) -> None:
+    with raw_receiver(transport) as (connection, _):
+        ipc_wire.send_packet(connection, {"gpu": GPUS[1]})
+        assert ipc_wire.read_packet(connection)[0] == {"handles": []}
+        for number in range(turns + 1):
+            turn = ipc_wire.read_packet(connection)[0]
+            assert (turn["bucket"], len(turn["handles"])) == (number, len(MANIFEST.buckets[number].tensors))
+            if number < turns:
+                for wire in turn["handles"]:
+                    handle = Handle.from_wire(wire, 1, 0)
+                    torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
+                ipc_wire.send_packet(connection, {"taken": number})
+
+
+def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    calls = itertools.count()
+
+    def fail(*given: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        return cuda.open(*given)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish_own(sender, tensors())
+        with pytest.raises(Unavailable, match="invalid resource handle"):
+            arriving.result(BOUND_S)
+        del arriving
+        gc.collect()
+    assert cuda.held == []
+
+
+def test_a_share_that_fails_is_told_to_its_receiver(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    calls = itertools.count()
+
+    def share(storage: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return cuda.share(storage)
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        arriving = pool.submit(receive, transport)
+        with pytest.raises(Unavailable, match="no receiver is left"):
+            publish_own(sender, tensors())
+        with pytest.raises(Unavailable, match="out of memory"):
+            arriving.result(BOUND_S)
+    assert cuda.held == []
+
+
+@pytest.mark.parametrize(("nbytes", "start", "fits"), [(8, 0, True), (8, 4, True), (8, 5, False), (3, 0, False)])
+def test_a_tensor_lies_within_what_its_handle_opens(nbytes: int, start: int, fits: bool) -> None:
+    wire = instead(1, nbytes)
+    if fits:
+        assert Handle.from_wire(wire, 4, start).nbytes == nbytes
+    else:
+        with pytest.raises(ValueError, match="handle"):
+            Handle.from_wire(wire, 4, start)
 
 
 # ---- handles of somebody else ----

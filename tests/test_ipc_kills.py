@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, UpdateAborted
+from rl_plane.publish.ipc import Layout
 from tests.ipc_trainer import Trainer
 from tests.test_ipc_transport import BUCKET_BYTES, MIDDLE, model_of, serves, shared_memory
 
@@ -58,14 +59,16 @@ class Case:
     point: Point
     forked: bool = False
     """The trainer has a child, which lives on."""
+    layout: Layout = "packed"
 
     def __str__(self) -> str:
-        return f"{self.fault}-{self.victim}-{self.point}" + "-forked" * self.forked
+        return f"{self.fault}-{self.victim}-{self.point}" + "-forked" * self.forked + f"-{self.layout}"
 
 
 CASES = [
     *(Case("kill", "trainer", point) for point in HOLDS),
     Case("kill", "trainer", "middle", forked=True),
+    *(Case("kill", who, "first", layout="tensors") for who in ("trainer", "worker")),
     *(Case("kill", "worker", point) for point in HOLDS if point != "taken"),
     *(Case("stop", "worker", point) for point in HOLDS if point not in ("taken", "prepared")),
 ]
@@ -91,7 +94,10 @@ class Bench:
         model = model_of(self.plane, next(self.seeds))
         holds = [] if case is None else HOLDS[case.point]
         child = case is not None and case.forked
-        self.trainer.publish(model, workers, bucket_bytes=BUCKET_BYTES, holds=holds, child=child, **BOUNDS)
+        layout = "packed" if case is None else case.layout
+        self.trainer.publish(
+            model, workers, bucket_bytes=BUCKET_BYTES, holds=holds, child=child, layout=layout, **BOUNDS
+        )
         return self.trainer, model
 
     def nothing_left(self) -> bool:
@@ -117,6 +123,7 @@ class Bench:
         if case.victim == "trainer":
             assert self.trainer is not None
             self.trainer.kill()
+            assert not list(Path("/dev/shm").glob(f"torch_{self.trainer.process.pid}_*"))
             self.trainer = None
         elif case.fault == "kill":
             self.workers[-1].kill()

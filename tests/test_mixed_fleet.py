@@ -49,7 +49,7 @@ from worker.tiny_adapter import make_tiny_adapter
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
 
 if TYPE_CHECKING:
-    from tests.conftest import Plane
+    from tests.conftest import Plane, Spawned
 
 __all__ = ["trainer", "trainer_of"]
 
@@ -642,12 +642,15 @@ async def test_what_is_shared_on_one_machine(
     await mixed.witnessed(client)  # from where it can be fetched again
     await ipc.published(client, trainer_of(mixed.base(2), many), label)
     await proven(http, mixed, "ipc 2", mixed.base(2))
+    own = trainer_of(mixed.base(3), many, layout="tensors", bucket_bytes=each_transport.BUCKET_BYTES)
+    await ipc.published(client, own, {"version": "ipc 3"})
+    await proven(http, mixed, "ipc 3", mixed.base(3))
     killed = trainer_of(mixed.tiny(1), many, holds=[ipc.MIDDLE])
     update, _ = await ipc.holding(client, killed, "killed")
     killed.kill()
     with pytest.raises(UpdateAborted, match="trainer has gone"):
         await update
-    await proven(http, mixed, "ipc 2", mixed.base(2))
+    await proven(http, mixed, "ipc 3", mixed.base(3))
     await mixed.witnessed(client)
 
 
@@ -661,20 +664,39 @@ async def test_what_a_trainer_says_to_one_sglang_server(
 async def test_what_is_pulled_from_memory(
     mixed: Mixed, client: RlClient, http: httpx.AsyncClient, trainer: Callable[..., nixl_trainer.Trainer]
 ) -> None:
+    """A worker of each engine comes late, and heals from the trainer; it is killed, and heals from another worker."""
+    late: dict[str, Spawned] = {}
+
+    async def heal(label: str) -> None:
+        for engine in ENGINES:
+            instance_id = late[engine].instance_id if engine in late else None
+            late[engine] = mixed.plane.spawn(
+                ready=False, engine=engine, model=mixed.first, instance_id=instance_id, **ARGUMENTS[engine]
+            )
+        for one in late.values():
+            await asyncio.to_thread(one.wait_ready, START_S)
+        await mixed.plane.until(lambda: all_serve(client, label), HEAL_S)
+        healed = {engine: one.instance_id for engine, one in late.items()}
+        await proven(http, replace(mixed, ids=healed), label, mixed.base(seed_of(label)))
+
     source = trainer()
     transport = await source.offers(mixed.base(2), bucket_bytes=1 << 16)
-    await client.run("update_weights", nixl.update_of(transport, "nixl 2", keep_staged=True))
+    await client.run("update_weights", nixl.update_of(transport, "nixl 2"))  # no worker keeps it
+    await source.keeps()
+    await heal("nixl 2")
+    transport = await source.offers(mixed.base(3), bucket_bytes=1 << 16)
+    await client.run("update_weights", nixl.update_of(transport, "nixl 3", keep_staged=True))
     await source.keeps()
     transport = await source.offers(mixed.tiny(2), bucket_bytes=1 << 16)
     source.kill()
     with pytest.raises(PlaneError, match="source_gone"):
         await client.run("update_weights", nixl.update_of(transport, "never"))
-    await proven(http, mixed, "nixl 2", mixed.base(2))
-    late = mixed.plane.spawn(ready=False, engine="hf", model=mixed.first)  # takes what one of the others keeps
-    await asyncio.to_thread(late.wait_ready, START_S)
-    await mixed.plane.until(lambda: all_serve(client, "nixl 2"), HEAL_S)
-    await proven(http, replace(mixed, ids={"late": late.instance_id}), "nixl 2", mixed.base(2))
-    late.kill()
+    await proven(http, mixed, "nixl 3", mixed.base(3))
+    for one in late.values():
+        one.kill()
+    await heal("nixl 3")
+    for one in late.values():
+        one.kill()
     await mixed.witnessed(client)
 
 

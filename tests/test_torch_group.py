@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rl_plane import lifelines
-from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane import lifelines, torch_group
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from rl_plane.group_place import Place
 from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest, pack
@@ -117,6 +120,80 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
     trainer._accept(listener)
     assert slept == [lifelines.ACCEPT_AGAIN_S]
     trainer.close()
+
+
+class Unconnected:
+    """As nccl's group while a rank is missing: its first collective begins when that one comes, or the group is
+    aborted."""
+
+    def __init__(self) -> None:
+        self.waits, self.go_on, self.posted = threading.Event(), threading.Event(), 0
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        self.waits.set()
+        assert self.go_on.wait(BOUND_S)
+        self.posted += 1
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
+
+    def abort(self) -> None:
+        self.go_on.set()
+
+
+def nccl_group(timeout_s: float) -> tuple[Group, Unconnected]:
+    group, there = group_with(None), Unconnected()
+    group.place = replace(PLACE, timeout_s=timeout_s)
+    group._threads, group._dropping = [], threading.Lock()
+    group._lifelines, group._torch_group = None, there
+    group._device, group._connected = import_torch().device("cpu"), False
+    return group, there
+
+
+def test_ranks_that_do_not_connect_are_waited_for_within_the_bound() -> None:
+    data = import_torch().zeros(4)
+    group, there = nccl_group(0.1)
+    with pytest.raises(DeadlineExceeded, match="did not connect"):
+        group.broadcast(data)
+    assert there.go_on.wait(BOUND_S), "it is aborted"
+    group, there = nccl_group(BOUND_S)
+    waiting = there
+
+    def drop() -> None:
+        assert waiting.waits.wait(BOUND_S)
+        group.drop("rank 2 is gone")
+
+    dropping = threading.Thread(target=drop)
+    dropping.start()
+    with pytest.raises(Unavailable, match="rank 2 is gone"):
+        group.broadcast(data)
+    dropping.join(BOUND_S)
+    group.await_end(BOUND_S)
+    group, there = nccl_group(BOUND_S)
+    there.go_on.set()
+    for posted in (1, 2):
+        group.broadcast(data).wait("it", time.monotonic() + BOUND_S)
+        assert (there.posted, len(group._threads)) == (posted, 1), "on a thread while it connects"
+
+
+def test_a_group_of_nccl_has_no_watchdog_and_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *given: Any) -> None:
+            seen.append({name: os.environ[name] for name in torch_group.NCCL_ENVIRONMENT})
+            raise RuntimeError("no GPUs found")
+
+    monkeypatch.setattr(import_torch().distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError, match="no GPUs"):
+        torch_group._make(replace(PLACE, backend="nccl"), None, 1.0)
+    assert seen == [torch_group.NCCL_ENVIRONMENT]
+    assert seen[0]["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("said", [RuntimeError("Connection reset"), b"many"])

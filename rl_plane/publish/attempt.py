@@ -105,7 +105,8 @@ class Attempt:
         bucket_bytes = way.told.bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = getattr(sender, "bucket_bytes", DEFAULT_BUCKET_BYTES)
-        manifest = self._manifest = Manifest(pack(taken.specs, bucket_bytes), taken.adapter_config)
+        packed = getattr(sender, "pack", pack)(taken.specs, bucket_bytes)
+        manifest = self._manifest = Manifest(packed, taken.adapter_config)
         if isinstance(sender, DeviceSender):
             sender.device = taken.device
         self._body["transport"] = sender.open(manifest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import select
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -55,16 +56,17 @@ class Handle:
         return list(astuple(self))
 
     @classmethod
-    def from_wire(cls, wire: Any, needed: int) -> Self:
-        """Believes nothing. ValueError for what is no handle of `needed` bytes. How large the allocation really is,
-        CUDA tells nobody but its owner."""
+    def from_wire(cls, wire: Any, needed: int, start: int | None = None) -> Self:
+        """Believes nothing. ValueError for what is no handle of `needed` bytes; with `start`, of at least so many from
+        there on. How large the allocation really is, CUDA tells nobody but its owner."""
         types = (bytes, int, int, bytes, int, bytes, bool)
         if not isinstance(wire, list) or [type(one) for one in wire] != list(types):
             raise ValueError("a handle that is not the seven values of torch's")
         handle = cls(*wire)
         if not 0 < len(handle.memory) <= MAX_HANDLE_BYTES or len(handle.event) not in (0, EVENT_BYTES):
             raise ValueError("a handle of another length than CUDA's")
-        if handle.nbytes != needed or not 0 <= handle.offset < 1 << 62 or handle.offset % ALIGN_BYTES:
+        fits = handle.nbytes == needed if start is None else 0 <= start <= handle.nbytes - needed
+        if not fits or not 0 <= handle.offset < 1 << 62 or handle.offset % ALIGN_BYTES:
             raise ValueError(f"a handle of {handle.nbytes} bytes at {handle.offset}, not of {needed}")
         if not COUNTER_FILE.fullmatch(handle.counter) or not 0 <= handle.counter_offset < COUNTERS:
             raise ValueError("a handle whose counter is none of torch's")
@@ -91,10 +93,28 @@ def uuid_of(device: str) -> str | None:
     return str(torch.cuda.get_device_properties(0 if number is None else number).uuid)
 
 
-def _device(uuid: str) -> torch.device:
+def seen(uuid: Any) -> str:
+    """The same, if it is one of this process's. ValueError."""
+    if not isinstance(uuid, str) or uuid not in gpus():
+        raise ValueError(
+            f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
+            "those of the engines too, or use another transport"
+        )
+    return uuid
+
+
+def device_of(uuid: str) -> torch.device:
     import torch
 
     return torch.device("cuda", gpus()[uuid])
+
+
+def synchronize(*uuids: str) -> None:
+    """What was begun on these GPUs has ended."""
+    import torch
+
+    for uuid in uuids:
+        torch.cuda.synchronize(device_of(uuid))
 
 
 class GpuBuffers:
@@ -117,7 +137,7 @@ class GpuBuffers:
         if uuid not in self._buffers:
             try:
                 self._buffers[uuid] = [
-                    torch.empty(self.nbytes, dtype=torch.uint8, device=_device(uuid)) for _ in range(BUFFERS)
+                    torch.empty(self.nbytes, dtype=torch.uint8, device=device_of(uuid)) for _ in range(BUFFERS)
                 ]
             except torch.OutOfMemoryError as error:
                 raise Unavailable(
@@ -130,51 +150,66 @@ class GpuBuffers:
 
     def filled(self, number: int) -> None:
         """Before anybody is told: copies run by themselves, and another process does not wait for them."""
-        import torch
-
         for uuid, buffers in self._buffers.items():
             if uuid != self._home:
                 buffers[number % BUFFERS][: self._sizes[number]].copy_(self.place(number))
-        for uuid in self._buffers:
-            torch.cuda.synchronize(_device(uuid))
+        synchronize(*self._buffers)
 
-    def shared(self, uuid: Any) -> list[Handle]:
-        """For one receiver, on its own GPU. ValueError for a GPU that this process can't reach."""
-        import torch
-
-        if not isinstance(uuid, str) or uuid not in gpus():
-            raise ValueError(
-                f"the trainer does not see the GPU {str(uuid)[:100]}: let CUDA_VISIBLE_DEVICES of the trainer name "
-                "those of the engines too, or use another transport"
-            )
+    def shared(self, uuid: str) -> list[Handle]:
+        """For one receiver, on its own GPU."""
         buffers = self._buffers.get(uuid)
         if buffers is None:
             buffers = self._made(uuid)
             for there, here in zip(buffers, self._buffers[self._home], strict=True):
                 there.copy_(here)  # what the others were told of already
-            torch.cuda.synchronize(_device(uuid))
+            synchronize(uuid)
         handles: list[Handle] = []
         try:
             for buffer in buffers:
-                _, memory, nbytes, offset, counter, counter_offset, event, sync = (
-                    buffer.untyped_storage()._share_cuda_()
-                )
-                handles.append(Handle(memory, nbytes, offset, counter, counter_offset, event, sync))
-                if len(memory) > MAX_HANDLE_BYTES:
-                    raise ValueError(
-                        "expandable segments make too long a handle: use smaller buckets, or none of them"
-                    )
+                handles.append(share(buffer))
         except BaseException:
             given_up(handles)  # nobody is told of them
             raise
         return handles
 
     def close(self) -> None:
-        import torch
-
         self._buffers.clear()
-        torch.cuda.ipc_collect()  # frees what all receivers have given up, and then torch's file of counters
-        torch.cuda.empty_cache()
+        collect()
+
+
+def collect() -> None:
+    """Frees what all receivers have given up, and then torch's file of counters."""
+    import torch
+
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+
+
+def share(tensor: torch.Tensor) -> Handle:
+    """Of the allocation in which it lies, for one receiver."""
+    _, memory, nbytes, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    handle = Handle(memory, nbytes, offset, counter, counter_offset, event, sync)
+    if len(memory) > MAX_HANDLE_BYTES:
+        given_up([handle])
+        raise ValueError("expandable segments make too long a handle: use smaller buckets, or none of them")
+    return handle
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage as uint8, as one of its own: torch keeps what it notes of a share until the storage goes, and a
+    trainer's weights never do."""
+    import torch
+
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    made: torch.Tensor = torch.from_dlpack(whole)
+    return made
+
+
+def copied_to(uuid: str, tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    made = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device_of(uuid))
+    return made.copy_(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 def given_up(handles: list[Handle]) -> None:
@@ -185,30 +220,57 @@ def given_up(handles: list[Handle]) -> None:
         torch.UntypedStorage._release_ipc_counter(handle.counter, handle.counter_offset, device=None)
 
 
+def opened(handles: list[Handle], device: torch.device) -> list[torch.Tensor]:
+    """A receiver's. Where one can't be opened, all are given up."""
+    import torch
+
+    storages: list[Any] = []
+    try:
+        for one in handles:
+            storages.append(
+                torch.UntypedStorage._new_shared_cuda(
+                    device.index, one.memory, one.nbytes, one.offset,
+                    one.counter, one.counter_offset, one.event, one.event_sync,
+                )
+            )  # fmt: skip
+        return [torch.empty(0, dtype=torch.uint8, device=device).set_(one) for one in storages]
+    except BaseException:
+        never_opened = handles[len(storages) :]
+        storages.clear()  # the error's traceback would hold them; torch gives up those that were opened
+        torch.cuda.ipc_collect()
+        given_up(never_opened)
+        raise
+
+
+def read_opened(uuid: str, handles: list[Handle], starts: Sequence[int], places: Sequence[memoryview]) -> None:
+    """Each tensor from where it begins in its allocation, into memory of the host. All are given up again."""
+    import torch
+
+    device = device_of(uuid)
+    buffers = opened(handles, device)
+    try:
+        for number, place in enumerate(places):
+            start = starts[number]
+            into = torch.frombuffer(place, dtype=torch.uint8)
+            into.copy_(buffers[number][start : start + place.nbytes])
+        torch.cuda.synchronize(device)
+    finally:
+        buffers.clear()
+        torch.cuda.ipc_collect()
+
+
 class OpenBuckets:
     """A receiver's: it copies each bucket into memory of the host, where weights are checked and staged."""
 
     def __init__(self, handles: list[Handle], uuid: str) -> None:
         import torch
 
-        self._device = _device(uuid)
-        self.buffers: list[torch.Tensor] = []
-        opened = []
+        self._device = device_of(uuid)
+        self.buffers = opened(handles, self._device)
         try:
-            for one in handles:
-                opened.append(
-                    torch.UntypedStorage._new_shared_cuda(
-                        self._device.index, one.memory, one.nbytes, one.offset,
-                        one.counter, one.counter_offset, one.event, one.event_sync,
-                    )
-                )  # fmt: skip
             self._host = torch.empty(handles[0].nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self.buffers += [torch.empty(0, dtype=torch.uint8, device=self._device).set_(one) for one in opened]
         except BaseException:
-            never_opened = handles[len(opened) :]
-            opened.clear()  # the error's traceback would hold them
-            self.close()  # torch gives up those that were opened
-            given_up(never_opened)
+            self.close()
             raise
 
     def read(self, number: int, nbytes: int) -> memoryview:

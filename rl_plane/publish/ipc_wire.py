@@ -6,12 +6,15 @@ comes as descriptors with the first packet; the kernel frees it when the last pr
 
     trainer → receiver   {protocol, manifest, buffer, cuda} and the descriptors of the manifest and of the buffers
                          {handles}                     of two buffers on its GPU, for a receiver that has said which
-                         {bucket: 0}, {bucket: 1}, …   each in its turn, in the buffer number % BUFFERS
+                         {bucket: 0}, {bucket: 1}, …   each in its turn, in the buffer number % BUFFERS, or
+                         {bucket, starts}              where each tensor that has bytes begins in its own descriptor
+                         {bucket, starts, handles}     or in its own share on the receiver's GPU
                          {end: digest | None}          of the version, in the turn after the last bucket
                          {error: text}                 in place of any of them
     receiver → trainer   {gpu: UUID}                   of its own, where the buffers are on GPUs
                          {taken: 0}, {taken: 1}, …     one for each turn; the buffer may be used again
-                         {closed: true}                before the last turn: it has given up the GPU's memory
+                         {closed: turns}               before the last turn: it has given up the GPU's memory, that of
+                                                       the buffers and of the first so many turns
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from rl_plane.manifest import ALIGN_BYTES, Manifest
 
 BACKEND = "ipc"
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 BUFFERS = 2
 """One is packed while the other is read."""
 
-MAX_PACKET_BYTES = 4096
-"""The largest is an error's text."""
+MAX_PACKET_BYTES = 64 << 10
+"""The largest has the handles of a bucket's tensors. Three, which may be on their way at once, fit into a socket."""
 
 MAX_MANIFEST_BYTES = 256 << 20
 """MAX_TENSORS tensors, their names, shapes and digests: some 200 bytes each, and room."""

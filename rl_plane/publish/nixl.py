@@ -19,6 +19,7 @@ from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.nixl_desk import Desk
 from rl_plane.publish.nixl_wire import BACKEND, Memory, make_agent
+from rl_plane.publish.packing import Tensor, raw_bytes, spec_of
 from rl_plane.publish.sender import Surroundings
 from rl_plane.versions import HostTensor
 
@@ -102,8 +103,9 @@ class NixlSender:
         self._opened = _Version(manifest, secrets.token_hex(16))
         return self._desk.transport(self._opened.key)
 
-    def lend(self, tensors: Mapping[str, HostTensor]) -> Collection[int]:
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
         version = self._open_version()
+        tensors = _in_host_memory(tensors)
         whole = {
             number: bucket
             for number, bucket in enumerate(version.manifest.buckets)
@@ -242,6 +244,14 @@ class NixlSender:
         if self._opened is None:
             raise InvalidRequest("no version is open", field="sender", fix="open one first")
         return self._opened
+
+
+def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, HostTensor]:
+    return {
+        name: one if isinstance(one, HostTensor) else HostTensor(spec_of(one), raw_bytes(one))
+        for name, one in tensors.items()
+        if isinstance(one, HostTensor) or one.device.type == "cpu"
+    }
 
 
 def _regions(bucket: Bucket, tensors: Mapping[str, HostTensor]) -> list[Region]:

@@ -32,14 +32,14 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
-from rl_plane.publish.packing import Place
-from rl_plane.versions import HostTensor
+from rl_plane.publish.packing import Place, Tensor
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 class Sender(Protocol):
-    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise."""
+    """It may have `bucket_bytes`: by what its buckets are best packed, unless the trainer says otherwise; and
+    `pack(specs, bucket_bytes)`, which packs them in another way than `rl_plane.manifest.pack`."""
 
     backend: str
     receivers_from: ClassVar[Literal["open", "finish"]] = "open"
@@ -73,10 +73,10 @@ class KeepingSender(Sender, Protocol):
 
 @runtime_checkable
 class LendingSender(Sender, Protocol):
-    def lend(self, tensors: Mapping[str, HostTensor]) -> Collection[int]:
-        """Between `open` and the first `buffer`: these stay where and as they are until the update is closed. Which
-        buckets are read from there: `buffer` is not asked for those. Their memory is not freed before the next
-        version, or `destroy`."""
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
+        """Between `open` and the first `buffer`: these, contiguous and as they are sent, stay where and as they are
+        until the update is closed. Which buckets are read from there: `buffer` is not asked for those. Their memory is
+        not freed before the next version, or `destroy`."""
 
 
 @runtime_checkable

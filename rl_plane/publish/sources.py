@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
-from rl_plane.publish.packing import Tensor, raw_bytes, spec_of
+from rl_plane.publish.packing import Tensor, spec_of
 from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Taken:
     close: Callable[[], None] = _nothing
     device: str = "cpu"
     """Of the tensors that will come, as far as it is known."""
-    held: Mapping[str, HostTensor] = field(default_factory=dict)
-    """Those that lie in host memory as they are sent, in the trainer's own memory, and stay there."""
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    """Those that lie contiguous, and as they are sent, in the trainer's own memory, the host's or a GPU's, and stay."""
 
 
 class Source(Protocol):
@@ -273,18 +273,18 @@ def _with_held(state: Mapping[str, Any], dtype: torch.dtype | None, names: Names
     taken = _taken(state, dtype, names)
     renamed = ((_renamed(name, names), tensor) for name, tensor in state.items() if _is_plain(tensor, dtype))
     sent = dict(taken.specs)
-    held = {name: HostTensor(sent[name], raw_bytes(tensor)) for name, tensor in renamed if name in sent}
+    held = {name: tensor.detach() for name, tensor in renamed if name in sent}
     return replace(taken, held=held)
 
 
 def _is_plain(tensor: Any, dtype: torch.dtype | None) -> bool:
-    """Does it lie in host memory as it is sent?"""
+    """Does it lie there as it is sent?"""
     import torch
 
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not _is_zero3(tensor)
-        and tensor.device.type == "cpu"
+        and tensor.device.type in ("cpu", "cuda")
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
         and tensor.dtype == _dtype_of(tensor, dtype)

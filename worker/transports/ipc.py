@@ -12,14 +12,17 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgpack
 
+from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
-from rl_plane.manifest import Manifest
-from rl_plane.publish.ipc_cuda import Handle, OpenBuckets, remove_counters, uuid_of
+from rl_plane.manifest import Bucket, Manifest
+from rl_plane.publish.ipc_cuda import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
+from rl_plane.publish.ipc_tensors import MAX_TOGETHER, read_memory
 from rl_plane.publish.ipc_wire import (
     BACKEND,
     BUFFERS,
@@ -87,8 +90,19 @@ class IpcTransport:
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A bucket whose tensors lie where the trainer has them: those that have bytes."""
+
+    starts: Sequence[int]
+    handles: Any
+    descriptors: Sequence[int]
+    places: Sequence[memoryview]
+    """For them, here."""
+
+
 class _Mapped:
-    """Buffers in shared memory, read where they are."""
+    """Buffers in shared memory, read where they are; or memory of the trainer's own, out of which tensors are read."""
 
     copies = False
 
@@ -96,8 +110,16 @@ class _Mapped:
         self._maps = maps
 
     def read(self, number: int, nbytes: int) -> memoryview:
+        if not self._maps:
+            raise _refuse("it gave no buffers")
         with memoryview(self._maps[number % BUFFERS]) as whole:
             return whole[:nbytes]
+
+    def read_own(self, number: int, own: _Own) -> None:
+        if len(own.descriptors) != len(own.places):
+            raise _refuse(f"{len(own.descriptors)} descriptors came for {len(own.places)} tensors")
+        for descriptor, start, place in zip(own.descriptors, own.starts, own.places, strict=True):
+            read_memory(descriptor, start, place)
 
     def close(self) -> None:
         for one in self._maps:
@@ -110,7 +132,11 @@ class _OnGpu:
     copies = True
 
     def __init__(self, handles: list[Handle], uuid: str, connection: socket.socket) -> None:
+        self._uuid = uuid
         self._handles = handles
+        """Also of tensors: those, each of whose counters' files is another one."""
+        self._given_up = 0
+        """Turns."""
         self._connection = connection
         self._pid = peer_pid(connection)
         try:
@@ -121,16 +147,30 @@ class _OnGpu:
             ) from error
         self._open: OpenBuckets | None = None
         try:
-            self._open = OpenBuckets(handles, uuid)
+            self._open = OpenBuckets(handles, uuid) if handles else None
         except Exception as error:
             self.close()
-            raise Unavailable(
-                f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix="use another transport"
-            ) from error
+            raise _not_opened(uuid, error) from error
 
     def read(self, number: int, nbytes: int) -> memoryview:
-        assert self._open is not None, "not closed"
+        if self._open is None:
+            raise _refuse("it gave no buffers")
         return self._open.read(number, nbytes)
+
+    def read_own(self, number: int, own: _Own) -> None:
+        if not isinstance(own.handles, list) or len(own.handles) != len(own.places):
+            raise _refuse(f"it gave not handles of {len(own.places)} tensors")
+        handles = [
+            Handle.from_wire(wire, place.nbytes, start)
+            for wire, start, place in zip(own.handles, own.starts, own.places, strict=True)
+        ]
+        known = {one.counter for one in self._handles}
+        self._handles += [one for one in handles if one.counter not in known]
+        self._given_up = number + 1  # whatever comes of it
+        try:
+            read_opened(self._uuid, handles, own.starts, own.places)
+        except Exception as error:
+            raise _not_opened(self._uuid, error) from error
 
     def close(self) -> None:
         if self._pidfd < 0:
@@ -139,7 +179,7 @@ class _OnGpu:
             self._open.close()
             self._open = None
         try:
-            send_packet(self._connection, {"closed": True})
+            send_packet(self._connection, {"closed": self._given_up})
         except OSError:
             remove_counters(self._handles, self._pid, self._pidfd)
         os.close(self._pidfd)
@@ -182,16 +222,16 @@ class IpcDelivery(PackedDelivery):
         try:
             last = len(self._manifest.buckets) - 1
             for number, bucket in enumerate(self._manifest.buckets):
-                self._await("bucket", number)
-                self._bucket = self._source.read(number, bucket.nbytes)
-                if self._source.copies:
+                self._owned = self._read(number, bucket)
+                copied = self._owned or self._source.copies
+                if copied:
                     if number == last:
                         self._source.close()  # before the trainer frees it
                     self._taken(number)
                 yield self._bucket
-                if not self._source.copies:
+                if not copied:
                     self._taken(number)
-            digest = self._await("end", None)
+            digest = self._await("end", None)[0]["end"]
             if digest is not None and not isinstance(digest, str):
                 raise _refuse("its digest is no text")
             self.digest = digest
@@ -199,11 +239,36 @@ class IpcDelivery(PackedDelivery):
         finally:
             self._end()
 
-    def _await(self, key: str, expected: int | None) -> Any:
-        packet, _ = _packet(self._connection, BUCKET_S, cancelled=self.cancelled)
-        if packet.keys() != {key} or expected not in (None, packet[key]):
+    def _read(self, number: int, bucket: Bucket) -> bool:
+        """Into memory of our own?"""
+        packet, descriptors = self._await("bucket", number, MAX_TOGETHER)
+        try:
+            starts = packet.get("starts")
+            if starts is None:
+                self._bucket = self._source.read(number, bucket.nbytes)
+                return False
+            whole = fresh(bucket.nbytes)
+            filled = [one for one in bucket.tensors if one.spec.nbytes]
+            places = [whole[one.offset :][: one.spec.nbytes] for one in filled]
+            if not isinstance(starts, list) or [type(one) for one in starts] != [int] * len(filled):
+                raise ValueError(f"not where each of {len(filled)} tensors begins")
+            if not all(0 <= one < 1 << 62 for one in starts):
+                raise ValueError("tensors that begin nowhere")
+            self._source.read_own(number, _Own(starts, packet.get("handles"), descriptors, places))
+            self._bucket = whole
+            return True
+        except ValueError as error:
+            raise _refuse(f"it sent {error}") from error
+        finally:
+            close_all(descriptors)
+
+    def _await(self, key: str, expected: int | None, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+        packet, given = _packet(self._connection, BUCKET_S, descriptors, cancelled=self.cancelled)
+        more = {"starts", "handles"} if key == "bucket" and "starts" in packet else set()
+        if packet.keys() - more != {key} or expected not in (None, packet[key]):
+            close_all(given)
             raise _refuse(f"it said {str(packet)[:100]} out of turn")
-        return packet[key]
+        return packet, given
 
     def _taken(self, number: int) -> None:
         try:
@@ -252,7 +317,7 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: st
         if first.get("cuda") is True:
             source: _Mapped | _OnGpu = _on_gpu(connection, room, needed, device)
         else:
-            source = _mapped(descriptors[1:], room, needed, buffer_count(manifest))
+            source = _mapped(descriptors[1:], room, needed, buffer_count(manifest) if room else 0)
     finally:
         close_all(descriptors)
     try:
@@ -265,7 +330,7 @@ def _opened(connection: socket.socket, kind: Literal["base", "lora"], device: st
 def _mapped(descriptors: list[int], room: int, needed: int, count: int) -> _Mapped:
     if len(descriptors) != count:
         raise _refuse(f"{len(descriptors)} buffers came where {count} are needed")
-    if room < needed:
+    if count and room < needed:
         raise _refuse(f"its buffers have {room} bytes, a bucket {needed}")
     for descriptor in descriptors:
         _check_memory(descriptor, needed)
@@ -287,7 +352,8 @@ def _on_gpu(connection: socket.socket, room: int, needed: int, device: str) -> _
     packet, _ = _packet(connection, FIRST_PACKET_S)
     handles = packet.get("handles")
     try:
-        if not isinstance(handles, list) or len(handles) != BUFFERS or room != needed:
+        count = BUFFERS if room else 0
+        if not isinstance(handles, list) or len(handles) != count or room not in (0, needed):
             raise ValueError("no handles of its two buffers")
         return _OnGpu([Handle.from_wire(one, needed) for one in handles], uuid, connection)
     except ValueError as error:
@@ -338,6 +404,12 @@ def _packet(
         close_all(descriptors)
         raise Unavailable(f"the trainer refused: {packet['error'][:500]}", fix="publish again")
     return packet, descriptors
+
+
+def _not_opened(uuid: str, error: Exception) -> Unavailable:
+    return Unavailable(
+        f"the trainer's memory on {uuid} can't be opened: {str(error)[:300]}", fix="use another transport"
+    )
 
 
 def _gone(error: BaseException) -> Unavailable:
