@@ -75,7 +75,6 @@ class SoFar:
             update={
                 **dict.fromkeys(PROMPT_FIELDS),
                 "rendering": Rendering(),
-                "add_special_tokens": False,
                 "prompt_token_ids": [*self.prompt, *self.made],
                 "continued": count,
                 "max_tokens": request.max_tokens - count,

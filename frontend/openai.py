@@ -151,7 +151,7 @@ class CompletionBody(GenerationBody):
     prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
     """Of several prompts, choice j of prompt i has the index i * n + j."""
     add_special_tokens: bool | None = None
-    """Of a text: those that the tokenizer puts around it. Default false, as in `/tokenize`."""
+    """Of a text: those that the tokenizer puts around it. Default true, as in `/tokenize`."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
 

@@ -117,8 +117,8 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
             raise InvalidRequest("there is no prompt", field="prompt", fix="send a prompt, or prompt_token_ids")
     prompts = Prompts.of(ids, "prompt_token_ids") if ids is not None else prompt
     assert prompts is not None, "one of the two"
-    if parsed.add_special_tokens:
-        prompts = prompts.with_special_tokens()
+    if parsed.add_special_tokens is not None:
+        prompts = prompts.with_special_tokens(parsed.add_special_tokens)
     tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
     return _plan(parsed, request_id, prompts, tokens, parsed.logprobs is not None, top_of(parsed.logprobs))
 
@@ -141,13 +141,15 @@ class Prompts:
     def of(cls, ids: list[int], field: str) -> Prompts:
         return cls([{"prompt_token_ids": ids}], field, False)
 
-    def with_special_tokens(self) -> Prompts:
-        """Those of the tokenizer; InvalidRequest where it is not asked."""
+    def with_special_tokens(self, add: bool) -> Prompts:
+        """Those of the tokenizer, or none; InvalidRequest where they are wanted and it is not asked."""
         if not all("prompt" in one for one in self.each):
+            if not add:
+                return self
             raise InvalidRequest(
                 "add_special_tokens says nothing of tokens", field="add_special_tokens", fix="leave it out"
             )
-        return replace(self, each=[{**one, "add_special_tokens": True} for one in self.each])
+        return replace(self, each=[{**one, "add_special_tokens": add} for one in self.each])
 
 
 def read_prompts(value: Any, field: str) -> Prompts | None:

@@ -46,7 +46,7 @@ class TokenizeBody(TemplateBody):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
-    """Of a prompt: those that the tokenizer puts around a text. Default false, as in `/v1/completions`."""
+    """Of a prompt: those that the tokenizer puts around a text. Default true, as in `/v1/completions`."""
 
 
 class DetokenizeBody(BaseModel):

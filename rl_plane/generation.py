@@ -143,7 +143,7 @@ class GenerateRequest(BaseModel):
     id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_PROMPT_TOKENS)
     prompt: str | None = None
-    add_special_tokens: bool = False
+    add_special_tokens: bool = True
     """Of `prompt`: those that the tokenizer puts around a text."""
     adapter: str | None = None
     """The LoRA adapter by whose weights to generate; None: the base model alone."""

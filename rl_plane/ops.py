@@ -223,8 +223,8 @@ class Tokenize(Body):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     """Rendered by the model's chat template, as for generation."""
-    add_special_tokens: bool = False
-    """Of the prompt: those that the tokenizer puts around a text."""
+    add_special_tokens: bool | None = None
+    """Of the prompt: those that the tokenizer puts around a text. None: yes, as in generation."""
     add_generation_prompt: bool | None = None
     """The head of the next reply after the messages. None: yes, unless `continue_final_message`."""
     continue_final_message: bool = False
@@ -258,7 +258,7 @@ class Tokenize(Body):
             "documents": self.documents is not None,
             "chat_template_kwargs": self.chat_template_kwargs is not None,
         }
-        misplaced = {"add_special_tokens": self.add_special_tokens} if self.prompt is None else of_messages
+        misplaced = {"add_special_tokens": bool(self.add_special_tokens)} if self.prompt is None else of_messages
         for field, given in misplaced.items():
             if given:
                 what = "messages" if self.prompt is None else "a prompt"

@@ -296,7 +296,7 @@ def test_a_plain_completion_has_openais_defaults() -> None:
         "id": "cmpl-1",
         "prompt_token_ids": None,
         "prompt": "hi",
-        "add_special_tokens": False,
+        "add_special_tokens": True,
         "adapter": None,
         "messages": None,
         "rendering": Rendering().model_dump(),

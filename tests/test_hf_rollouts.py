@@ -151,7 +151,7 @@ async def test_a_caller_that_leaves_ends_its_request_in_the_engine(
     assert (state["running_tokens"], state["waiting_tokens"]) == (0, 0)
 
 
-async def test_a_text_has_special_tokens_where_they_are_asked_for(
+async def test_a_text_has_special_tokens_unless_it_says_otherwise(
     plane: Plane, http: httpx.AsyncClient, first: Path
 ) -> None:
     from tokenizers.processors import TemplateProcessing
@@ -163,7 +163,7 @@ async def test_a_text_has_special_tokens_where_they_are_asked_for(
     tokenizer.save_pretrained(first)
     await spawned(plane, first, 1)
     bare = tokenizer.encode("hello", add_special_tokens=False)
-    for asked, expected in (({}, bare), ({"add_special_tokens": True}, [number, *bare])):
+    for asked, expected in (({}, [number, *bare]), ({"add_special_tokens": False}, bare)):
         told = (await http.post("/tokenize", json={"prompt": "hello", **asked})).json()
         made = (await http.post("/v1/completions", json=greedily(prompt=["hello", "hello"], **asked))).json()
         prompts = [choice["prompt_token_ids"] for choice in made["choices"]]

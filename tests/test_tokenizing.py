@@ -125,14 +125,14 @@ async def test_a_template_is_given_all_that_a_request_says(
     assert await prompt_tokens(tokenizer, request) == tokens
 
 
-async def test_special_tokens_are_around_a_text_where_they_are_asked_for(tokenizer: Any) -> None:
+async def test_special_tokens_are_around_a_text_unless_it_says_otherwise(tokenizer: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
     begin, end = "<|im_start|>", "<|im_end|>"
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (begin, end)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A {end}", None, ids)
     bare = tokenizer.encode("hello", add_special_tokens=False)
-    for asked, tokens in (({}, bare), ({"add_special_tokens": True}, [ids[0][1], *bare, ids[1][1]])):
+    for asked, tokens in (({}, [ids[0][1], *bare, ids[1][1]]), ({"add_special_tokens": False}, bare)):
         assert await Engine(tokenizer).tokenize(Tokenize.model_validate({"prompt": "hello", **asked})) == tokens
         request = GenerateRequest.model_validate({"id": "x", "prompt": "hello", **asked})
         assert await prompt_tokens(tokenizer, request) == tokens

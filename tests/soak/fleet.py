@@ -161,10 +161,16 @@ class SoakFleet(KeptFleet):
             return Answer(None, {"error": {"code": "lost", "message": f"{type(error).__name__}: {error}"}})
 
     async def learn_committed(self) -> None:
-        """The history, of which nothing that was told before may change."""
-        answer = await self.call(self._up(), "updates?limit=256")
+        """The history, of which nothing that was told before may change. A frontend that is killed just then, or a
+        machine that stands still for seconds, has it asked for again."""
+        if missing := await _until(self._read_history, WHOLE_S):
+            raise Broken(f"the history can't be read: {missing}")
+
+    async def _read_history(self) -> list[str]:
+        up = [name for name in self.frontends if not self.is_down(name)]
+        answer = await self.call((up or self.frontends)[0], "updates?limit=256")
         if answer.status != 200:
-            raise Broken(f"the history can't be read: {answer}")
+            return [str(answer)]
         for entry in answer.body["updates"]:
             version, target = entry.get("version"), entry.get("target") or {}
             if version is None or target.get("op") == "unload":
@@ -173,9 +179,7 @@ class SoakFleet(KeptFleet):
             weights = version["label"], version["digest"]
             if self.committed.setdefault(key, weights) != weights:
                 raise Broken(f"the history has changed: {key} was {self.committed[key]}, now {weights}")
-
-    def _up(self) -> str:
-        return next(name for name in self.frontends if not self.is_down(name))
+        return []
 
     async def whole(self) -> dict[str, Any]:
         """Its state, once every worker serves what is committed and every frontend tells the same."""

@@ -90,8 +90,7 @@ async def _settle(fleet: SoakFleet, checker: Checker, report: Report) -> None:
         try:
             await fleet.learn_committed()
         except Broken as error:
-            if not any(map(fleet.is_down, fleet.frontends)):
-                report.faults.append(Fault("broken", "", "", "", str(error)))
+            report.faults.append(Fault("broken", "", "", "", str(error)))
             continue
         report.faults += checker.settle(fleet.committed)
 

@@ -107,7 +107,7 @@ class Tokenizing(ABC):
     async def tokenize(self, body: Tokenize) -> list[int]:
         self._running()
         if body.prompt is not None:
-            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens, _aside)
+            return await _encoded(self._tokenizer, body.prompt, body.add_special_tokens is not False, _aside)
         return await _rendered(self._tokenizer, body.messages or [], body.rendering, _aside)
 
     async def detokenize(self, token_ids: list[int]) -> str:
