@@ -246,15 +246,16 @@ def impostor(*packets: Any, given: Callable[[], list[int]] = lambda: []) -> Iter
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection:
+            with connection, suppress(OSError):  # the other side may have gone before it has heard all
                 sent = given()
-                for packet in packets:
-                    raw = packet if isinstance(packet, bytes) else msgpack.packb(packet)
-                    socket.send_fds(connection, [raw], sent if packet is packets[0] else [])
-                ipc_wire.close_all(sent)
-                with suppress(OSError):
-                    while connection.recv(4096):  # until the other side has gone
-                        pass
+                try:
+                    for packet in packets:
+                        raw = packet if isinstance(packet, bytes) else msgpack.packb(packet)
+                        socket.send_fds(connection, [raw], sent if packet is packets[0] else [])
+                finally:
+                    ipc_wire.close_all(sent)
+                while connection.recv(4096):  # until it has
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()
