@@ -23,6 +23,8 @@ from rl_plane.cli.settings import SETTINGS
 from rl_plane.cli.supervisor import MAX_PAUSE_S, exit_words, pause_before
 from worker.engines.fake import make_fake_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 READY_S = 60.0
 """On a loaded machine: four interpreters start."""
 BACK_S = 30.0

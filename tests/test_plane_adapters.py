@@ -30,6 +30,8 @@ from worker.staging import adapter_digest, model_digest
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 PROMPT = [5, 6, 7]
 HEAL_S = 20.0
 

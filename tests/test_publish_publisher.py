@@ -43,6 +43,8 @@ from tests.test_plane_update import all_serve
 from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
+pytestmark = [pytest.mark.slow, pytest.mark.parallel]
+
 BOUND_S = 60.0
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
