@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rl_plane.client import RlClient
-    from tests.conftest import Plane
+    from tests.conftest import Plane, Spawned
 
 PROMPT = [5, 6]
 TOKENS = 400
@@ -120,22 +120,30 @@ async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None
     assert await paused(fleet.client) == [False]
 
 
-@pytest.mark.parametrize("point", ["prepare_update.after", "commit_update.before"])
-async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_that_the_other_lacks(
+def two_of_which_one_is_held(
     plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[Spawned, Spawned, Path]:
+    """The other one, the one that stands still at the point, and the file that is there once it does."""
     holds = plane.tmp / "holds"
     holds.mkdir()
     monkeypatch.setenv(VARIABLE, str(holds))
     left, doomed = plane.spawn_many(2)
     (holds / f"{point}.{doomed.instance_id}").touch()
+    return left, doomed, holds / f"reached.{point}.{doomed.instance_id}"
+
+
+@pytest.mark.parametrize("point", ["prepare_update.after", "commit_update.before"])
+async def test_a_worker_that_dies_in_the_update_comes_back_without_the_memory_that_the_other_lacks(
+    plane: Plane, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, doomed, reached = two_of_which_one_is_held(plane, point, monkeypatch)
     fleet = await plane.fleet()
     client = fleet.client
     await fleet.run("release_memory")
     await fleet.run("resume_memory", {"tags": ["weights"]})
     told = await Told.follow(client)
     update = asyncio.create_task(fleet.run("update_weights", update_of(plane.model(1), "step_1")))
-    await plane.until((holds / f"reached.{point}.{doomed.instance_id}").exists, 30)
+    await plane.until(reached.exists, 30)
     doomed.kill()
     assert (await update)["version"]["label"] == "step_1"
     again = plane.spawn(instance_id=doomed.instance_id)
@@ -151,15 +159,11 @@ async def test_a_worker_that_starts_while_memory_is_released_releases_its_own(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that dies in the release, one that dies after it, and one that is new."""
-    holds = plane.tmp / "holds"
-    holds.mkdir()
-    monkeypatch.setenv(VARIABLE, str(holds))
-    left, doomed = plane.spawn_many(2)
-    (holds / f"release_memory.before.{doomed.instance_id}").touch()
+    left, doomed, reached = two_of_which_one_is_held(plane, "release_memory.before", monkeypatch)
     fleet = await plane.fleet()
     client = fleet.client
     release = asyncio.create_task(fleet.run("release_memory"))
-    await plane.until((holds / f"reached.release_memory.before.{doomed.instance_id}").exists, 30)
+    await plane.until(reached.exists, 30)
     doomed.kill()
     assert [row["tags"] for row in (await release)["workers"]] == [["kv_cache", "weights"]]
     told = await Told.follow(client)

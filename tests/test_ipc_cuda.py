@@ -263,10 +263,7 @@ def test_shares_that_were_not_opened_are_given_up(cuda: Cuda, monkeypatch: pytes
     assert cuda.calls.count("release") == 2
 
 
-def test_shares_that_nobody_is_told_of_are_given_up(
-    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the sender goes on with the others."""
+def second_share_fails(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
     def share(storage: Any) -> Any:
@@ -275,6 +272,13 @@ def test_shares_that_nobody_is_told_of_are_given_up(
         return cuda.share(storage)
 
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+
+
+def test_shares_that_nobody_is_told_of_are_given_up(
+    cuda: Cuda, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the sender goes on with the others."""
+    second_share_fails(cuda, monkeypatch)
     with sender_of(2) as (sender, transport):
         with pytest.raises(Unavailable, match="out of memory"):
             receive(transport)
@@ -403,14 +407,7 @@ def test_tensors_that_can_not_be_opened_are_given_up_and_said_to_be(
 def test_a_share_that_fails_is_told_to_its_receiver(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ) -> None:
-    calls = itertools.count()
-
-    def share(storage: Any) -> Any:
-        if next(calls) == 1:
-            raise RuntimeError("CUDA error: out of memory")
-        return cuda.share(storage)
-
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    second_share_fails(cuda, monkeypatch)
     with own_sender_of(1, monkeypatch) as (sender, transport):
         arriving = pool.submit(receive, transport)
         with pytest.raises(Unavailable, match="no receiver is left"):

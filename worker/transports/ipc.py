@@ -159,7 +159,7 @@ class _OnGpu:
 
     def read_own(self, number: int, own: _Own) -> None:
         if not isinstance(own.handles, list) or len(own.handles) != len(own.places):
-            raise _refuse(f"it gave not handles of {len(own.places)} tensors")
+            raise _refuse(f"it gave no handles of the {len(own.places)} tensors")
         handles = [
             Handle.from_wire(wire, place.nbytes, start)
             for wire, start, place in zip(own.handles, own.starts, own.places, strict=True)
