@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from rl_plane.errors import PlaneError
 
 T = TypeVar("T")
 
@@ -17,6 +19,7 @@ class Ending:
         self.names = names
         self.choices = choices
         self.aborted = False
+        self._error: PlaneError | None = None
         self._wait: asyncio.Timeout | None = None
 
     @property
@@ -24,8 +27,14 @@ class Ending:
         return self._wait is not None and not self.aborted
 
     async def unless_aborted(self, wait: Coroutine[Any, Any, T]) -> T | None:
-        """Its result, with nothing awaited after it; None once these are aborted, be it before."""
-        if self.aborted:
+        """Its result, with nothing awaited after it; None once these are aborted, be it before. Once they are given
+        up, the error of that."""
+        try:
+            over = self._over()
+        except PlaneError:
+            wait.close()
+            raise
+        if over:
             wait.close()
             return None
         self._wait = asyncio.timeout(None)  # a bound that an abort brings to its end
@@ -33,17 +42,30 @@ class Ending:
             async with self._wait:
                 found = await wait
         except TimeoutError:
-            if not self.aborted:
+            if not self._over():
                 raise
             return None
         finally:
             self._wait = None
-        return None if self.aborted else found
+        return None if self._over() else found
+
+    def _over(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self.aborted
 
     def abort(self) -> None:
+        self._end_wait()
+        self.aborted = True
+
+    def give_up(self, error: PlaneError) -> None:
+        """`error`: its own, since whoever tells it adds to it."""
+        self._end_wait()
+        self._error = error
+
+    def _end_wait(self) -> None:
         if self.waits and self._wait is not None:
             self._wait.reschedule(asyncio.get_running_loop().time())
-        self.aborted = True
 
 
 class Aborts:
@@ -71,3 +93,8 @@ class Aborts:
                 count += ending.choices if ending.waits else 0
                 ending.abort()
         return count
+
+    def give_up(self, error: Callable[[], PlaneError]) -> None:
+        """All that wait, and what would wait again."""
+        for ending in list(self._under_way):
+            ending.give_up(error())

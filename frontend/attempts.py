@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from rl_plane.errors import (
     EngineFailed,
     NotAdmitted,
     PayloadTooLarge,
+    PlaneError,
     Unlabelled,
     WorkerLost,
 )
@@ -62,6 +63,12 @@ class Attempts:
         """This worker died or left: whatever it was asked ends."""
         for stream in self._streams.get(instance_id, ()):
             stream.fail(WorkerLost("the worker died or left", instance_id=instance_id))
+
+    def give_up(self, error: Callable[[], PlaneError]) -> None:
+        """All of them end."""
+        for streams in self._streams.values():
+            for stream in streams:
+                stream.fail(error())
 
     async def run(
         self, request: GenerateRequest, stream_id: str, member: Member, wish: Wish = NO_WISH

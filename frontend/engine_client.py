@@ -89,6 +89,11 @@ class EngineClient:
             stop()
         self._stop_listening = []
 
+    def give_up(self, error: Callable[[], PlaneError]) -> None:
+        """Ends all that is under way. `error`: of each choice; none that is tried again elsewhere."""
+        self.aborts.give_up(error)
+        self._attempts.give_up(error)
+
     def _told(self, instance_id: str, status: WorkerStatus) -> None:
         self.router.told(instance_id, status.load, (status.incarnation, status.sequence))
 

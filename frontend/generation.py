@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -29,7 +29,16 @@ from frontend.plans import Plan, plan_chat, plan_completion
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
 from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
-from rl_plane.errors import InvalidRequest, NotFound, NoWorkers, Overloaded, PlaneError, Unlabelled
+from rl_plane.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    NoWorkers,
+    Overloaded,
+    PlaneError,
+    Unavailable,
+    Unlabelled,
+)
 from rl_plane.generation import GenerateDelta
 from rl_plane.view import MembershipView
 
@@ -111,6 +120,10 @@ class Generation:
         self.in_flight = 0
         """Choices under way."""
         self.caller_ids = CallerIds()
+        self._leaving = False
+        """Takes no new requests."""
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._engines = engines
         self._view = view
         self._committed = committed
@@ -243,15 +256,38 @@ class Generation:
             # No [DONE] after it: nobody may take this for a whole reply.
             yield to_json(openai_error(error, time.monotonic() - start))
 
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, lets what is under way end, and ends the rest with an error that has the tokens so far."""
+        self._leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+                return
+        # No worker has failed it: it is not tried again at another one.
+        self._engines.give_up(
+            lambda: DeadlineExceeded(
+                f"this frontend was told to end, and {timeout_s:g} s later this was still under way",
+                fix="send it again, to another frontend; error.partial has the tokens so far",
+            )
+        )
+
+    def check_stays(self) -> None:
+        if self._leaving:
+            raise Unavailable("this frontend was told to end", fix="ask another one", retry_after_s=1.0)
+
     @contextmanager
     def _places(self, count: int) -> Iterator[None]:
+        self.check_stays()
         if self.in_flight + count > MAX_IN_FLIGHT:
             raise Overloaded(f"{self.in_flight} choices are under way in this frontend", retry_after_s=1.0)
         self.in_flight += count
+        self._idle.clear()
         try:
             yield
         finally:
             self.in_flight -= count
+            if not self.in_flight:
+                self._idle.set()
 
     @asynccontextmanager
     async def _counted(self, plan: Plan) -> AsyncIterator[None]:
@@ -362,10 +398,6 @@ def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
         error.facts["partials"] = [choice.partial() for choice in choices]
 
 
-async def _health(request: Request) -> Response:
-    return json_response({"status": "ok"})
-
-
 def make_generation_app(generation: Generation, tokens: Tokens, key: str | None) -> FastAPI:
     app = make_app("rl_plane: generation", key, frozenset({HEALTH}), openai_error)
     add_generation_routes(app, generation, tokens)
@@ -374,10 +406,14 @@ def make_generation_app(generation: Generation, tokens: Tokens, key: str | None)
 
 
 def add_generation_routes(app: FastAPI, generation: Generation, tokens: Tokens) -> None:
+    async def health(request: Request) -> Response:
+        generation.check_stays()
+        return json_response({"status": "ok"})
+
     async def models(request: Request) -> Response:
         return json_response(generation.list_models())
 
-    app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
+    app.add_api_route(HEALTH, health, methods=["GET"], summary="The frontend runs.", response_model=None)
     app.add_api_route("/v1/models", models, methods=["GET"], summary="What is served.", response_model=None)
     for path, handler in (
         ("/v1/completions", generation.completions),

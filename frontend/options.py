@@ -37,6 +37,8 @@ class FrontendOptions:
     liveness_timeout_s: float = 5.0
     admission_wait_s: float = DEFAULT_ADMISSION_WAIT_S
     """How long a generation request waits for a worker that takes it."""
+    drain_s: float = 30.0
+    """How long SIGTERM lets the choices under way take."""
     feed_timeout_s: float = FEED_TIMEOUT_S
     """How long one call's tensors may take until every rank has them, where a trainer's dialect has no word for it."""
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -35,13 +35,14 @@ from rl_plane.client import RlClient
 from rl_plane.fleet import Fleet
 from rl_plane.process import exit_within
 from rl_plane.streams import StreamReceiver
+from rl_plane.tasks import end_tasks
 from rl_plane.view import MembershipView
 
 log = logging.getLogger("frontend")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_LIMIT_S = 5.0 * GRACE_S
-"""An orderly end has three graces in it: the listeners', the fleet subject's and the updates'."""
+EXIT_MARGIN_S = 5.0 * GRACE_S
+"""Beyond the drain: an orderly end has three graces in it, the listeners', the fleet subject's and the updates'."""
 
 OnReady = Callable[[dict[str, Any]], None]
 
@@ -142,9 +143,9 @@ async def serve(options: FrontendOptions, on_ready: OnReady | None = None) -> No
                 api_key = options.api_key or None
                 apps.append((make_generation_app(frontend.generation, frontend.tokens, api_key), http))
             urls = {"rl_url": url_of(rl) if rl else None, "http_url": url_of(http) if http else None}
-            # Streams of events never end by themselves: they would hold the stop for its whole grace.
+            ending = _Ending(options.drain_s)
             try:
-                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend.events.stop)
+                await _serve(apps, lambda: on_ready(urls) if on_ready else None, frontend, ending)
             finally:
                 for app, _ in apps:
                     await close_routes(app)
@@ -158,46 +159,63 @@ def _listener(
     return stack.enter_context(bind(field, options.host, port, key or None, options.insecure))
 
 
+class _Ending:
+    """What signals ask for."""
+
+    def __init__(self, drain_s: float) -> None:
+        self.drain_s = drain_s
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+        """By the second one: whoever sends it does not want to wait."""
+
+    def signalled(self) -> None:
+        exit_within(self.drain_s + EXIT_MARGIN_S)
+        (self.at_once if self.asked.is_set() else self.asked).set()
+
+
 async def _serve(
-    apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None], on_stop: Callable[[], None]
+    apps: list[tuple[FastAPI, socket.socket]], on_ready: Callable[[], None], frontend: Frontend, ending: _Ending
 ) -> None:
     servers = [Server(app) for app, _ in apps]
     runs = [
         asyncio.create_task(server.serve([listener]), name="listener")
         for server, (_, listener) in zip(servers, apps, strict=True)
     ]
-    stop = asyncio.Event()
-    waiting = asyncio.create_task(stop.wait())
     try:
-        with _signals(servers, stop):
+        with _signals(ending):
             for server in servers:
                 await server.accepting.wait()
             on_ready()
-            await asyncio.wait({waiting, *runs}, return_when=asyncio.FIRST_COMPLETED)
+            await _first_of([ending.asked.wait()], runs)
             log.info("stopping")
+            if ending.asked.is_set():
+                await _first_of([frontend.generation.drain(ending.drain_s), ending.at_once.wait()])
     finally:
-        waiting.cancel()
-        on_stop()
+        # Streams of events never end by themselves: they would hold the stop for its whole grace.
+        frontend.events.stop()
         for server in servers:
-            server.should_exit = True
+            server.should_exit, server.force_exit = True, ending.at_once.is_set()
         await asyncio.gather(*runs)
 
 
+async def _first_of(
+    waits: Sequence[Coroutine[Any, Any, object]], others: Sequence[asyncio.Task[None]] = ()
+) -> None:
+    """Until one has ended. `others` go on."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait([*tasks, *others], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_tasks(tasks)
+
+
 @contextlib.contextmanager
-def _signals(servers: list[Server], stop: asyncio.Event) -> Any:
+def _signals(ending: _Ending) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-
-    def handle() -> None:
-        exit_within(EXIT_LIMIT_S)
-        if stop.is_set():  # the second one: whoever sends it does not want to wait
-            for server in servers:
-                server.force_exit = True
-        stop.set()
-
     installed = []
     for number in SIGNALS:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # not in the main thread
-            loop.add_signal_handler(number, handle)
+            loop.add_signal_handler(number, ending.signalled)
             installed.append(number)
     try:
         yield

@@ -579,37 +579,103 @@ async def test_streams_survive_a_restart_of_nats(own_nats: tuple[NatsServer, Pla
         await ask(http)
 
 
-async def test_sigterm_ends_the_process_though_a_stream_is_open(plane: Plane) -> None:
-    plane.spawn(token_delay_s=0.05)
-    code = """
-import asyncio, sys
-from frontend.lease import FrontendLease
+SERVE = """
+import asyncio, json, sys
 from frontend.options import FrontendOptions
 from frontend.process import serve
-options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0)
-asyncio.run(serve(options, lambda urls: print(urls["http_url"], flush=True)))
+options = FrontendOptions(sys.argv[1], sys.argv[2], rl_port=0, http_port=0, drain_s=float(sys.argv[3]))
+asyncio.run(serve(options, lambda urls: print(json.dumps(urls), flush=True)))
 """
+ENDS_S = 40.0
+
+
+@asynccontextmanager
+async def frontend_process(
+    plane: Plane, drain_s: float
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient, str]]:
+    """It, a client of its generation API, and where its metrics are."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-c", code, plane.url, plane.namespace, stdout=subprocess.PIPE
+        *(sys.executable, "-P", "-c", SERVE, plane.url, plane.namespace, str(drain_s)), stdout=subprocess.PIPE
     )
     try:
         assert process.stdout is not None
         async with asyncio.timeout(30):
-            url = (await process.stdout.readline()).decode().strip()
-        body = {"prompt": "hi", "max_tokens": 2000, "stream": True}
-        async with (
-            httpx.AsyncClient(base_url=url, timeout=30) as http,
-            http.stream("POST", "/v1/completions", json=body) as response,
-        ):
-            lines = response.aiter_lines()
-            await next_event(lines)
-            process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(20):
-                assert await process.wait() == 0
+            urls = json.loads(await process.stdout.readline())
+        async with httpx.AsyncClient(base_url=urls["http_url"], timeout=ENDS_S) as http:
+            yield process, http, f"{urls['rl_url']}/metrics"
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
+    """What a new request is told then."""
+    async with asyncio.timeout(ENDS_S):
+        while (reply := await http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})).is_success:
+            pass
+    return reply
+
+
+async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.05)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 60, "stream": True, "return_token_ids": True}
+    async with frontend_process(plane, drain_s=30) as (process, http, _):
+        digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            process.send_signal(signal.SIGTERM)
+            refused = await until_leaving(http)
+            assert error_of(refused, 503)["message"] == "this frontend was told to end"
+            assert refused.headers["retry-after"] == "1"
+            assert (await http.get("/health")).status_code == 503
+            while (event := await next_event(lines)) != "[DONE]":
+                tokens += event["choices"][0]["token_ids"]
+        assert tokens == tokens_under(digest, 0, 60)
+        async with asyncio.timeout(ENDS_S):
+            assert await process.wait() == 0
+
+
+async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.05)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "return_token_ids": True}
+    async with frontend_process(plane, drain_s=0.5) as (process, http, metrics):
+        digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
+        whole = asyncio.create_task(http.post("/v1/completions", json={**body, "n": 2}))
+        waiting = asyncio.create_task(http.post("/v1/completions", json={**body, "min_version": 9}))
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            async with asyncio.timeout(ENDS_S):
+                while "rl_plane_generation_in_flight 4" not in (await http.get(metrics)).text:
+                    pass
+            process.send_signal(signal.SIGTERM)
+            while "error" not in (event := await next_event(lines)):
+                tokens += event["choices"][0]["token_ids"]
+        assert event["error"]["code"] == "deadline_exceeded"
+        assert event["error"]["partial"]["token_ids"] == tokens == tokens_under(digest, 0, len(tokens))
+        error = error_of(await whole, 504)
+        assert error["partial"]["token_ids"] == tokens_under(digest, 0, len(error["partial"]["token_ids"]))
+        assert "partial" not in error_of(await waiting, 504)
+        async with asyncio.timeout(ENDS_S):
+            assert await process.wait() == 0
+
+
+async def test_a_second_sigterm_waits_for_nobody(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.05)
+    body = {"prompt": "hi", "max_tokens": 2000, "stream": True}
+    async with (
+        frontend_process(plane, drain_s=600) as (process, http, _),
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.aiter_lines()
+        await next_event(lines)
+        process.send_signal(signal.SIGTERM)
+        await until_leaving(http)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(ENDS_S):
+            assert await process.wait() == 0
 
 
 async def test_a_hung_worker_before_its_first_token_costs_a_wait_only(

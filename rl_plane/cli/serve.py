@@ -31,9 +31,8 @@ ENGINE = (
     "deterministic",
     "enable_memory_saver",
     "engine_hang_s",
-    "drain_s",
 )
-WORKER = (*BUS, "engine", *ENGINE, "instance_id", "copies", "log_level", "json")
+WORKER = (*BUS, "engine", *ENGINE, "drain_s", "instance_id", "copies", "log_level", "json")
 LISTENERS = (
     "host",
     "rl_port",
@@ -45,7 +44,7 @@ LISTENERS = (
     "feed_timeout_s",
     "liveness_timeout_s",
 )
-FRONTEND = (*BUS, *LISTENERS, "log_level", "json")
+FRONTEND = (*BUS, *LISTENERS, "drain_s", "log_level", "json")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -138,7 +137,7 @@ def run_frontend(command: Command) -> int:
         values["dialects"] = ()
     options = FrontendOptions(
         nats_url=values["nats_url"] or DEFAULT_NATS_URL,
-        **_picked(values, f"namespace component {' '.join(LISTENERS)}"),
+        **_picked(values, f"namespace component drain_s {' '.join(LISTENERS)}"),
     )
 
     def ready(urls: dict[str, Any]) -> None:

@@ -26,13 +26,14 @@ from rl_plane.nats_server import NatsServer
 ERROR_OBJECT = b'{"status": "error"'
 """How the error of a child with --json begins."""
 FRONTEND_STOP_S = 5.0
-"""Its streams have ended with the workers; what is left is closing."""
+"""Beyond its drain: closing."""
 
 SETTINGS = (
     "engines",
     "workers",
     "restart",
     *ENGINE,
+    "drain_s",
     "store",
     "up_nats_port",
     *BUS,
@@ -96,7 +97,7 @@ class Up:
             ended.cancel()
             await asyncio.wait((bring_up, ended))
             drain_s = self.values["drain_s"]
-            await supervisor.stop([(self._workers, drain_s), (["frontend"], FRONTEND_STOP_S)])
+            await supervisor.stop([(["frontend"], drain_s + FRONTEND_STOP_S), (self._workers, drain_s)])
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)
         if supervisor.failed is not None:
