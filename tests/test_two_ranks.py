@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,10 +17,13 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidWeights, PlaneError
+from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
 from tests import each_transport
-from tests.conftest import Plane, lives
+from tests.conftest import Plane, Spawned, lives
 from tests.faults import Stream
+from tests.group_trainer import Trainer as GroupTrainer
+from tests.ipc_trainer import Trainer as IpcTrainer
+from tests.test_group_transport import Pushing, _send_all
 from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, client, http, proven
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
@@ -47,9 +51,32 @@ def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
         patched.setenv("TMPDIR", str(plane.tmp))
-        worker = plane.spawn(ready=False, engine=engine, model=first, **ARGUMENTS[engine], **RANKS[engine])
-    yield Mixed(plane, first, {engine: worker.wait_ready(START_S).instance_id})
+        found = Mixed(plane, first, {})
+        _spawn(found, engine)
+        yield found
     plane.kill_all()
+
+
+def _spawn(mixed: Mixed, engine: str, instance_id: str | None = None) -> None:
+    worker = mixed.plane.spawn(
+        ready=False,
+        instance_id=instance_id,
+        engine=engine,
+        model=mixed.first,
+        **ARGUMENTS[engine],
+        **RANKS[engine],
+    )
+    mixed.ids[engine] = worker.wait_ready(START_S).instance_id
+
+
+def _ranks(mixed: Mixed) -> tuple[Spawned, list[psutil.Process], list[psutil.Process]]:
+    """The worker, all processes that it has started, and of those the two with the model."""
+    (engine,) = mixed.ids
+    worker = mixed.plane.spawned[-1]
+    family = psutil.Process(worker.process.pid).children(recursive=True)
+    ranks = [one for one in family if one.name().startswith(PROCESSES[engine])]
+    assert len(ranks) == 2
+    return worker, family, ranks
 
 
 async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
@@ -88,13 +115,56 @@ async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: ht
     await each_transport.bring_call_by_call(mixed, client, http)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+async def test_one_rank_is_killed_while_it_receives(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str
+) -> None:
+    """Trainer and caller are told, and the worker that takes its place serves what is committed."""
+    await mixed.witnessed(client)
+    ((engine, instance_id),) = mixed.ids.items()
+    worker, family, ranks = _ranks(mixed)
+    kill = partial(os.kill, ranks[1].pid, signal.SIGKILL)
+    await (_killed_in_a_group if backend == "gloo" else _killed_at_the_memory)(mixed, client, kill)
+    assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
+    await mixed.plane.until(lambda: not any(map(lives, family)))
+    await asyncio.to_thread(_spawn, mixed, engine, instance_id)
+    await proven(http, mixed, "base 1", mixed.first)
+
+
+async def _killed_in_a_group(mixed: Mixed, client: RlClient, kill: Callable[[], None]) -> None:
+    with GroupTrainer(mixed.plane) as trainer:
+        await Pushing(client, trainer).prepare(mixed.base(2), "unborn")
+        await trainer.do("send", 2)
+        kill()
+        async with asyncio.timeout(END_S):
+            with pytest.raises(Unavailable, match="broke"):
+                await _send_all(trainer)
+            await trainer.do("close")
+            with pytest.raises(PlaneError):
+                await client.run("complete_weights_update")
+
+
+async def _killed_at_the_memory(mixed: Mixed, client: RlClient, kill: Callable[[], None]) -> None:
+    trainer = IpcTrainer()
+    try:
+        trainer.publish(mixed.base(2), 1, bucket_bytes=each_transport.BUCKET_BYTES, holds=(2,))
+        transport = (await trainer.says("transport"))["transport"]
+        update = asyncio.create_task(client.run("update_weights", {"transport": transport, "version": "unborn"}))
+        await trainer.says("at")
+        kill()
+        trainer.go_on()
+        async with asyncio.timeout(END_S):
+            with pytest.raises(PlaneError):
+                await update
+            assert (await trainer.says("ended"))["ended"]["message"]
+    finally:
+        trainer.close()
+
+
 async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     """The last one. All ends, soon, and leaves nothing."""
     ((engine, instance_id),) = mixed.ids.items()
-    (worker,) = mixed.plane.spawned
-    family = psutil.Process(worker.process.pid).children(recursive=True)
-    ranks = [one for one in family if one.name().startswith(PROCESSES[engine])]
-    assert len(ranks) == 2
+    worker, family, ranks = _ranks(mixed)
     assert list(mixed.plane.tmp.glob("rl-plane-*"))
     stream = Stream(client, instance_id, PROMPT, ENDLESS[engine], temperature=0.0, ignore_eos=True)
     await stream.until(tokens=2)
