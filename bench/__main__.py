@@ -25,6 +25,7 @@ from bench.fanout import measure_fan_out
 from bench.gaps import SHAPE_500_MB, measure_gaps
 from bench.generation import QUICK_TOKENS, TOKENS, NotUp, have_vllm, measure_fake, measure_vllm
 from bench.kills import measure_kills
+from bench.published import measure_published
 from bench.pulls import measure_pulls
 from bench.report import (
     KILL_AIM_S,
@@ -37,6 +38,7 @@ from bench.report import (
     gap_rows,
     ipc_rows,
     kill_rows,
+    published_rows,
     pull_rows,
     ratio_table,
     server_rows,
@@ -167,6 +169,14 @@ async def broadcasts(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
+async def published(scratch: Path, quick: bool) -> list[Row]:
+    _say("publications into an hf worker …")
+    model = make_tiny_model(scratch / "published", 0, "float32", **({} if quick else SHAPE_1_GB))
+    backends = ["ipc", "gloo", *(["nixl"] if have_nixl() else [])]
+    rounds = QUICK_STORED_ROUNDS if quick else STORED_ROUNDS
+    return published_rows(await measure_published(model, backends, rounds))
+
+
 async def generation(scratch: Path, quick: bool) -> list[Row]:
     sizes = QUICK_STREAMS if quick else STREAMS
     rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if quick else (STREAM_ROUNDS, TOKENS)
@@ -194,6 +204,7 @@ MEASURED = {
     "shared_memory": shared_memory,
     "pulls": pulls,
     "broadcasts": broadcasts,
+    "published": published,
     "generation": generation,
 }
 

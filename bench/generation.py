@@ -2,6 +2,7 @@
 
 (a) The `fake` engine, called in this process: what is left is the plane's. *Paced*, it makes a token every 20 ms, as a
 real model does, and what counts is how much later a client has its tokens; *unpaced*, it is as fast as it can be.
+Beside it the bare path: the same processes with nothing in them.
 (b) vLLM's own OpenAI server, on the same tiny model with the same arguments.
 """
 
@@ -99,21 +100,26 @@ async def direct_round(engine: FakeEngine, count: int, tokens: int) -> Round:
 
 
 async def measure_fake(model: Path, sizes: Sequence[int], rounds: int, tokens: int) -> list[StreamTimes]:
-    """Ways: `direct` and `plane`, paced; `unpaced` and `two frontends`, as fast as they can."""
+    """Ways: `direct`, `bare` and `plane`, paced; `unpaced` and `two frontends`, as fast as they can."""
     found = []
     async with (
         _fleet(model, "fake", {"token_delay_s": str(PACE_S)}, 1) as paced,
         _fleet(model, "fake", {}, 2) as fast,
+        _bare_path(tokens) as bare_url,
     ):
         engine = FakeEngine(EngineOptions(model, extra={"token_delay_s": str(PACE_S)}), {})
         await engine.start()
         body = {**BODY, "max_tokens": tokens}
-        one, quick, two = Streams(paced.urls), Streams(fast.urls[:1], fast.processes), Streams(fast.urls)
+        one, bare = Streams(paced.urls), Streams([bare_url])
+        quick, two = Streams(fast.urls[:1], fast.processes), Streams(fast.urls)
         for size in sizes:
-            times = StreamTimes(size, {name: [] for name in ("direct", "plane", "unpaced", "two frontends")})
+            times = StreamTimes(
+                size, {name: [] for name in ("direct", "bare", "plane", "unpaced", "two frontends")}
+            )
             for number in range(-WARM_UP, rounds):
                 measured = {
                     "direct": await direct_round(engine, size, tokens),
+                    "bare": await bare.run(size, body, tokens),
                     "plane": await one.run(size, body, tokens),
                     "unpaced": await quick.run(size, body, tokens),
                     "two frontends": await two.run(size, body, tokens),
@@ -185,6 +191,20 @@ async def _fleet(model: Path, engine: str, arguments: dict[str, str], frontends:
             await client.wait_for(1, JOIN_TIMEOUT_S)
             pids = [ready[1].process.pid, server.process.pid, ready[0].process.pid]
             yield Fleet([peer.said["http_url"] for peer in ready[1:]], dict(zip(PROCESSES, pids, strict=True)))
+
+
+@asynccontextmanager
+async def _bare_path(tokens: int) -> AsyncIterator[str]:
+    """Where it takes requests."""
+    with ExitStack() as stack:
+        server = NatsServer()
+        server.start()
+        stack.callback(server.stop)
+        engine = start_peer("bare_engine", nats_url=server.url, tokens=tokens, pace_s=PACE_S)
+        started = [engine, start_peer("bare_frontend", nats_url=server.url)]
+        stack.callback(stop_peers, started)
+        _, frontend = [await asyncio.to_thread(await_ready, one) for one in started]
+        yield frontend.said["http_url"]
 
 
 class NotUp(Exception):

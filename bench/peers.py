@@ -1,4 +1,4 @@
-"""The processes beside the one that measures: the workers, the plain subscribers and the two web servers.
+"""The processes beside the one that measures: the workers, frontends, and what they are compared with.
 
 `python -m bench.peers '{"role": …}'` runs one, and prints one line of JSON when it is ready.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import nats
 from nats.aio.msg import Msg
 
+from bench.bare_path import serve_engine, serve_http
 from rl_plane.process import die_with_parent, spare_collector
 from rl_plane.safetensors_file import SafetensorsFile
 
@@ -195,6 +196,23 @@ def empty_route(ready: Ready) -> None:
     _until_terminated(serve)
 
 
+def bare_engine(ready: Ready, *, nats_url: str, tokens: int, pace_s: float) -> None:
+    async def serve() -> None:
+        await serve_engine(nats_url, tokens, pace_s)
+        ready({})
+        await asyncio.Event().wait()
+
+    _until_terminated(serve)
+
+
+def bare_frontend(ready: Ready, *, nats_url: str) -> None:
+    async def serve() -> None:
+        ready(await serve_http(nats_url))
+        await asyncio.Event().wait()
+
+    _until_terminated(serve)
+
+
 def _until_terminated(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     asyncio.run(serve())
@@ -206,6 +224,8 @@ def main() -> None:
         "subscribers": subscribers,
         "frontend": frontend,
         "empty_route": empty_route,
+        "bare_engine": bare_engine,
+        "bare_frontend": bare_frontend,
     }
     arguments = json.loads(sys.argv[1])
     roles[arguments.pop("role")](lambda said: print(json.dumps(said), flush=True), **arguments)

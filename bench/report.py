@@ -15,6 +15,7 @@ from bench.fanout import OP, PATH, FanOutTimes
 from bench.gaps import GapTimes
 from bench.generation import PROCESSES, VLLM_SERVER, StreamTimes
 from bench.kills import WORKERS, KillTimes
+from bench.published import PublishedTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import IpcTimes
 from bench.stored import StoredTimes
@@ -225,19 +226,29 @@ def broadcast_rows(times: BroadcastTimes) -> list[Row]:
     ]
 
 
+def published_rows(times: PublishedTimes) -> list[Row]:
+    beside = "copy into new memory"
+    return [
+        compared(f"publish by {name}, {times.nbytes / 1e6:,.0f} MB", 1, seconds, beside, times.copies[name])
+        for name, seconds in times.seconds.items()
+    ]
+
+
 def stream_rows(times: StreamTimes) -> list[Row]:
     """Of the `fake` engine."""
     size = _streams(times)
-    first = [
-        max(0.0, ours - bare) for ours, bare in zip(times.firsts("plane"), times.firsts("direct"), strict=True)
-    ]
-    between = [
-        max(0.0, ours - bare) for ours, bare in zip(times.betweens("plane"), times.betweens("direct"), strict=True)
-    ]
+
+    def later(ours: list[float], direct: list[float]) -> list[float]:
+        return [max(0.0, one - other) for one, other in zip(ours, direct, strict=True)]
+
+    first, between = (later(found("plane"), found("direct")) for found in (times.firsts, times.betweens))
+    bare_first, bare_between = (later(found("bare"), found("direct")) for found in (times.firsts, times.betweens))
     fast, two = times.per_thousand("unpaced"), times.per_thousand("two frontends")
     return [
         time_row(f"first token later, {size}", first, FIRST_TOKEN_AIM_S if times.streams == 1 else None),
+        time_row(f"first token later by the bare path, {size}", bare_first),
         time_row(f"each next token later, {size}", between),
+        time_row(f"each next token later by the bare path, {size}", bare_between),
         time_row(f"1,000 tokens, {size}", fast),
         compared(
             f"1,000 tokens, {size}, two frontends",

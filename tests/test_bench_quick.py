@@ -59,7 +59,9 @@ STREAMS = [
     for size in ("1 stream", "8 streams")
     for what, beside in (
         ("first token later", ""),
+        ("first token later by the bare path", ""),
         ("each next token later", ""),
+        ("each next token later by the bare path", ""),
         ("1,000 tokens", ""),
         ("1,000 tokens", ", two frontends"),
         ("CPU of a frontend for 1,000 tokens", ""),
@@ -68,6 +70,8 @@ STREAMS = [
     )
 ]
 BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", HASHED, ", staged")]
+
+PUBLISHED = [f"publish by {name}" for name in ("ipc", "gloo", "nixl") if name != "nixl" or have_nixl()]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
+    assert [row["what"].partition(",")[0] for row in rows["published"]] == PUBLISHED
     assert [row["what"] for row in rows["generation"]] == STREAMS
     for row in [row for table in rows.values() for row in table]:
         assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)

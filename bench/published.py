@@ -1,0 +1,71 @@
+"""How long a trainer's `publish` takes into one `hf` worker, by what moves weights from memory to memory, beside a copy
+of as many bytes into new memory, which is what staging is."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.memory import trained
+from bench.peers import peers, start_peer
+from rl_plane.nats_server import NatsServer
+from rl_plane.publish import WeightPublisher
+
+
+@dataclass(slots=True)
+class PublishedTimes:
+    """Seconds, a number for each round."""
+
+    nbytes: int
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Backend → of `publish`, from its call to the version that is served."""
+    copies: dict[str, list[float]] = field(default_factory=dict)
+    """Backend → of a copy just before."""
+
+
+async def measure_published(model: Path, backends: Sequence[str], rounds: int) -> PublishedTimes:
+    return await asyncio.to_thread(_measure, model, backends, rounds)
+
+
+def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTimes:
+    weights = trained(model)
+    times = PublishedTimes(sum(tensor.nbytes for tensor in weights.values()))
+    namespace = f"published{secrets.token_hex(2)}"
+    with ExitStack() as stack:
+        server = NatsServer()
+        server.start()
+        stack.callback(server.stop)
+        started = start_peer(
+            "workers", nats_url=server.url, namespace=namespace, model=str(model), copies=1, engine="hf"
+        )
+        stack.enter_context(peers([started]))
+        publishers = {
+            name: stack.enter_context(
+                closing(WeightPublisher(weights, server.url, namespace=namespace, transport=name))
+            )
+            for name in backends
+        }
+        for number in range(-1, rounds):  # the first one makes buffers and groups
+            for name, publisher in publishers.items():
+                copied = _copy(times.nbytes)
+                start = time.perf_counter()
+                publisher.publish(f"{name} {number}")
+                took = time.perf_counter() - start
+                if number >= 0:
+                    times.seconds.setdefault(name, []).append(took)
+                    times.copies.setdefault(name, []).append(copied)
+    return times
+
+
+def _copy(nbytes: int) -> float:
+    source = np.ones(nbytes, np.uint8)
+    start = time.perf_counter()
+    np.copyto(np.empty(nbytes, np.uint8), source)
+    return time.perf_counter() - start
