@@ -29,6 +29,7 @@ FEATURES = {
     "generate:stop": "`stop` in a request",
     "generate:min_tokens": "`min_tokens` in a request",
     "generate:logit_bias": "`logit_bias` in a request",
+    "generate:logit_bias+logprobs": "`logit_bias` and `logprobs` in one request",
     "generate:allowed_token_ids": "`allowed_token_ids` in a request",
     "generate:bad_words_token_ids": "`bad_words_token_ids` in a request",
     "generate:min_p": "`min_p` in a request",

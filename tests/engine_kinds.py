@@ -219,7 +219,7 @@ SGLANG = Kind(
     lacks=frozenset(
         {
             "min_tokens",
-            "logit_bias",
+            "logit_bias+logprobs",
             "allowed_token_ids",
             "bad_words_token_ids",
             "min_p",

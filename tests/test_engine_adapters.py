@@ -332,9 +332,15 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter,
             assert token in left(result.tokens[:place])
         raw = [float(row.log_softmax(-1)[token]) for row, token in zip(rows, result.tokens, strict=True)]
         assert result.logprobs == pytest.approx(raw, abs=LOGPROBS)
-    if "logit_bias" not in kind.lacks:
-        biased = await run(engine, ask(prompt, logprobs=True, logit_bias={"9": 100.0, str(first): -100.0}))
-        assert biased.tokens == [9] * 16
+    bias = {"9": 100.0, str(first): -100.0}
+    assert (await run(engine, ask(prompt, logit_bias=bias))).tokens == [9] * 16
+    with_logprobs = ask(prompt, logprobs=True, logit_bias=bias)
+    if "logit_bias+logprobs" in kind.lacks:
+        with pytest.raises(Unsupported, match="biased") as caught:
+            await run(engine, with_logprobs)
+        assert caught.value.facts["field"] == "logit_bias"
+    else:
+        biased = await run(engine, with_logprobs)
         expected, _ = logprobs_of(models.tiny[1], prompt, biased.tokens)
         assert biased.logprobs == pytest.approx(expected, abs=LOGPROBS)
     cut = await run(

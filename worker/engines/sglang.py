@@ -47,11 +47,13 @@ CHECK_TIMEOUT_S = 600.0
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
-PENALIZED = "SGLang's logprobs would be those of the penalized logits"
+PENALIZED = (
+    "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"
+)
 
 NO_CHOICE = {
     "generate:min_tokens": "SGLang counts a request's tokens anew after each update, and bars what its tokenizer says",
-    "generate:logit_bias": "SGLang's logprobs would be those of the biased logits",
+    "generate:logit_bias+logprobs": "SGLang's logprobs would be those of the biased logits",
     "generate:min_p": "SGLang has this for requests without a seed only, and ends itself",
     "generate:frequency_penalty": PENALIZED,
     "generate:presence_penalty": PENALIZED,

@@ -280,6 +280,7 @@ class Feeder:
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
                 "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
                 "ignore_eos": request.ignore_eos,
+                "logit_bias": request.logit_bias or None,
                 "skip_special_tokens": False,
             },
         )
