@@ -15,6 +15,7 @@ import pytest
 from rl_plane.errors import EngineFailed
 from worker.engines import sglang, vllm, vllm_process
 from worker.engines.base import EngineFactory, EngineOptions
+from worker.engines.sglang_streams import Stream
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Kind:
     failures: Callable[[Any], Failures]
     no_modes: dict[str, str]
     """Arguments that speak against both modes for GPUs."""
+    cached_tokens: Callable[[pytest.MonkeyPatch], list[int]]
+    """Grows by each request that ends: the tokens of its prompt that the engine found in its cache."""
     modes: Callable[[Any], tuple[bool, bool]]
     """engine, not started → is it built to be deterministic, and to release memory?"""
 
@@ -170,6 +173,32 @@ def _modes_of_sglang(engine: Any) -> tuple[bool, bool]:
     return given.get("enable_deterministic_inference", False), given.get("enable_memory_saver", False)
 
 
+def _cached_by_vllm(patch: pytest.MonkeyPatch) -> list[int]:
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    found, put = [], RequestOutputCollector.put
+
+    def seen(self: Any, output: Any) -> None:
+        if output.finished:
+            found.append(output.num_cached_tokens)
+        put(self, output)
+
+    patch.setattr(RequestOutputCollector, "put", seen)
+    return found
+
+
+def _cached_by_sglang(patch: pytest.MonkeyPatch) -> list[int]:
+    found, take = [], Stream.take
+
+    def seen(self: Stream, out: dict[str, Any], *more: Any) -> bool:
+        if out["meta_info"]["finish_reason"] is not None:
+            found.append(out["meta_info"]["cached_tokens"])
+        return take(self, out, *more)
+
+    patch.setattr(Stream, "take", seen)
+    return found
+
+
 VLLM = Kind(
     name="vllm",
     build=vllm.build,
@@ -197,6 +226,7 @@ VLLM = Kind(
     slow_submission=_slow_vllm,
     failures=_failures_of_vllm,
     no_modes={"enable_sleep_mode": "false"},
+    cached_tokens=_cached_by_vllm,
     modes=_modes_of_vllm,
 )
 
@@ -233,5 +263,6 @@ SGLANG = Kind(
     slow_submission=_slow_sglang,
     failures=_failures_of_sglang,
     no_modes={"enable_deterministic_inference": "false", "enable_memory_saver": "false"},
+    cached_tokens=_cached_by_sglang,
     modes=_modes_of_sglang,
 )

@@ -350,6 +350,18 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter,
     assert is_of(cut, models.tiny[1])
 
 
+async def test_a_prefix_is_shared_with_the_same_salt_alone(
+    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await update(engine, models.tiny[1], 7)
+    cached, prompt = kind.cached_tokens(monkeypatch), prompt_of(3, 6 * BATCH_TOKENS)
+    for salt, is_shared in (("one", False), ("one", True), ("two", False), (None, False), (None, True)):
+        result = await run(engine, ask(prompt, cache_salt=salt, logprobs=True))
+        assert is_of(result, models.tiny[1])
+        assert (cached[-1] > 0) is is_shared, salt
+    assert len(cached) == 5
+
+
 @pytest.mark.parametrize("penalties", [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)])
 async def test_penalties(
     kind: Kind, engine: EngineAdapter, models: Models, penalties: tuple[float, float, float]
