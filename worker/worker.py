@@ -71,7 +71,16 @@ class Worker:
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(
-            bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
+            bus,
+            subjects,
+            self.core,
+            adapter,
+            engine,
+            self._watch,
+            self._updates,
+            peers,
+            member_info["model_path"],
+            self._tell,
         )
         self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._follower, self._tell)
         self._handlers = OpHandlers(
@@ -133,7 +142,8 @@ class Worker:
                 await self._follower.resume()
             memory = await read_memory(self.bus, self.subjects.state)
             if memory is not None:  # else a trainer that has the memory may be what the store has lost
-                await self._memory.follow(memory)
+                with self._watch.blocking():
+                    await self._memory.follow(memory)
         self._tell()
 
     async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:
@@ -183,7 +193,7 @@ class Worker:
     async def _watch_engine(self) -> None:
         while True:
             await asyncio.sleep(LIVENESS_INTERVAL_S)
-            since, blocked = time.monotonic(), self._follower.changing.locked()
+            since = time.monotonic()
             try:
                 await self._handlers.round_trip()
                 self._handlers.engine_alive = True
@@ -192,8 +202,7 @@ class Worker:
             except EngineHung as error:
                 self._handlers.engine_alive = False
                 self.state.close("engine", error.message)
-                seconds = LIVENESS_INTERVAL_S + time.monotonic() - since
-                if self._watch.silent(seconds, blocked or self._follower.changing.locked()):
+                if self._watch.silent(LIVENESS_INTERVAL_S + time.monotonic() - since):
                     self._on_end(f"the engine hangs: {error.message}", exit_codes.ENGINE_HUNG)
                     return
             except EngineFailed as error:
