@@ -516,8 +516,10 @@ class RecordFollower:
             return await self._engine.run(self._adapter.swap_adapter(swap.name, staging, swap.version))
         if staging is not None:
             return await self._engine.run(self._adapter.swap(staging, swap.version))
+        if not await self._engine.run(self._adapter.flush_cache()):
+            raise EngineFailed("the engine did not flush its prefix cache: new requests would reuse older KV")
         self._adapter.set_version(swap.version)
-        return await self._engine.run(self._adapter.flush_cache())
+        return True
 
     # ---- coordinators that fall silent ----
 
