@@ -151,3 +151,16 @@ async def test_who_waits_for_an_engine_that_hangs_does_not_prolong_it(
     assert worker.process.poll() is None
     await until_it_has_ended(plane, worker)
     calling.cancel()
+
+
+@pytest.mark.parametrize("follows", ["update_weights", "pause"])
+async def test_an_engine_that_hangs_while_its_worker_starts_ends_it(plane: Plane, follows: str) -> None:
+    """It does as the fleet has done, and waits for its engine."""
+    plane.spawn()
+    client = await plane.client()
+    await client.wait_for(1)
+    await client.run(follows, update_of(plane.model(1), "step_1") if follows == "update_weights" else {})
+    (plane.tmp / "hang").touch()
+    late = hanging(plane)
+    await plane.until((plane.tmp / "pause").exists)
+    await until_it_has_ended(plane, late)

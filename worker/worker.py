@@ -119,12 +119,12 @@ class Worker:
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
+        self._spawn(self._watch_engine())  # it may die or hang while the worker takes the committed weights
         await self._registration.start()
         await self._follower.settle()
         self._spawn(self._follower.run())
         self._spawn(self._follower.keep_lease())
         self._spawn(self._ticks())
-        self._spawn(self._watch_engine())
 
     async def _follow_fleet(self) -> None:
         """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
@@ -136,6 +136,7 @@ class Worker:
             left_s = desired.left_s(time.time())
             if left_s > 0:
                 if self.state.pause_mode is None:
+                    # As long as it takes: a worker whose engine hangs is ended.
                     await self._engine.run(self._adapter.pause("keep", False))
                 self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be another one by now
             elif left_s <= 0 and self.state.pause_mode is not None:
