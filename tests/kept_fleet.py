@@ -63,10 +63,11 @@ class KeptFleet:
         kept.on_ready = lambda: self._keep_ports(kept)
 
     def keep_worker(self, instance_id: str, *flags: str) -> None:
-        self._keep(instance_id, "worker", "--instance-id", instance_id, "--drain-s", "1", *flags)
+        """Its engine's processes too have its id in their environment."""
+        self._keep(instance_id, "worker", "--drain-s", "1", *flags, RL_PLANE_INSTANCE_ID=instance_id)
 
-    def _keep(self, name: str, what: str, *flags: str) -> Kept:
-        kept = Kept(name, self._argv(what, *flags), self._environment, restart=True)
+    def _keep(self, name: str, what: str, *flags: str, **environment: str) -> Kept:
+        kept = Kept(name, self._argv(what, *flags), self._environment | environment, restart=True)
         self._supervisor.keep(kept)
         return kept
 

@@ -1,5 +1,5 @@
-"""SIGKILL of a vLLM or SGLang worker, and of a process of its engine, in each phase of an update: as
-`test_kill_matrix.py`, beside a worker of another engine that goes on.
+"""SIGKILL of a vLLM or SGLang worker, and of a process of its engine, in each phase of an update, and while it heals:
+as `test_kill_matrix.py`, beside a worker of another engine that goes on.
 
 One case: `-k vllm-kill-EngineCore-gate.after`; other choices within the cases: `KILL_SEED=7`.
 """
@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.kill.cases import Case, Engine, Matrix, matrix_of
+from tests.kill.cases import HEAL, Case, Engine, Matrix, matrix_of
+from tests.kill.held import RECEIVE
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
@@ -21,15 +22,16 @@ CHILDREN: dict[Engine, tuple[str, str]] = {
     "vllm": ("EngineCore", "Worker"),
     "sglang": ("scheduler", "detokenizer"),
 }
-"""What neither engine can do without: each is killed before and after the decision to commit."""
+"""What neither engine can do without: each is killed at each point, the first also while weights arrive, the second
+while its worker heals."""
 ENGINES = tuple(CHILDREN)
 POINTS = ("prepare_update.after", "gate.after", "commit_update.before", "open.before")
 CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS]
 CASES += [
     Case(engine, "kill", "engine", point, child)
     for engine, (first, second) in CHILDREN.items()
-    for child, points in ((first, POINTS[:3]), (second, (*POINTS[:2], POINTS[3])))
-    for point in points
+    for child, more in ((first, RECEIVE), (second, HEAL))
+    for point in (*POINTS, more)
 ]
 
 pytestmark = [

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
 
+from rl_plane.client import RlClient
+from rl_plane.errors import PlaneError
+from tests.test_plane_update import update_of
 from worker import exit_codes
 from worker.engine_watch import MAX_BLOCKED_S, EngineWatch
 from worker.handlers import LIVENESS_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from tests.conftest import Plane
+    from tests.conftest import Plane, Spawned
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -22,23 +28,56 @@ HANG_S = 8.0
 
 def test_a_silent_engine_has_hung_after_its_time() -> None:
     watch = EngineWatch(60.0)
-    assert [watch.silent(6.0, blocked=False) for _ in range(10)] == [False] * 9 + [True]
+    assert [watch.silent(6.0) for _ in range(10)] == [False] * 9 + [True]
 
 
 def test_an_answer_begins_it_anew() -> None:
     watch = EngineWatch(60.0)
-    assert not watch.silent(59.0, blocked=False)
+    assert not watch.silent(59.0)
     watch.answered()
-    assert not watch.silent(59.0, blocked=False)
+    assert not watch.silent(59.0)
 
 
-def test_silence_in_a_blocking_op_does_not_count_but_has_a_bound() -> None:
+def test_silence_in_what_blocks_the_engine_does_not_count_but_has_a_bound() -> None:
     watch = EngineWatch(60.0)
-    assert not watch.silent(59.0, blocked=False)
-    loads = [watch.silent(6.0, blocked=True) for _ in range(math.ceil(MAX_BLOCKED_S / 6.0))]
-    assert loads == [False] * (len(loads) - 1) + [True]
+    with watch.blocking():
+        loads = [watch.silent(6.0) for _ in range(math.ceil(MAX_BLOCKED_S / 6.0))]
+        assert loads == [False] * (len(loads) - 1) + [True]
+        watch.answered()
+        assert not watch.silent(60.0), "it still blocks"
+
+
+def test_behind_what_blocked_the_engine_silence_counts() -> None:
+    watch = EngineWatch(60.0)
+    with watch.blocking():
+        pass
+    assert not watch.silent(60.0), "it blocked for a part of this"
+    assert not watch.silent(54.0)
+    assert watch.silent(6.0)
+
+
+def test_what_begins_on_a_silent_engine_is_no_excuse() -> None:
+    watch = EngineWatch(60.0)
+    assert not watch.silent(6.0)
+    with watch.blocking():
+        assert not watch.silent(48.0)
+    with pytest.raises(PlaneError), watch.blocking():
+        raise PlaneError("in vain")
+    with watch.blocking():
+        assert watch.silent(6.0)
+
+
+def test_the_silence_of_one_load_is_no_excuse_for_the_next() -> None:
+    watch = EngineWatch(60.0)
+    with watch.blocking():
+        assert not watch.silent(90.0)
+    with watch.blocking():
+        assert not watch.silent(54.0), "the first one ended in this"
+        assert not watch.silent(54.0)
+        assert watch.silent(6.0)
     watch.answered()
-    assert not watch.silent(6.0, blocked=True)
+    with watch.blocking():
+        assert not watch.silent(90.0)
 
 
 async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) -> None:
@@ -55,3 +94,73 @@ async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) ->
     await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + LIVENESS_TIMEOUT_S))
     assert worker.process.returncode == exit_codes.ENGINE_HUNG
     await plane.until(lambda: view.member(worker.instance_id) is None)
+
+
+HANGING = """
+import asyncio, worker.engines.fake as fake, worker.handlers as handlers
+options["engine_hang_s"] = {hang_s}
+handlers.LIVENESS_TIMEOUT_S = 0.5
+def _hanging(name):
+    really = getattr(fake.FakeEngine, name)
+    async def method(self, *arguments):
+        if Path({folder!r}, "hang").exists():
+            Path({folder!r}, name).touch()
+            await asyncio.Event().wait()
+        return await really(self, *arguments)
+    setattr(fake.FakeEngine, name, method)
+_hanging("liveness")
+_hanging("pause")
+"""
+"""With a file `hang` nothing comes back from the engine; a file of its name tells that a method was called since."""
+
+
+def hanging(plane: Plane) -> Spawned:
+    return plane.spawn(ready=False, patch=HANGING.format(hang_s=HANG_S, folder=str(plane.tmp)))
+
+
+async def until_it_has_ended(plane: Plane, worker: Spawned) -> None:
+    await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + LIVENESS_TIMEOUT_S))
+    assert worker.process.returncode == exit_codes.ENGINE_HUNG
+
+
+async def update(plane: Plane, client: RlClient) -> None:
+    with suppress(PlaneError):
+        await client.run("update_weights", update_of(plane.model(1), "step_1"))
+
+
+async def pause_again_and_again(plane: Plane, client: RlClient) -> None:
+    while True:
+        with suppress(PlaneError):
+            await client.run("pause", {"mode": "keep"})
+
+
+@pytest.mark.parametrize("trainer", [update, pause_again_and_again])
+async def test_who_waits_for_an_engine_that_hangs_does_not_prolong_it(
+    plane: Plane, trainer: Callable[[Plane, RlClient], Awaitable[None]]
+) -> None:
+    worker = hanging(plane).wait_ready()
+    client = await plane.client()
+    (plane.tmp / "hang").touch()
+
+    async def closed() -> bool:
+        return not (await client.call(worker.instance_id, "state")).body["admission"]["open"]
+
+    await plane.until(closed)
+    calling = asyncio.ensure_future(trainer(plane, client))
+    await plane.until((plane.tmp / "pause").exists)
+    assert worker.process.poll() is None
+    await until_it_has_ended(plane, worker)
+    calling.cancel()
+
+
+@pytest.mark.parametrize("follows", ["update_weights", "pause"])
+async def test_an_engine_that_hangs_while_its_worker_starts_ends_it(plane: Plane, follows: str) -> None:
+    """It does as the fleet has done, and waits for its engine."""
+    plane.spawn()
+    client = await plane.client()
+    await client.wait_for(1)
+    await client.run(follows, update_of(plane.model(1), "step_1") if follows == "update_weights" else {})
+    (plane.tmp / "hang").touch()
+    late = hanging(plane)
+    await plane.until((plane.tmp / "pause").exists)
+    await until_it_has_ended(plane, late)

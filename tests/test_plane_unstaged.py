@@ -340,6 +340,33 @@ async def test_a_source_that_is_gone_keeps_it_closed_and_its_requests_end(plane:
     await until_all_serve(plane, client, "step_1")
 
 
+NO_FLUSH = """
+import worker.engines.fake as fake
+really, refused = fake.FakeEngine.flush_cache, []
+async def flush_cache(self):
+    if refused:
+        return await really(self)
+    refused.append(True)
+    return False
+fake.FakeEngine.flush_cache = flush_cache
+"""
+
+
+async def test_with_older_kv_in_its_cache_nobody_is_admitted(plane: Plane) -> None:
+    client = await plane.client()
+    worker, _ = plane.spawn(patch=NO_FLUSH), plane.spawn()
+    await client.wait_for(2)
+    told = await Told.follow(client)
+    reply = await client.run("update_weights", unstaged(plane, 1))
+    assert reply["excluded"] == [worker.instance_id]
+    (row,) = [row for row in reply["workers"] if row["status"] == "error"]
+    assert "flush" in row["error"]["message"]
+    await until_all_serve(plane, client, "step_1")
+    only_ever_open_at(told, "initial", "step_1")
+    behind = [event["admission"]["reasons"] for event in told.of(worker.instance_id)]
+    assert any("flush" in reason for reasons in behind for reason in reasons), behind
+
+
 async def test_paused_before_it_stays_paused_after_it(plane: Plane) -> None:
     client = await plane.client()
     plane.spawn_copies(2)

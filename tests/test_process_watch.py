@@ -6,12 +6,16 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("psutil")
 
+from rl_plane.errors import EngineDied
+from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.sglang_process import SglangProcess
 
 BOUND_S = 10.0
 
@@ -66,3 +70,20 @@ async def test_after_stop_nothing_is_told(children: list[subprocess.Popen[bytes]
     assert told.empty()
     watch.close()
     watch.close()
+
+
+async def test_what_is_left_of_a_dead_sglang_is_killed(
+    children: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    process = SglangProcess(EngineOptions(tmp_path), {}, "cpu", 0)
+    process._dead = asyncio.get_running_loop().create_future()
+    told: asyncio.Queue[EngineDied] = asyncio.Queue()
+    process.on_death(told.put_nowait)
+    pids = {child.pid: f"sglang::{number}" for number, child in enumerate(children)}
+    process._watch = ProcessWatch(pids, "sglang::", process._process_ended)
+    children[0].kill()
+    async with asyncio.timeout(BOUND_S):
+        assert str(children[0].pid) in str(await told.get())
+    for child in children[1:]:
+        assert child.wait(BOUND_S) < 0
+    process._watch.close()

@@ -579,6 +579,20 @@ def test_a_swap_that_fails_leaves_no_base_weights() -> None:
     assert reasons(core) == {}
 
 
+def test_a_swap_that_could_not_begin_is_tried_again_with_what_is_staged() -> None:
+    core = serving()
+    stage(core, R1)
+    core.learnt(R1, 2, 0.0)
+    core.fetch_failed("the engine is not paused", 0.0)
+    assert (core.state.digest, reasons(core)["behind"]) == ("d0", "the engine is not paused")
+    swap = Swap("u1", None, R1.version, "keep")
+    assert core.next(0.0) == Wait(COMMIT_GRACE_S), "its coordinator may say so again"
+    assert core.next(COMMIT_GRACE_S) == swap
+    core.fetch_failed("the engine is not paused", COMMIT_GRACE_S)
+    assert core.next(COMMIT_GRACE_S) == Wait(COMMIT_GRACE_S + 2 * HEAL_RETRY_S), "not at once, again and again"
+    assert core.next(COMMIT_GRACE_S + 2 * HEAL_RETRY_S) == swap
+
+
 # ---- rolling ----
 
 

@@ -15,6 +15,7 @@ from rl_plane.client import RlClient
 from rl_plane.errors import InvalidRequest, WorkerLost
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.versions import WeightVersion
+from tests.faults import Stream
 from tests.test_plane_update import generated
 from worker.staging import model_digest
 
@@ -273,3 +274,38 @@ async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(pla
             return [row.body.get("pause_state") for row in rows] == [wanted, wanted]
 
         await plane.until(all_do, 10)
+
+
+NO_PAUSE = """
+import asyncio, worker.engines.fake as fake, worker.follower as follower
+follower.FREEZE_S = 0.5
+really, calls = fake.FakeEngine.pause, []
+async def pause(self, *arguments):
+    if not Path({folder!r}, "go").exists():
+        calls.append(arguments)
+        Path({folder!r}, f"call{{len(calls)}}").touch()
+        await asyncio.Event().wait()
+    return await really(self, *arguments)
+fake.FakeEngine.pause = pause
+"""
+
+
+async def test_an_engine_that_does_not_pause_loses_nothing_until_it_does(plane: Plane) -> None:
+    """Its own try comes behind the coordinator's, with what is staged and the requests that run."""
+    patch = NO_PAUSE.format(folder=str(plane.tmp))
+    slow, _ = plane.spawn(patch=patch, token_delay_s=0.01), plane.spawn()
+    client = await plane.client()
+    await client.wait_for(2)
+    stream = Stream(client, slow.instance_id, [5, 6], 4000)
+    await stream.until(tokens=1)
+    reply = await client.run("update_weights", update_of(plane.model(1), "step_1"))
+    assert reply["excluded"] == [slow.instance_id]
+    shutil.rmtree(plane.model(1))
+    assert "did not pause" in await until_behind(plane, client, slow.instance_id)
+    await plane.until((plane.tmp / "call2").exists)
+    assert (await state_of(client, slow.instance_id))["applied_weight_version"] == "initial"
+    (plane.tmp / "go").touch()  # for the third one
+    await until_open(plane, client, slow.instance_id, "step_1", 20)
+    await stream.until(spans=2)
+    assert [span["version"] for span in stream.spans] == ["initial", "step_1"]
+    stream.stop()

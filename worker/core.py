@@ -344,9 +344,11 @@ class WorkerCore:
             return Unload(change.name, record.pause_mode) if now >= self._next_try else Wait(self._next_try)
         if self._fits(staged, change, record):
             assert staged is not None
-            wait_until = self._learnt_at + COMMIT_GRACE_S
-            if staged.fence is not None and now < wait_until:
-                return Wait(wait_until)  # its coordinator is about to say so
+            # A coordinator is about to say so of what it has staged.
+            begin = 0.0 if staged.fence is None else self._learnt_at + COMMIT_GRACE_S
+            wait_until = max(begin, self._next_try)
+            if now < wait_until:
+                return Wait(wait_until)
             return Swap(staged.update_id, change.name, change.version, record.pause_mode)
         if staged is not None and self._is_left(staged):
             return Drop(staged.update_id)  # staging holds one at a time

@@ -16,7 +16,15 @@ from nats.aio.msg import Msg
 
 from rl_plane import ops, update_bodies
 from rl_plane.bus import Bus, WrongSequence
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, InvalidWeights, NotAtBase, PlaneError
+from rl_plane.errors import (
+    BusUnreachable,
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    InvalidWeights,
+    NotAtBase,
+    PlaneError,
+)
 from rl_plane.lock import live_fence
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
 from rl_plane.subjects import RECORD, Subjects
@@ -40,6 +48,7 @@ from worker.core import (
 )
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
+from worker.engine_watch import EngineWatch
 from worker.engines.base import EngineAdapter, PauseMode
 from worker.peers import Peers
 from worker.reception import Link
@@ -53,6 +62,9 @@ CONFIRM_S = SERVING_LEASE_S / 3
 SESSION_GRACE_S = 3.0
 """A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
 behind, decides what is still staged."""
+FREEZE_S = ops.OPS["commit_update"].timeout_s
+"""As long as a commit may take, of which it is the first part: with `wait` running requests end first. A worker by
+itself tries again."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -67,6 +79,7 @@ class RecordFollower:
         core: WorkerCore,
         adapter: EngineAdapter,
         engine: EngineLoop,
+        watch: EngineWatch,
         updates: WeightUpdates,
         peers: Peers,
         model_path: str,
@@ -80,6 +93,7 @@ class RecordFollower:
         self._state = core.state
         self._adapter = adapter
         self._engine = engine
+        self._watch = watch
         self._updates = updates
         self._peers = peers
         self._model = {"backend": "filesystem", "path": model_path}
@@ -287,11 +301,21 @@ class RecordFollower:
     # ---- what coordinators ask ----
 
     @asynccontextmanager
-    async def turn(self, fence: int) -> AsyncIterator[None]:
-        """A coordinator's turn to change the engine, if it still is one when the turn comes."""
+    async def turn(self, fence: int, *, blocks: bool = False) -> AsyncIterator[None]:
+        """A coordinator's turn to change the engine, if it still is one when the turn comes. `blocks`: the engine may
+        give no answer meanwhile."""
         async with self.changing:
             self._state.check_fence(fence)
-            yield
+            with self._watch.blocking() if blocks else contextlib.nullcontext():
+                yield
+
+    async def _freeze(self, mode: PauseMode) -> None:
+        """The caller has its turn."""
+        try:
+            async with asyncio.timeout(FREEZE_S):
+                await self._engine.run(self._adapter.pause(mode, False))
+        except TimeoutError as error:
+            raise EngineFailed(f"the engine did not pause within {FREEZE_S:g} s") from error
 
     async def resume(self) -> None:
         """The caller has its turn. An engine that may not run stays frozen until it may."""
@@ -352,13 +376,14 @@ class RecordFollower:
 
         async def taint() -> None:
             if self._state.pause_mode is None:
-                await self._engine.run(self._adapter.pause(mode, False))
+                await self._freeze(mode)
             self._core.overwriting()
             self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
-            return await self._updates.prepare(wanted, taint)
+            with self._watch.blocking():
+                return await self._updates.prepare(wanted, taint)
         except BaseException:
             if self._state.digest is None:
                 self._core.overwrite_failed()
@@ -436,7 +461,7 @@ class RecordFollower:
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
             if pause_s and self._state.pause_mode is None:
-                await self._engine.run(self._adapter.pause(step.record.pause_mode, False))
+                await self._freeze(step.record.pause_mode)
             self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             return None
         return await self._swap(step, pause_s)
@@ -447,10 +472,16 @@ class RecordFollower:
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
+        if not was_paused:
+            try:
+                await self._freeze(swap.pause_mode)
+            except BaseException as error:  # nothing is touched: what is staged stays, and is tried again
+                core.fetch_failed(f"the engine is not paused: {why(error)}", time.monotonic())
+                self.look()
+                raise
         try:
-            if not was_paused:
-                await self._engine.run(self._adapter.pause(swap.pause_mode, False))
-            flushed = await self._exchange(swap)
+            with self._watch.blocking():
+                flushed = await self._exchange(swap)
             core.swapped(swap, time.monotonic())
             swapped = True
         except BaseException as error:
@@ -485,8 +516,10 @@ class RecordFollower:
             return await self._engine.run(self._adapter.swap_adapter(swap.name, staging, swap.version))
         if staging is not None:
             return await self._engine.run(self._adapter.swap(staging, swap.version))
+        if not await self._engine.run(self._adapter.flush_cache()):
+            raise EngineFailed("the engine did not flush its prefix cache: new requests would reuse older KV")
         self._adapter.set_version(swap.version)
-        return await self._engine.run(self._adapter.flush_cache())
+        return True
 
     # ---- coordinators that fall silent ----
 

@@ -237,7 +237,7 @@ class OpHandlers:
 
     async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
         self._state.check_weights_here()
-        async with self._follower.turn(fence):
+        async with self._follower.turn(fence, blocks=True):
             if body.action == "reset_tensors":
                 await self._memory.weights_are_gone("reset_tensors overwrote the weights")
             if body.closed:
@@ -253,12 +253,12 @@ class OpHandlers:
     # ---- memory ----
 
     async def _release_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
-        async with self._follower.turn(fence):
+        async with self._follower.turn(fence, blocks=True):
             await self._memory.release(body.tags)
         return ops.MemoryReply(tags=sorted(self._state.released))
 
     async def _resume_memory(self, body: ops.MemoryTags, fence: int) -> ops.MemoryReply:
-        async with self._follower.turn(fence):
+        async with self._follower.turn(fence, blocks=True):
             await self._memory.resume(body.tags)
         return ops.MemoryReply(tags=sorted(self._state.released))
 

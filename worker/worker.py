@@ -71,7 +71,16 @@ class Worker:
         )
         self._generation = GenerationService(bus, adapter, engine, self.state)
         self._follower = RecordFollower(
-            bus, subjects, self.core, adapter, engine, self._updates, peers, member_info["model_path"], self._tell
+            bus,
+            subjects,
+            self.core,
+            adapter,
+            engine,
+            self._watch,
+            self._updates,
+            peers,
+            member_info["model_path"],
+            self._tell,
         )
         self._memory = EngineMemory(self.core, adapter, engine, info, self._updates, self._follower, self._tell)
         self._handlers = OpHandlers(
@@ -110,12 +119,12 @@ class Worker:
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
+        self._spawn(self._watch_engine())  # it may die or hang while the worker takes the committed weights
         await self._registration.start()
         await self._follower.settle()
         self._spawn(self._follower.run())
         self._spawn(self._follower.keep_lease())
         self._spawn(self._ticks())
-        self._spawn(self._watch_engine())
 
     async def _follow_fleet(self) -> None:
         """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
@@ -127,13 +136,15 @@ class Worker:
             left_s = desired.left_s(time.time())
             if left_s > 0:
                 if self.state.pause_mode is None:
+                    # As long as it takes: a worker whose engine hangs is ended.
                     await self._engine.run(self._adapter.pause("keep", False))
                 self.state.pause(desired.mode, time.monotonic(), left_s)  # its lease may be another one by now
             elif left_s <= 0 and self.state.pause_mode is not None:
                 await self._follower.resume()
             memory = await read_memory(self.bus, self.subjects.state)
             if memory is not None:  # else a trainer that has the memory may be what the store has lost
-                await self._memory.follow(memory)
+                with self._watch.blocking():
+                    await self._memory.follow(memory)
         self._tell()
 
     async def drain(self, timeout_s: float, reason: Reason = "draining") -> bool:
@@ -183,7 +194,7 @@ class Worker:
     async def _watch_engine(self) -> None:
         while True:
             await asyncio.sleep(LIVENESS_INTERVAL_S)
-            since, blocked = time.monotonic(), self._follower.changing.locked()
+            since = time.monotonic()
             try:
                 await self._handlers.round_trip()
                 self._handlers.engine_alive = True
@@ -192,8 +203,7 @@ class Worker:
             except EngineHung as error:
                 self._handlers.engine_alive = False
                 self.state.close("engine", error.message)
-                seconds = LIVENESS_INTERVAL_S + time.monotonic() - since
-                if self._watch.silent(seconds, blocked or self._follower.changing.locked()):
+                if self._watch.silent(LIVENESS_INTERVAL_S + time.monotonic() - since):
                     self._on_end(f"the engine hangs: {error.message}", exit_codes.ENGINE_HUNG)
                     return
             except EngineFailed as error:

@@ -17,6 +17,8 @@ import pytest
 from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S
 from tests.kill.checkpoints import Wrong, check
 from tests.kill.fleet import ANSWER_S, POLL_S, SEED, Answer, RealFleet
+from tests.kill.held import RECEIVE
+from worker.exit_codes import ENGINE_DEAD
 
 SERVED_S = 20.0
 """Until each client gets tokens again."""
@@ -33,6 +35,8 @@ DECIDE = "decide"
 """No worker stands at it: some milliseconds after all have prepared."""
 DECIDE_S = 0.015
 """From the last answer to the gate."""
+HEAL = "heal"
+"""No update's: the worker was killed, and its next process receives what is committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """Of `worker/holds.py`; or DECIDE."""
+    """Of `worker/holds.py`; or RECEIVE, DECIDE or HEAL."""
     child: str = ""
     """Of the victim `engine`: the name of its process, as it begins after the engine's."""
 
@@ -55,7 +59,7 @@ class Case:
     @property
     def decided(self) -> bool | None:
         """The decision is written before the gate. None: who knows?"""
-        prepared = not self.point.startswith("prepare_update")
+        prepared = not self.point.startswith("prepare_update") and self.point != RECEIVE
         # A worker whose engine is dead may have answered before it notices.
         return None if self.point == DECIDE or (self.victim == "engine" and not prepared) else prepared
 
@@ -63,9 +67,16 @@ class Case:
     def of_a_worker(self) -> bool:
         return self.victim in ("worker", "engine")
 
+    @property
+    def backend(self) -> str:
+        return "held" if self.point in (RECEIVE, HEAL) else "filesystem"
+
 
 async def run_case(fleet: RealFleet, case: Case) -> None:
     chance = random.Random(f"{SEED} {case}")
+    if case.point == HEAL:
+        await _run_healing(fleet, case, chance)
+        return
     coordinator, other = chance.sample(fleet.frontends, 2)
     worker = chance.choice(fleet.worker_ids) if case.engine in ("fake", "hf") else fleet.worker_ids[0]
     policy = _policy(case, chance)
@@ -76,7 +87,7 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
     label = f"{fleet.updates}-{case}"
     fleet.updates += 1
     body = {
-        "transport": {"backend": "filesystem", "path": str(weights.path)},
+        "transport": {"backend": case.backend, "path": str(weights.path)},
         "version": label,
         "policy": policy,
     }
@@ -114,6 +125,33 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
         after = (await fleet.whole())["version"]
     expected = (before["sequence"] + 1, weights.digest)
     check((after["sequence"], after["digest"]) == expected, f"{after} is not {expected}")
+    await _check_served(fleet)
+
+
+async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> None:
+    frontend, worker = chance.choice(fleet.frontends), fleet.worker_ids[0]
+    weights = await fleet.checkpoint()
+    body = {
+        "transport": {"backend": case.backend, "path": str(weights.path)},
+        "version": f"{fleet.updates}-{case}",
+    }
+    fleet.updates += 1
+    answer = await fleet.clear_answer(frontend, body, uuid.uuid4().hex)
+    check(answer.status == 200, f"the update: {answer}")
+    committed = (await fleet.whole())["version"]
+    fleet.note(f"== {case}: {worker} at sequence {committed['sequence']}")
+    fleet.hold(RECEIVE, [worker], "")
+    try:
+        fleet.kill(worker)
+        await fleet.gone()
+        await fleet.started_to(RECEIVE, worker)
+        fleet.kill_engine(worker, case.child)
+        await fleet.gone()  # also while it receives
+    finally:
+        fleet.release()
+    after = (await fleet.whole())["version"]
+    check(fleet.ended[worker] == ENGINE_DEAD, f"it has ended with {fleet.ended[worker]}")
+    check((after, after["digest"]) == (committed, weights.digest), f"{after} is not {committed}")
     await _check_served(fleet)
 
 

@@ -20,8 +20,10 @@ from tests.conftest import lives, stop_process
 from tests.kept_fleet import KeptFleet
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
 from tests.kill.clients import TRANSIENT, Rollouts, Version, Weights
+from tests.kill.held import installed
 from worker.holds import VARIABLE as HOLD_DIR
 
+ROOT = Path(__file__).parent.parent.parent
 SEED = int(os.environ.get("KILL_SEED", "0"))
 """Another one makes other choices: who is the victim, who coordinates, who is held, which policy."""
 FRONTENDS = 2
@@ -76,7 +78,8 @@ class RealFleet(KeptFleet):
         self.holds = tmp / "holds"
         for directory in (self.weights, self.holds):
             directory.mkdir(parents=True)
-        super().__init__(tmp, "rl_plane.cli.main", {HOLD_DIR: str(self.holds)}, "kill", with_nats=True)
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (installed(tmp / "site"), ROOT)))}
+        super().__init__(tmp, "rl_plane.cli.main", {HOLD_DIR: str(self.holds), **paths}, "kill", with_nats=True)
         self.name = name
         self.models = MODELS[engine](self.weights)
         self.worker_ids = [secrets.token_hex(8) for _ in self.models.workers]
@@ -84,6 +87,8 @@ class RealFleet(KeptFleet):
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
+        self.ended: dict[str, int] = {}
+        """Name → the exit code of its last process that has ended."""
         self._made = 0
         self._doomed: list[psutil.Process] = []
         """Of a worker that the test has killed, or whose engine it has: itself, and its engine's processes."""
@@ -129,8 +134,10 @@ class RealFleet(KeptFleet):
         self._doomed = [process, *process.children(recursive=True)]
 
     def kill_engine(self, instance_id: str, name: str) -> None:
-        """The process of the worker's engine that has this name."""
-        self._doom(self.pid(instance_id))
+        """The process of the worker's engine that has this name. The worker may be starting."""
+        worker = self._supervisor.kept[instance_id].child
+        assert worker is not None
+        self._doom(worker.pid)
         _, *children = self._doomed
         named = tuple(prefix + name for prefix in VITAL)
         (child,) = [child for child in children if child.name().startswith(named)]
@@ -143,6 +150,11 @@ class RealFleet(KeptFleet):
         while orphans := [str(process) for process in self._doomed if lives(process)]:
             check(time.monotonic() < give_up, f"they live after {GONE_S:g} s: {orphans}")
             await asyncio.sleep(POLL_S)
+
+    def _event(self, words: str, **facts: Any) -> None:
+        super()._event(words, **facts)
+        if "exit_code" in facts:
+            self.ended[facts["name"]] = facts["exit_code"]
 
     def stop(self, name: str) -> None:
         pid = self.pid(name)
@@ -270,12 +282,21 @@ class RealFleet(KeptFleet):
     ) -> asyncio.Task[Answer]:
         """The update, once it stands at this point; one that finds the lock of the case before is called again."""
         give_up = time.monotonic() + REACH_S
-        files = [self.holds / f"reached.{point}.{instance_id}" for instance_id in instance_ids]
         update = asyncio.create_task(call())
-        while not all(file.exists() for file in files):
+        while not self._reached(point, instance_ids):
             check(time.monotonic() < give_up, f"{point} was not reached within {REACH_S:g} s")
             if update.done():
                 check(update.result().code == "locked", f"{point} was never reached: {update.result()}")
                 update = asyncio.create_task(call())
             await asyncio.sleep(POLL_S)
         return update
+
+    def _reached(self, point: str, instance_ids: Sequence[str]) -> bool:
+        return all((self.holds / f"reached.{point}.{instance_id}").exists() for instance_id in instance_ids)
+
+    async def started_to(self, point: str, instance_id: str) -> None:
+        """Once a worker that starts stands at this point."""
+        give_up = time.monotonic() + WHOLE_S
+        while not self._reached(point, [instance_id]):
+            check(time.monotonic() < give_up, f"{point} was not reached within {WHOLE_S:g} s")
+            await asyncio.sleep(POLL_S)

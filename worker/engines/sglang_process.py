@@ -246,9 +246,12 @@ class SglangProcess:
             self._fail(f"SGLang's answers can't be read any more: {reading.exception()!r}")
 
     def _fail(self, why: str) -> None:
+        """All that wait for the engine are told, and what is left of it is killed: its ranks may still be at work."""
         if self._dead is not None and not self._dead.done():
             log.error("%s", why)
             self._die(EngineDied(why))
+            if self._watch is not None:
+                self._watch.kill()
 
     def _die(self, error: EngineDied) -> None:
         if self._dead is None or self._dead.done():

@@ -1,0 +1,51 @@
+"""The `held` transport, as a package of somebody else's would bring it: files as by `filesystem`, which a test can hold
+open when the first tensor is there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plane.checkpoint import Kind, open_published
+from rl_plane.versions import HostTensor
+from worker.holds import MAX_HOLD_S, POLL_S, VARIABLE
+from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
+
+RECEIVE = "receive"
+"""The point, as in `worker/holds.py`."""
+
+
+def installed(site: Path) -> Path:
+    """What has it found by every process that has this directory among its paths."""
+    package = site / "held-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: held\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[rl_plane.transports]\nheld = {__name__}:HeldTransport\n")
+    return site
+
+
+class HeldTransport(FilesystemTransport):
+    backend = "held"
+
+    def open(self, request: Mapping[str, Any], kind: Kind) -> FilesystemDelivery:
+        return HeldDelivery(*open_published(request["path"], self._roots, kind))
+
+
+class HeldDelivery(FilesystemDelivery):
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        for number, tensor in enumerate(super().tensors()):
+            yield tensor
+            if number == 0:
+                _hold(Path(os.environ[VARIABLE]), os.environ["RL_PLANE_INSTANCE_ID"])
+
+
+def _hold(directory: Path, instance_id: str) -> None:
+    """On the receiver's thread, in the process that has the model."""
+    file = directory / f"{RECEIVE}.{instance_id}"
+    give_up = time.monotonic() + MAX_HOLD_S
+    while file.exists() and time.monotonic() < give_up:
+        (directory / f"reached.{RECEIVE}.{instance_id}").touch()
+        time.sleep(POLL_S)
