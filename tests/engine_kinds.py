@@ -64,6 +64,9 @@ class Kind:
     """Grows by each request that ends: the tokens of its prompt that the engine found in its cache."""
     modes: Callable[[Any], tuple[bool, bool]]
     """engine, not started → is it built to be deterministic, and to release memory?"""
+    refuses_memory: tuple[str, Callable[..., None]]
+    """The method by which it refuses to release memory on a CPU, and one that does not. What the engine does then frees
+    nothing there, and is all else that it does."""
 
     def options(self, model: Path, **extra: str) -> EngineOptions:
         """Weights may be read from beside the model."""
@@ -111,7 +114,7 @@ def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Ev
 
 def _failures_of_vllm(engine: Any) -> Failures:
     llm = engine._process.llm
-    really = llm.add_lora
+    really, really_removed = llm.add_lora, llm.remove_lora
 
     async def no_flush(**_: Any) -> bool:
         raise RuntimeError("no flush")
@@ -124,11 +127,23 @@ def _failures_of_vllm(engine: Any) -> Failures:
     async def stays(number: int) -> bool:
         return False
 
-    put = [
+    async def no_removal(number: int) -> bool:
+        await really_removed(number)  # of one rank, as when another one fails
+        raise RuntimeError("no removal")
+
+    async def no_name(name: str) -> None:
+        raise RuntimeError("no name")
+
+    flush, name = (
         Failure(llm, "reset_prefix_cache", no_flush, "no flush"),
-        Failure(llm, "add_lora", lost_file, "adapter"),
+        Failure(llm, "update_weight_version", no_name, "no name"),
+    )
+    put = [flush, name, Failure(llm, "add_lora", lost_file, "adapter")]
+    away = [
+        Failure(llm, "remove_lora", stays, "loaded still"),
+        Failure(llm, "remove_lora", no_removal, "no removal"),
     ]
-    return {"load": put, "swap": put, "unload": [Failure(llm, "remove_lora", stays, "loaded still")]}
+    return {"load": put, "swap": put, "unload": [flush, *away]}
 
 
 def _failures_of_sglang(engine: Any) -> Failures:
@@ -215,6 +230,8 @@ VLLM = Kind(
         "max_model_len": "many",
         "enforce_eager": "perhaps",
         "worker_extension_cls": "x",
+        "kv_transfer_config": '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}',
+        "kv_offloading_backend": "lmcache",
     },
     processes="VLLM::",
     ranks="VLLM::Worker",
@@ -228,6 +245,7 @@ VLLM = Kind(
     no_modes={"enable_sleep_mode": "false"},
     cached_tokens=_cached_by_vllm,
     modes=_modes_of_vllm,
+    refuses_memory=("_no_sleep", lambda: None),
 )
 
 SGLANG = Kind(
@@ -240,6 +258,11 @@ SGLANG = Kind(
         "disable_radix_cache": "perhaps",
         "attention_backend": "by_hand",
         "skip_tokenizer_init": "false",
+        "hicache_storage_backend": "file",
+        "enable_lmcache": "true",
+        "enable_flexkv": "true",
+        "enable_unified_cache_external_linker": "true",
+        "radix_cache_backend": "flexkv",
     },
     processes="sglang::",
     ranks="sglang::scheduler",
@@ -265,4 +288,5 @@ SGLANG = Kind(
     no_modes={"enable_deterministic_inference": "false", "enable_memory_saver": "false"},
     cached_tokens=_cached_by_sglang,
     modes=_modes_of_sglang,
+    refuses_memory=("_check_memory_saver", lambda op: None),
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_plane.errors import Conflict, InvalidRequest, NotAdmitted, Unsupported
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, NotAdmitted, Unsupported
 from rl_plane.record import DesiredMemory
 from tests.dialect_facade import facade, fine
 from tests.faults import Stream, Told
@@ -250,6 +250,33 @@ described = fake.EngineInfo
 lacking = {"release_memory": "it has no saver", "resume_memory": "it has no saver"}
 fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
 """
+
+
+PAUSE_FAILS_ONCE = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineFailed
+really, release, left = fake.FakeEngine.pause, fake.FakeEngine.release_memory, [1]
+async def pause(self, *given):
+    if left:
+        left.pop()
+        raise EngineFailed("no pause")
+    return await really(self, *given)
+async def release_memory(self, tags):
+    if not self._frozen:
+        raise EngineFailed("not paused")
+    await release(self, tags)
+fake.FakeEngine.pause, fake.FakeEngine.release_memory = pause, release_memory
+"""
+
+
+async def test_a_release_that_failed_before_its_pause_pauses_when_it_comes_again(plane: Plane) -> None:
+    plane.spawn(patch=PAUSE_FAILS_ONCE)
+    fleet = await plane.fleet()
+    with pytest.raises(EngineFailed, match="no pause"):
+        await fleet.run("release_memory")
+    await fleet.run("release_memory")
+    await fleet.run("resume_memory")
+    await plane.until(lambda: all_serve(fleet.client, "initial"), 30)
 
 
 async def test_all_release_their_memory_or_nobody_does(plane: Plane) -> None:

@@ -161,7 +161,7 @@ async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_al
 ) -> None:
     """As SkyRL does when its trainer has the same GPU. The KV cache comes last."""
     update = {"update_info": {"weight_dir": str(plane.model(1))}}
-    fine(await http.post("/sleep?level=2"))
+    assert fine(await http.post("/sleep?level=2"))["level"] == 1, "as deep as it is"
     fine(await http.post("/start_weight_update"))
     assert refused(await http.post("/update_weights", json=update), 409)["message"]
     assert fine(await http.post("/wake_up?tags=weights"))["status"] == "sleeping"

@@ -52,7 +52,7 @@ from tests.engine_runs import (  # noqa: E402
 )
 from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from tests.zygote import children_forked  # noqa: E402
-from worker.engines.base import EngineAdapter, EngineInfo  # noqa: E402
+from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
@@ -554,6 +554,31 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapte
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
+async def test_a_pause_that_fails_leaves_it_as_it_was(
+    engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_flush() -> bool:
+        raise EngineFailed("no flush")
+
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(5)
+    for frozen in (True, False):
+        if frozen:
+            await engine.pause("keep", False)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "flush_cache", no_flush)
+            with pytest.raises(EngineFailed, match="no flush"):
+                await engine.pause("keep", True)
+        if frozen:
+            await engine.liveness()
+            held = len(one.result.tokens)
+            await engine.liveness()
+            assert len(one.result.tokens) == held < 300
+            await engine.resume()
+    assert (await run(engine, ask([21]))).tokens == witnessed(1, 21, 16)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+
+
 async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
     one = Run(engine, ask([20], max_tokens=ENDLESS))
     await one.reach(5)
@@ -562,6 +587,29 @@ async def test_abort_ends_all_at_once(engine: EngineAdapter) -> None:
     assert result.finish == "abort"
     assert result.tokens == witnessed(1, 20, len(result.tokens))
     await engine.resume()
+
+
+async def test_frozen_requests_outlast_a_release_of_memory(
+    kind: Kind, engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And make nothing before `resume`, also when all memory is back. Nothing is freed on a CPU."""
+    monkeypatch.setattr(engine, *kind.refuses_memory)
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(10)
+    await engine.pause("keep", False)
+    await engine.release_memory(["weights", "kv_cache"])
+    late = Run(engine, ask([21]))
+    await engine.liveness()  # what was on its way has come
+    held = list(one.result.tokens)
+    for tag in ("weights", "kv_cache"):
+        await engine.resume_memory([tag])
+        for _ in range(3):
+            await engine.liveness()
+    assert one.result.tokens == held
+    assert late.result.tokens == []
+    await engine.resume()
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+    assert (await late.end()).tokens == witnessed(1, 21, 16)
 
 
 async def test_a_frozen_request_can_be_aborted(engine: EngineAdapter) -> None:
@@ -925,6 +973,36 @@ async def test_a_hang_is_seen_and_passes(kind: Kind, engine: EngineAdapter) -> N
     assert (await one.end()).tokens == witnessed(1, 20, 300)
     assert await engine.pause("abort", True) is True
     await engine.resume()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_a_pause_that_a_hang_cuts_leaves_it_running(
+    kind: Kind, engine: EngineAdapter, mode: PauseMode
+) -> None:
+    """As the deadline of a pause does, where the engine goes on later."""
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(3)
+    ranks = kind.rank_pids(engine)
+    try:
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        pausing = asyncio.create_task(engine.pause(mode, False))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await engine.liveness()
+        assert not pausing.done()
+        pausing.cancel()
+        late = Run(engine, ask([21]))
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(BOUND_S):
+            await pausing
+    assert (await late.end()).tokens == witnessed(1, 21, 16)
+    result = await one.end()
+    assert result.tokens == witnessed(1, 20, len(result.tokens))
+    assert len(result.tokens) == 300 or (mode, result.finish) == ("abort", "abort")
 
 
 async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scratch: Path) -> None:

@@ -178,6 +178,7 @@ def test_vllms_arguments(written: Callable[[str], Path]) -> None:
         "enforce_eager: 1": "true or false",
         "cudagraph_capture_sizes: [one]": "invalid",
         "model: /x": "--model",
+        "kv-offloading-backend: lmcache": "kv_offloading_size",
     }
     check_refusals(parse_arguments, written, bad)
 
@@ -213,6 +214,7 @@ def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
         "tensor-parallel-size: two": "is not int",
         "model: /x": "--model",
         "kv-cache-dtype: int3": "not known",
+        "hicache-storage-backend: file": "outlive an update",
     }
     check_refusals(parse_arguments, written, bad)
 

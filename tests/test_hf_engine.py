@@ -9,6 +9,7 @@ import math
 import os
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -773,6 +774,44 @@ async def test_a_cancelled_wait_leaves_the_engine_running(start: Start, models: 
     assert len((await late.end()).tokens) == 16
     assert not one._task.done()
     await one.cancel()
+
+
+@pytest.mark.parametrize("was_frozen", [False, True])
+@pytest.mark.parametrize("at", ["freeze", "flush"])
+async def test_a_pause_that_is_cancelled_leaves_the_engine_as_it_was(
+    start: Start, models: Models, monkeypatch: pytest.MonkeyPatch, at: str, was_frozen: bool
+) -> None:
+    """As its deadline does, while a step takes long: when it has frozen the engine already."""
+    engine = await start(models.witness[1])
+    loop: Any = engine._loop
+    one = Run(engine, ask([7], max_tokens=300))
+    await one.reach(1)
+    if was_frozen:
+        await engine.pause("keep", clear_cache=False)
+    really, done, goes_on = getattr(loop, at), threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        outcome = really()
+        done.set()
+        assert goes_on.wait(BOUND_S)
+        return outcome
+
+    monkeypatch.setattr(loop, at, slow)
+    pausing = asyncio.create_task(engine.pause("keep", clear_cache=True))
+    assert await asyncio.to_thread(done.wait, BOUND_S)
+    monkeypatch.undo()
+    pausing.cancel()
+    await asyncio.wait([pausing], timeout=BOUND_S)
+    assert pausing.cancelled()
+    goes_on.set()
+    await engine.liveness()
+    if was_frozen:
+        held = len(one.result.tokens)
+        for _ in range(10):
+            await engine.liveness()
+        assert len(one.result.tokens) == held < 300
+        await engine.resume()
+    assert (await one.end()).tokens == witnessed(1, 7, 300)
 
 
 async def test_waits_and_other_pauses(start: Start, models: Models) -> None:

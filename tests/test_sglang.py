@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from rl_plane.errors import EngineFailed
 from tests.engine_runs import ask
+from worker.engines import sglang
+from worker.engines.base import EngineOptions
 from worker.engines.sglang_streams import Experts, Stream
 from worker.engines.spans import Label
 
@@ -22,3 +32,104 @@ async def test_what_an_abort_repeats_is_not_taken_again() -> None:
     stream.take(out([7], 3), "a", label)
     piece, failure = await stream.next()
     assert (piece.token_ids, piece.finish_reason, failure) == ([5, 6], "abort", None)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "backend", "deterministic", "fix"),
+    [
+        (True, "pytorch", False, None),  # by the plugin
+        (True, "flashinfer", False, "sampling_backend=pytorch"),
+        (False, "pytorch", False, "--deterministic"),
+        (False, "flashinfer", False, "--deterministic"),
+        (False, "pytorch", True, None),
+    ],
+)
+def test_where_seeds_count(on_cpu: bool, backend: str, deterministic: bool, fix: str | None) -> None:
+    lacking = sglang.lacking_seeds(on_cpu, backend, deterministic)
+    assert lacking.keys() == ({"generate:seed"} if fix else set())
+    assert all(reason.endswith(fix or "") for reason in lacking.values())
+
+
+class Process:
+    """In the place of a SglangProcess, and of its manager. A call waits for `lets_go`; one in `fails` fails once."""
+
+    def __init__(self) -> None:
+        self.manager = self
+        self.calls: list[tuple[str, list[str]]] = []
+        self.called, self.lets_go = asyncio.Event(), asyncio.Event()
+        self.fails: set[str] = set()
+        self._asked: set[asyncio.Task[Any]] = set()
+
+    async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Who gives up leaves it to its end."""
+        task = asyncio.ensure_future(work)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        return await asyncio.shield(task)
+
+    async def release_memory_occupation(self, asked: Any) -> None:
+        await self._call("release", asked)
+
+    async def resume_memory_occupation(self, asked: Any) -> None:
+        await self._call("resume", asked)
+
+    async def _call(self, op: str, asked: Any) -> None:
+        self.calls.append((op, asked.tags))
+        self.called.set()
+        await self.lets_go.wait()
+        if op in self.fails:
+            self.fails.remove(op)
+            raise EngineFailed(f"no {op}")
+
+    async def pause_generation(self, asked: Any) -> None: ...
+
+    async def get_internal_state(self) -> None: ...
+
+    async def call(self, op: str, **arguments: str) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+
+@pytest.fixture
+async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That says it can release memory."""
+    (tmp_path / "config.json").write_text("{}")
+    names = ("PauseGenerationReqInput", "ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput")
+    bodies = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
+    monkeypatch.setattr(sglang, "parse_arguments", dict)
+    engine: Any = sglang.SglangEngine(EngineOptions(tmp_path, device="cpu"))
+    engine._process = Process()
+    engine._feeder = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(engine, "_check_memory_saver", lambda op: None)
+    return engine
+
+
+async def test_memory_is_asked_for_again_where_a_call_failed(engine: Any) -> None:
+    process: Process = engine._process
+    process.lets_go.set()
+    for op, does in (("release", engine.release_memory), ("resume", engine.resume_memory)):
+        process.fails.add(op)
+        with pytest.raises(EngineFailed, match=f"no {op}"):
+            await does(["kv_cache"])
+        for _ in range(2):
+            await does(["kv_cache"])
+    assert [op for op, _ in process.calls] == ["release", "release", "resume", "resume"]
+
+
+async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any) -> None:
+    """SGLang ends itself when it is to release, or to take back, what it has."""
+    process: Process = engine._process
+    for does in (engine.release_memory, engine.resume_memory):
+        process.called.clear()
+        process.lets_go.clear()
+        first = asyncio.create_task(does(["kv_cache"]))
+        async with asyncio.timeout(10):
+            await process.called.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = asyncio.create_task(does(["kv_cache"]))
+        process.lets_go.set()
+        await again
+    assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]

@@ -188,3 +188,54 @@ async def test_what_an_engine_makes_in_one_turn_crosses_at_once(
         == [list(range(MESSAGES))] * STREAMS
     )
     assert crossings < STREAMS * MESSAGES / 2
+
+
+async def test_who_gives_work_up_goes_when_it_has_undone_what_it_began(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
+) -> None:
+    """Else the next change of the engine would run beside it."""
+    engine, its_loop = engine_loop
+    begun, undoing, may_end, ended = threading.Event(), threading.Event(), asyncio.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            undoing.set()
+            await may_end.wait()
+            ended.set()
+
+    caller = asyncio.create_task(engine.run(work()))
+    assert await asyncio.to_thread(begun.wait, 30)
+    caller.cancel()
+    assert await asyncio.to_thread(undoing.wait, 30)
+    assert not caller.done()
+    its_loop.call_soon_threadsafe(may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def test_work_that_does_not_end_lets_its_caller_go(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("worker.engine_loop.UNDO_S", 0.05)
+    begun, may_end = threading.Event(), asyncio.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    caller = asyncio.create_task(engine_loop[0].run(stubborn()))
+    assert await asyncio.to_thread(begun.wait, 30)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert "stubborn is cancelled, and does not end" in caplog.text
+    engine_loop[1].call_soon_threadsafe(may_end.set)

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger("worker.engine_loop")
+
+UNDO_S = 5.0
+"""How long cancelled work may take to undo what it has begun: a round trip through the engine takes less, and one that
+hangs must not hold its caller much beyond the deadline."""
 
 
 class EngineLoop:
@@ -22,8 +28,34 @@ class EngineLoop:
         self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Cancelling the caller cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Cancelling the caller cancels the work, and lets go when that has ended: until then it is the caller's turn
+        still, and whoever comes next finds the engine as the work has left it."""
+        here, ended = asyncio.get_running_loop(), asyncio.Event()
+        begun: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            begun.append(task)
+            task.add_done_callback(tell)
+
+        def tell(task: asyncio.Task[T]) -> None:
+            if not task.cancelled():
+                task.exception()  # it may be that nobody waits for it any more
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                here.call_soon_threadsafe(ended.set)
+
+        self._loop.call_soon_threadsafe(start)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            try:
+                async with asyncio.timeout(UNDO_S):
+                    await ended.wait()
+            except TimeoutError:
+                log.warning("%s is cancelled, and does not end", getattr(work, "__qualname__", work))
+            raise
+        return begun[0].result()
 
     async def stream(self, source: AsyncIterator[T]) -> AsyncIterator[list[T]]:
         """The source's items in batches: all that came since the last one was taken, so that a slow reader gets

@@ -63,21 +63,21 @@ class EngineMemory:
 
     async def _free(self, tags: Sequence[str], froze: bool) -> None:
         """`froze`: it runs until now."""
-        if not froze:
-            await self._adapter.release_memory(list(tags))
-            return
-        give_up = time.monotonic() + LAST_REQUESTS_S
-        while any(self._adapter.load()) and time.monotonic() < give_up:  # noqa: ASYNC110 - no event tells of the last
-            await asyncio.sleep(LOOK_S)
-        if any(self._adapter.load()):
-            raise InvalidRequest(
-                "requests are running", field="tags", fix="pause first (mode wait or abort), then release memory"
-            )
-        await self._adapter.pause("keep", False)
+        if froze:
+            give_up = time.monotonic() + LAST_REQUESTS_S
+            while any(self._adapter.load()) and time.monotonic() < give_up:  # noqa: ASYNC110 - no event tells of the last
+                await asyncio.sleep(LOOK_S)
+            if any(self._adapter.load()):
+                raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
+        if (
+            self._state.pause_mode is None
+        ):  # also where it should stand still already: an earlier try may have failed
+            await self._adapter.pause("keep", False)
         try:
             await self._adapter.release_memory(list(tags))
         except (InvalidRequest, Unsupported):
-            await self._adapter.resume()
+            if froze:
+                await self._adapter.resume()
             raise
 
     async def resume(self, tags: Sequence[str]) -> None:

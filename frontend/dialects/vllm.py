@@ -234,7 +234,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             except PlaneError as error:
                 await tell_paused(plane, error)
                 raise
-        return {"status": "sleeping", "level": fields.level}
+        return {"status": "sleeping", "level": min(fields.level, 1)}
 
     async def wake_up(ask: Ask) -> Any:
         fields = take(WakeFields, ask)

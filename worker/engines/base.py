@@ -143,8 +143,9 @@ class EngineAdapter(Protocol):
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """`keep`: requests freeze between two tokens, and go on at `resume`. `wait`: returns when the running
         requests have ended; requests that arrive meanwhile wait. `abort`: ends them all (see `abort`).
-        Cancelling a `wait` leaves the engine as it was. With `clear_cache` the prefix cache is dropped too; True
-        if it was. Idempotent."""
+        With `clear_cache` the prefix cache is dropped too; True if it was. Idempotent.
+        One that is cancelled or raises leaves the engine as it was, running or paused; requests that `abort` has ended
+        have ended."""
 
     async def resume(self) -> None:
         """Idempotent. Not called while memory is released."""
@@ -226,9 +227,11 @@ class EngineAdapter(Protocol):
         `reset_tensors` overwrites the weights with noise (the worker then closes admission)."""
 
     async def release_memory(self, tags: list[str]) -> None:
-        """`weights`, `kv_cache`, or both; idempotent. The engine is paused, and stays so until all memory is back.
+        """`weights`, `kv_cache`, or both; idempotent. The engine is paused, and stays so until all memory is back:
+        frozen requests go on at the `resume` after it, by KV that is computed anew.
         While the KV cache alone is released, weights and adapters are swapped, checked and flushed as ever.
-        InvalidRequest or Unsupported: nothing was released."""
+        InvalidRequest or Unsupported: nothing was released. One that was cancelled or failed otherwise may be asked
+        again, as may `resume_memory`: then it does what is left to do."""
 
     async def resume_memory(self, tags: list[str]) -> None:
         """Idempotent. The weights that come back are taken for lost."""

@@ -525,9 +525,7 @@ class FakeEngine:
         self._held()
         tags = _checked_tags(tags)
         if not self._frozen and any(running.admitted for running in self._requests.values()):
-            raise InvalidRequest(
-                "requests are running", field="tags", fix="pause first (mode wait or abort), then release memory"
-            )
+            raise InvalidRequest("requests are running", field="tags", fix="pause first, then release memory")
         self._released |= set(tags)
 
     async def resume_memory(self, tags: list[str]) -> None:

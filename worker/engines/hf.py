@@ -244,22 +244,25 @@ class HfEngine(Tokenizing):
         return count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
-        if mode == "wait":
-            await self._drain()
-        else:
-            await self._call(lambda loop: loop.freeze())
-        if mode == "abort":
-            await self._call(lambda loop: loop.abort(None))
-        return clear_cache and await self.flush_cache()
+        loop, drained = self._running(), Future[None]()
+        before: list[bool] = []  # was it frozen? Once it has begun
 
-    async def _drain(self) -> None:
-        loop = self._running()
-        drained: Future[None] = Future()
+        def begin(loop: GenerationLoop) -> None:
+            before.append(loop.frozen)
+            if mode == "wait":
+                loop.drain(drained)
+            else:
+                loop.freeze()
+
         try:
-            await self._call(lambda loop: loop.drain(drained))
-            await asyncio.wrap_future(drained)
+            await self._call(begin)
+            if mode == "wait":
+                await asyncio.wrap_future(drained)
+            elif mode == "abort":
+                await self._call(lambda loop: loop.abort(None))
+            return clear_cache and await self.flush_cache()
         except asyncio.CancelledError:
-            loop.call(lambda: loop.undo_drain(drained))
+            loop.call(lambda: loop.go_back(before))  # not awaited: whatever comes next comes behind it
             raise
 
     async def resume(self) -> None:

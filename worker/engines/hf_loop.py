@@ -76,9 +76,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._ended = False
         self._stopping = False
         self._gate_closed = False  # new requests are held
-        self._frozen = False  # no step runs
+        self.frozen = False  # no step runs
         self._drain: Future[None] | None = None
-        self._before_drain = (False, False)
         self._live: dict[str, Stream] = {}  # known to the scheduler
         self._held: deque[Stream] = deque()
         self._stale: set[str] = set()  # running since before the last flush: their KV is never shared
@@ -144,26 +143,22 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def freeze(self) -> None:
         self._end_wait()
-        self._gate_closed = self._frozen = True
+        self._gate_closed = self.frozen = True
 
     def drain(self, drained: Future[None]) -> None:
         """Holds what is new, lets what runs go on to its end (also when frozen before), then freezes."""
         self._end_wait()
-        self._before_drain = (self._gate_closed, self._frozen)
-        self._gate_closed, self._frozen = True, False
+        self._gate_closed, self.frozen = True, False
         self._drain = drained
 
-    def undo_drain(self, drained: Future[None]) -> None:
-        """Back to what it was before `drain(drained)`, also when that has just finished."""
-        if self._drain is drained:
-            gate_closed, self._frozen = self._before_drain
-            if not gate_closed:
-                self.thaw()
-            self._drain = None
+    def go_back(self, frozen: list[bool]) -> None:
+        """To what it was before a pause that is given up; empty: that has not begun."""
+        for was_frozen in frozen:
+            self.freeze() if was_frozen else self.thaw()
 
     def thaw(self) -> None:
         self._end_wait()
-        self._gate_closed = self._frozen = False
+        self._gate_closed = self.frozen = False
         while self._held:
             self._admit(self._held.popleft())
 
@@ -179,7 +174,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
 
     def forget_weights(self) -> None:
         """Before they are overwritten: what they are is not known until a version is set."""
-        if not self._frozen:
+        if not self.frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
         self.version = None
         self.restart_scoring()
@@ -348,7 +343,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._deliver()
         if self._stopping:
             return False
-        if self._frozen:
+        if self.frozen:
             self._wake_up_loop.wait(IDLE_WAIT_S)
             self._wake_up_loop.clear()
             return True
@@ -384,7 +379,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         drained = self._drain
         # A cancelled one is undone by its caller, a finished one stays until the next pause or resume.
         if drained is not None and not self._live and not drained.done():
-            self._frozen = True
+            self.frozen = True
             if drained.set_running_or_notify_cancel():
                 drained.set_result(None)
 

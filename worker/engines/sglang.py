@@ -45,7 +45,8 @@ CHECK_TIMEOUT_S = 600.0
 """Of a check of all weights: it reads each byte."""
 
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
-NO_SEEDS = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
+NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
+NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
 
 PENALIZED = (
     "SGLang counts a request's tokens anew after each update, and its logprobs would be of penalized logits"
@@ -77,6 +78,13 @@ def build(options: EngineOptions) -> EngineAdapter:
     return SglangEngine(options)
 
 
+def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, str]:
+    """On a CPU, where SGLang has no deterministic mode, our plugin hands its pytorch sampler the seeds."""
+    if deterministic or (on_cpu and backend == "pytorch"):
+        return {}
+    return {"generate:seed": NO_SEEDS_CPU if on_cpu else NO_SEEDS}
+
+
 class SglangEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
         options.check_model()
@@ -101,6 +109,9 @@ class SglangEngine(Tokenizing):
         self._adapters: dict[str, Adapter] = {}
         self._in_place: set[str] = set()
         self._released: set[str] = set()
+        self._memory = asyncio.Lock()
+        """A release or resume has it to its end, also where its caller has given up: SGLang ends itself where one comes
+        twice."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # life
@@ -140,8 +151,9 @@ class SglangEngine(Tokenizing):
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
             lacking |= {"release_memory": NO_SAVER, "resume_memory": NO_SAVER}
-        if arguments.sampling_backend != "pytorch" and not arguments.enable_deterministic_inference:
-            lacking["generate:seed"] = NO_SEEDS
+        lacking |= lacking_seeds(
+            self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
+        )
         if not arguments.enable_return_routed_experts:
             has_experts = bool(getattr(config.hf_text_config, "num_experts_per_tok", None))
             lacking["generate:routed_experts"] = NO_ROUTED if has_experts else NO_EXPERTS
@@ -238,15 +250,24 @@ class SglangEngine(Tokenizing):
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """`keep`: SGLang's in_place; with `clear_cache` its retract, by which running requests lose their KV and
         have it computed again after `resume`."""
-        if mode == "wait":
-            await self._drain()
-        elif mode == "abort":
-            # Retracted requests are only waiting, and end at once: others would after the next step.
-            await self._freeze("retract")
-            await self.abort(None)
-        else:
-            await self._freeze("retract" if clear_cache else "in_place")
-        return clear_cache and await self.flush_cache()
+        was_paused = self._paused
+        try:
+            if mode == "wait":
+                await self._drain()
+            elif mode == "abort":
+                # Retracted requests are only waiting, and end at once: others would after the next step.
+                await self._freeze("retract")
+                await self.abort(None)
+            else:
+                await self._freeze("retract" if clear_cache else "in_place")
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if was_paused:
+                    await self._freeze("in_place")
+                else:
+                    await self.resume()
+            raise
 
     async def _freeze(self, how: str) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -264,20 +285,12 @@ class SglangEngine(Tokenizing):
         self._paused = False
 
     async def _drain(self) -> None:
-        feeder, was_paused = self._running(), self._paused
-        was_open = feeder.is_open
+        feeder = self._running()
         feeder.close()
-        try:
-            if was_paused:
-                await self._thaw()
-            while running := [stream.feeding for stream in feeder.submitted() if stream.feeding is not None]:
-                await asyncio.wait(running)
-        except asyncio.CancelledError:
-            if was_paused:
-                await self._freeze("in_place")
-            if was_open:
-                feeder.open()
-            raise
+        if self._paused:
+            await self._thaw()
+        while running := [stream.feeding for stream in feeder.submitted() if stream.feeding is not None]:
+            await asyncio.wait(running)
         await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
 
     async def resume(self) -> None:
@@ -449,33 +462,36 @@ class SglangEngine(Tokenizing):
     # memory
 
     async def release_memory(self, tags: list[str]) -> None:
+        """Frozen requests are retracted: they compute their KV anew."""
+        self._check_memory_saver("release_memory")
+        await self._freeze("retract")  # SGLang ends the process if anything runs
+        await self._process.ask(self._release(tags))
+
+    async def _release(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        self._check_memory_saver("release_memory")
-        wanted = [tag for tag in tags if tag not in self._released]
-        if not wanted:
-            return
-        await self._freeze("retract")  # SGLang ends the process if anything runs
-        self._released.update(wanted)
-        manager = self._process.manager
-        await self._process.ask(
-            manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted)))
-        )
+        async with self._memory:
+            wanted = [tag for tag in tags if tag not in self._released]
+            if wanted:
+                manager, asked = self._process.manager, ReleaseMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                await manager.release_memory_occupation(asked)
+                self._released.update(wanted)
 
     async def resume_memory(self, tags: list[str]) -> None:
+        self._check_memory_saver("resume_memory")
+        await self._process.ask(self._take_back(tags))
+
+    async def _take_back(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        self._check_memory_saver("resume_memory")
-        wanted = [tag for tag in tags if tag in self._released]
-        if not wanted:
-            return
-        if "weights" in wanted:
-            await self._relabel(None)
-        manager = self._process.manager
-        await self._process.ask(
-            manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted)))
-        )
-        self._released.difference_update(wanted)
+        async with self._memory:
+            wanted = [tag for tag in tags if tag in self._released]
+            if "weights" in wanted:
+                await self._relabel(None)
+            if wanted:
+                manager, asked = self._process.manager, ResumeMemoryOccupationReqInput(tags=_sglang_tags(wanted))
+                await manager.resume_memory_occupation(asked)
+                self._released.difference_update(wanted)
 
     def _check_memory_saver(self, op: str) -> None:
         assert self._info is not None, "start sets it"

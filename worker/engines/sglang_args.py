@@ -10,6 +10,8 @@ from typing import Any
 
 from rl_plane.errors import InvalidRequest
 
+IN_HOST_MEMORY = "KV kept elsewhere would outlive an update; enable_hierarchical_cache keeps it in host memory"
+
 OURS = {
     "base_gpu_id": "use --device cuda:1",
     "custom_sigquit_handler": "the worker has its own",
@@ -17,13 +19,18 @@ OURS = {
     "device": "use --device",
     "dp_size": "run one worker for each replica",
     "dtype": "use --dtype",
+    "enable_flexkv": IN_HOST_MEMORY,
+    "enable_lmcache": IN_HOST_MEMORY,
     "enable_lora": "give max_lora_rank",
+    "enable_unified_cache_external_linker": IN_HOST_MEMORY,
+    "hicache_storage_backend": IN_HOST_MEMORY,
     "incremental_streaming_output": "the worker reads increments",
     "load_format": "the model is read from its safetensors files",
     "lora_paths": "load adapters by update_weights",
     "model_path": "use --model",
     "nnodes": "a worker's ranks are on one machine",
     "quantization": "weight updates bring the weights as they are trained",
+    "radix_cache_backend": IN_HOST_MEMORY,
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker makes the text",
     "speculative_algorithm": "weight updates would not reach the draft model",

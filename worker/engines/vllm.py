@@ -31,7 +31,7 @@ from worker.engines.tokenizing import (
     prompt_tokens,
 )
 from worker.engines.vllm_args import parse_arguments
-from worker.engines.vllm_memory import SLEEP_LEVEL, ReleasedMemory
+from worker.engines.vllm_memory import SLEEP_LEVEL, Call, ReleasedMemory
 from worker.engines.vllm_process import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
@@ -239,25 +239,30 @@ class VllmEngine(Tokenizing):
         try:
             self._paused = True
             await self._freeze(mode)
-        except asyncio.CancelledError:
-            if was_paused:  # others than those that a `keep` froze were not running
-                await self._freeze("keep")
-            else:
-                await self.resume()
+            return clear_cache and await self.flush_cache()
+        except BaseException:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if was_paused:  # others than those that a `keep` froze were not running
+                    await self._freeze("keep")
+                else:
+                    await self.resume()
             raise
-        return clear_cache and await self.flush_cache()
 
     async def _freeze(self, mode: PauseMode) -> None:
         # Not by pause_generation, which sleeps for the looks of it: each token says itself what made it.
         await self._process.ask(self._process.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
+        self._paused = False  # what was asked last counts, also where its answer comes late
         await self._process.ask(self._process.llm.resume_generation())
-        self._paused = False
 
     async def flush_cache(self) -> bool:
-        """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on."""
-        return await self._process.ask(self._process.llm.reset_prefix_cache(reset_running_requests=self._paused))
+        """While requests run, vLLM refuses; frozen ones lose their KV, which is computed again when they go on. With it
+        goes what vLLM keeps in host memory (`kv_offloading_size`), by a connector of its own."""
+        llm = self._process.llm
+        return await self._process.ask(
+            llm.reset_prefix_cache(reset_running_requests=self._paused, reset_connector=True)
+        )
 
     def load(self) -> tuple[int, int]:
         return self._streams.load() if self._streams is not None else (0, 0)
@@ -343,11 +348,16 @@ class VllmEngine(Tokenizing):
 
     async def _name_state(self, base: WeightVersion | None, adapters: dict[str, WeightVersion]) -> None:
         """What the engine makes from now on is made of these."""
-        self._state, name = _State(base, adapters), f"state-{next(self._numbers)}"
-        self._states[name] = self._state
+        state, name = _State(base, adapters), f"state-{next(self._numbers)}"
+        self._states[name] = state
         while len(self._states) > KEPT_STATES:
             del self._states[next(iter(self._states))]
-        await self._process.ask(self._process.llm.update_weight_version(name))
+        try:
+            await self._process.ask(self._process.llm.update_weight_version(name))
+        except BaseException:
+            del self._states[name]  # should the engine have it nevertheless, nobody knows what it makes
+            raise
+        self._state = state
 
     def set_version(self, version: WeightVersion) -> None:
         self._state.base = version
@@ -366,16 +376,16 @@ class VllmEngine(Tokenizing):
         rows = await asyncio.to_thread(self._process.ranks.rows, "take_adapter", {"staging": staging})
         lora = _Lora(before.number if before is not None else next(self._numbers), rows[0]["path"])
         try:
+            assert version is not None, "of an adapter that is loaded"
             await self._add_lora(lora)
             flushed = await self.flush_cache()
+            await self._name_state(self._state.base, self._state.adapters | {name: version})
         except BaseException:
             await self._put_back(lora, before)
             raise
         self._loras[name] = lora
         if before is not None:
             await asyncio.to_thread(shutil.rmtree, before.path, ignore_errors=True)
-        assert version is not None, "of an adapter that is loaded"
-        await self._name_state(self._state.base, self._state.adapters | {name: version})
         return flushed
 
     def _lora_places(self) -> int | None:
@@ -405,18 +415,23 @@ class VllmEngine(Tokenizing):
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
+        """What may fail comes before the adapter is gone. Its version stays in the state: no request can ask for it
+        before another adapter of this name comes with its own."""
+        flushed = await self.flush_cache()
         if lora is None:
-            return await self.flush_cache()
-        if not await self._process.ask(self._process.llm.remove_lora(lora.number)):
-            await self._add_lora(lora)
+            return flushed
+        removed = False
+        try:
+            removed = await self._process.ask(self._process.llm.remove_lora(lora.number))
+        finally:
+            if not removed:
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await self._add_lora(lora)
+        if not removed:
             raise EngineFailed(f"vLLM did not remove the adapter {name}: it is loaded still")
         del self._loras[name]
         streams = self._running()
         await self._process.ask(streams.abort(streams.of_adapter(name)))
-        flushed = await self.flush_cache()
-        await self._name_state(
-            self._state.base, {key: one for key, one in self._state.adapters.items() if key != name}
-        )
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
         return flushed
 
@@ -438,29 +453,29 @@ class VllmEngine(Tokenizing):
         return await self._process.on_ranks("rl_plane_check", action)
 
     async def release_memory(self, tags: list[str]) -> None:
-        llm = self._able_to_sleep()
-        if self._released.has(tags):
-            return
-        if any(self.load()):
-            raise InvalidRequest(
-                "requests are running", field="tags", fix="pause with mode wait or abort, then release memory"
-            )
-        match self._released.release(tags):
-            case "sleep":
-                await self._process.ask(llm.sleep(level=SLEEP_LEVEL))
-            case "release_kv_cache_memory":
-                await self._process.ask(llm.release_kv_cache_memory())
+        """Frozen requests lose their KV, which is computed again when they go on."""
+        self._check_able_to_sleep()
+        for call in self._released.release(tags):
+            await self._make(call)
 
     async def resume_memory(self, tags: list[str]) -> None:
-        llm = self._able_to_sleep()
-        if not (asleep := self._released.resume(tags)):
-            return
-        await self._process.ask(llm.wake_up(asleep))
-        if self._paused:  # waking up lets the scheduler go on
-            await self._freeze("keep")
+        self._check_able_to_sleep()
+        for call in self._released.resume(tags):
+            await self._make(call)
 
-    def _able_to_sleep(self) -> Any:
+    async def _make(self, call: Call) -> None:
         llm = self._process.llm
+        match call.method:
+            case "sleep":
+                await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
+            case "release_kv_cache_memory":
+                await self._freeze(
+                    "keep"
+                )  # it wants a scheduler that has nothing to do: an abort leaves it something
+                await self._process.ask(llm.release_kv_cache_memory())
+            case "wake_up":
+                await self._process.ask(llm.wake_up(sorted(call.tags)))
+
+    def _check_able_to_sleep(self) -> None:
         if (reason := self._no_sleep()) is not None:
             raise Unsupported(reason, field="op", fix=LACKING)
-        return llm

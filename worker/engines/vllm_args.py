@@ -14,6 +14,8 @@ OURS = {
     "data_parallel_size": "run one worker for each replica",
     "distributed_executor_backend": "a worker's ranks are processes of this machine",
     "dtype": "use --dtype",
+    "kv_offloading_backend": "kv_offloading_size keeps KV in host memory, which an update flushes",
+    "kv_transfer_config": "KV kept elsewhere would outlive an update; kv_offloading_size keeps it in host memory",
     "load_format": "the model is read from its safetensors files",
     "logprobs_mode": "logprobs are of the raw logits, on every engine",
     "model": "use --model",

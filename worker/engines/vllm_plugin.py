@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 MARK = "RL_PLANE_VLLM"
 """In the environment of the processes that the adapter starts: the worker's process id."""
@@ -20,6 +21,7 @@ def register() -> None:
 
     belong_to_worker()
     _poll_politely()
+    _wake_without_a_step()
 
 
 def _poll_politely() -> None:
@@ -30,3 +32,14 @@ def _poll_politely() -> None:
 
     if current_platform.is_cpu():
         shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
+
+
+def _wake_without_a_step() -> None:
+    """When all memory is back, vLLM's scheduler would go on by itself. Here that is for `resume` to say."""
+    from vllm.v1.engine.core import EngineCore
+
+    def wake_up(core: Any, tags: list[str] | None = None) -> bool:
+        core.model_executor.wake_up(tags)
+        return not core.model_executor.is_sleeping
+
+    EngineCore.wake_up = wake_up

@@ -1,0 +1,132 @@
+"""What is peculiar in the `vllm` engine, with a stand-in for vLLM. All else: tests/test_engine_adapters.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_plane.errors import EngineFailed
+from rl_plane.versions import WeightVersion
+from worker.engines.base import EngineOptions
+from worker.engines.vllm import VllmEngine
+
+VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
+
+
+class Llm:
+    """AsyncLLM, and its engine_core. What it was asked for is in `asked`; its answer to a resume waits for `lets_go`;
+    `fails` are those that fail once."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        self.asked: list[Any] = []
+        self.paused = False
+        self.lets_go = asyncio.Event()
+        self.lets_go.set()
+        self.resuming = asyncio.Event()
+        self.fails: set[str] = set()
+
+    def _is_asked(self, method: str, *details: Any) -> None:
+        self.asked.append((method, *details))
+        if method in self.fails:
+            self.fails.remove(method)
+            raise EngineFailed(f"no {method}")
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        self._is_asked("pause", mode)
+        self.paused = True
+        if mode == "wait":
+            await asyncio.Event().wait()
+
+    async def resume_generation(self) -> None:
+        self._is_asked("resume")
+        self.paused = False
+        self.resuming.set()
+        await self.lets_go.wait()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        self._is_asked("flush", reset_running_requests, reset_connector)
+        return True
+
+    async def update_weight_version(self, name: str) -> None:
+        self._is_asked("name")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self._is_asked("sleep", level, mode)
+
+    async def release_kv_cache_memory(self) -> None:
+        self._is_asked("release_kv_cache_memory")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self._is_asked("wake_up", tags)
+
+
+class Process:
+    """In the place of a VllmProcess; and its ranks."""
+
+    def __init__(self, llm: Llm) -> None:
+        self.llm = llm
+        self.ranks = self
+
+    async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    async def on_ranks(self, method: str) -> list[dict[str, Any]]:
+        return [{"rank": 0}]
+
+    def rows(self, op: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"rank": 0}]
+
+
+def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmEngine, Llm]:
+    """An engine that says it can sleep."""
+    (directory / "config.json").write_text("{}")
+    engine, llm = VllmEngine(EngineOptions(directory)), Llm()
+    monkeypatch.setattr(engine, "_process", Process(llm))
+    monkeypatch.setattr(engine, "_no_sleep", lambda: None)
+    return engine, llm
+
+
+async def test_what_a_cancelled_pause_undoes_late_does_not_undo_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, llm = standing_in(tmp_path, monkeypatch)
+    waits = asyncio.create_task(engine.pause("wait", False))
+    await asyncio.sleep(0)
+    llm.lets_go.clear()
+    waits.cancel()
+    async with asyncio.timeout(10):
+        await llm.resuming.wait()
+    await engine.pause("abort", False)
+    llm.lets_go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert llm.paused
+    assert await engine.swap("staging", VERSION) is True
+
+
+@pytest.mark.parametrize("was_paused", [False, True])
+async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_paused: bool
+) -> None:
+    engine, llm = standing_in(tmp_path, monkeypatch)
+    if was_paused:
+        await engine.pause("keep", False)
+    llm.fails.add("flush")
+    with pytest.raises(EngineFailed, match="no flush"):
+        await engine.pause("keep", True)
+    assert llm.paused is was_paused
+
+
+async def test_a_flush_takes_what_is_kept_beside_the_cache_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, llm = standing_in(tmp_path, monkeypatch)
+    await engine.flush_cache()
+    await engine.pause("keep", False)
+    await engine.swap("staging", VERSION)
+    assert [asked for asked in llm.asked if asked[0] == "flush"] == [("flush", False, True), ("flush", True, True)]
