@@ -29,7 +29,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.manifest import Manifest
-from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
@@ -611,6 +611,46 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(publish, "")
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+@pytest.mark.parametrize("kind", [Held, Gathering])
+async def test_a_publication_that_nobody_waits_for_any_more_goes_on(
+    kind: type[Held], plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    alive: list[str] = []
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    run, held, go = BlockingFleet.run, threading.Event(), threading.Event()
+
+    def holding(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "update_weights":
+            held.set()
+            assert go.wait(BOUND_S)
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(BlockingFleet, "run", holding)
+    source = kind(plane.model(1))
+    source.go.set()
+    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane))
+    waiting = asyncio.create_task(publisher.publish_async("a"))
+    await asyncio.to_thread(held.wait, BOUND_S)
+
+    async def asked() -> Publication | None:
+        a = publisher._previous
+        return a if a is not None and a._asked else None
+
+    a = await plane.until(asked, BOUND_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not a.done
+    b = asyncio.create_task(publisher.publish_async("b"))
+    await plane.until(lambda: publisher._previous is not a, BOUND_S)
+    go.set()
+    replies = [await asyncio.to_thread(a.result, BOUND_S), (await b).result()]
+    assert [(reply["version"]["label"], reply["version"]["sequence"]) for reply in replies] == [("a", 1), ("b", 2)]
+    await asyncio.to_thread(publisher.close)
+    assert not alive
 
 
 async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -> None:

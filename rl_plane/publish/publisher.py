@@ -174,7 +174,9 @@ class WeightPublisher:
             self.publish(label)
 
     async def publish_async(self, version: str | None = None) -> Publication:
-        """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile."""
+        """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile.
+
+        Cancelled, the publication goes on: its tensors are still being read, until the next one ends, or `close`."""
         publication = await asyncio.to_thread(self._publish, version, wait=False, lends=True)
         await publication.wait()
         return publication
