@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -33,7 +34,7 @@ from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
-from rl_plane.publish.senders import choose, installed
+from rl_plane.publish.senders import candidates, installed
 from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
@@ -439,7 +440,7 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
     plane.spawn()
     alive: list[str] = []
     told = iter(["first", "second", "third", "third"])
-    monkeypatch.setattr(ways, "choose", lambda *_, **__: next(told))
+    monkeypatch.setattr(ways, "candidates", lambda *_, **__: [next(told)])
     monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     refused = threading.Event()
 
@@ -689,19 +690,68 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
 @pytest.mark.parametrize(
     ("told", "workers", "with_root", "expected"),
     [
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem"),
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl"),
-        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc"),
-        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc gloo"),
+        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl gloo object_store"),
         ("auto", [row("a", "here", "gloo", "ipc"), row("b", "there", "gloo", "ipc")], False, "gloo"),
         ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
-        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem object_store"),
         ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
         ("gloo", [row("a", "here", *ALL)], True, "gloo"),
     ],
 )
 def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
-    assert choose(told, workers, ALL, with_root=with_root, host="here") == expected
+    assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
+
+
+def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("rl_plane.publish.nixl_wire.have_nixl", lambda: False)
+
+
+def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise Unsupported("ipc needs Linux")
+
+    lacks_nixl(patch)
+    patch.setattr("rl_plane.publish.ipc.check_platform", refuse)
+    patch.setitem(sys.modules, "torch.distributed", None)
+
+
+def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("platform.node", lambda: "elsewhere")
+
+
+@pytest.mark.engines("nixl")
+@pytest.mark.parametrize(
+    ("of_the_trainer", "expected"),
+    [(lacks_nixl, "ipc"), (lacks_torch_and_linux, "object_store"), (is_elsewhere, "object_store")],
+)
+async def test_auto_goes_by_what_the_trainer_has(
+    of_the_trainer: Callable[[pytest.MonkeyPatch], None],
+    expected: str,
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    (worker,) = (await fleet.run("workers"))["workers"]
+    assert set(ALL) <= set(worker["transports"])
+    of_the_trainer(monkeypatch)
+    publisher = WeightPublisher(plane.model(1), fleet)
+    for label in ("one", "two"):
+        await publisher.publish_async(label)
+        assert publisher.backend == expected
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
+    await asyncio.to_thread(publisher.close)
+    # Nothing can be had: what each needs is told.
+    publisher = WeightPublisher(plane.model(1), fleet, options={"colour": "red"})
+    with pytest.raises(Unsupported, match="no option 'colour'") as caught:
+        await publisher.publish_async("never")
+    assert "object_store: " in str(caught.value)
+    assert "nixl: " in str(caught.value)
+    assert caught.value.facts["field"] == "transport"
+    await asyncio.to_thread(publisher.close)
 
 
 @pytest.mark.parametrize(
@@ -716,7 +766,7 @@ def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: boo
 )
 def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
     with pytest.raises(error, match=words) as caught:
-        choose(told, workers, ALL, with_root=False, host="here")
+        candidates(told, workers, ALL, with_root=False, host="here")
     assert caught.value.facts["fix"]
 
 

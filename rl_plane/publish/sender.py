@@ -19,7 +19,8 @@ From a KeepingSender workers may fetch whenever they like, late ones too: once t
 closed, `keep` holds on to the weights; without it `close` withdraws them, and those kept before stay.
 
 A sender is made by an entry point of the group `rl_plane.senders`, called `<backend>`: a function that takes
-Surroundings.
+Surroundings. What can't work here, for lack of a package, say, is Unsupported; an option that is wrong, unknown or
+missing is an InvalidRequest of the field `options.<name>`. After either, `auto` goes on to the next transport.
 """
 
 from __future__ import annotations

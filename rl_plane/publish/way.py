@@ -11,7 +11,7 @@ from rl_plane.bodies import parse_body
 from rl_plane.errors import PlaneError
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
-from rl_plane.publish.senders import choose, installed, make_sender
+from rl_plane.publish.senders import candidates, installed, is_passed_over, make_sender, none_can_be_made
 from rl_plane.sync import call_bound_s
 from rl_plane.update_bodies import UpdateWeights
 
@@ -83,9 +83,9 @@ class Way:
         return version is not None and version["label"] == label and version["sequence"] > 0
 
     def ready_sender(self) -> Sender:
-        """Of the way that the fleet of this moment can take."""
+        """Of the best way that the fleet of this moment can take, and that can be had here."""
         workers, told = self.workers(), self.told
-        backend = choose(told.transport, workers, installed(), with_root=told.root is not None)
+        backends = candidates(told.transport, workers, installed(), with_root=told.root is not None)
         around = Surroundings(
             self.fleet.run,
             told.root,
@@ -98,14 +98,24 @@ class Way:
         colocated = around.colocated(workers)
         # One that was made for this machine alone can't be reached from another, unless its address was told.
         far = self._colocated and not colocated and "host" not in told.options
-        if self._sender is None or backend != self.backend or far:
-            sender = make_sender(backend, around)  # what it refuses leaves the one before
+        refused: dict[str, PlaneError] = {}
+        for backend in backends:
+            if self._sender is not None and backend == self.backend and not far:
+                return self._sender
+            try:
+                sender = make_sender(backend, around)  # what it refuses leaves the one before
+            except PlaneError as error:
+                if not is_passed_over(error):
+                    raise
+                refused[backend] = error
+                continue
             if self._replaced is None:
                 self._replaced = self._sender
             elif self._sender is not None:
                 self._sender.destroy()  # nothing that it brought was committed
             self._sender, self.backend, self._colocated = sender, backend, colocated
-        return self._sender
+            return sender
+        raise none_can_be_made(refused)
 
     def committed(self) -> None:
         """From here on nobody heals from the sender before."""
