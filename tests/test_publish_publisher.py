@@ -705,6 +705,19 @@ def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: boo
     assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("host", "with_root", "expected"),
+    [
+        ("here", True, "filesystem object_store nixl ipc gloo"),
+        ("here", False, "object_store nixl ipc gloo"),
+        ("there", False, "object_store nixl gloo"),
+    ],
+)
+def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
+    workers = [row("a", host, *ALL)]
+    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
+
+
 def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("rl_plane.publish.nixl_wire.have_nixl", lambda: False)
 

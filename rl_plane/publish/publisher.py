@@ -63,6 +63,7 @@ class WeightPublisher:
         component: str | None = None,
         rank: int | None = None,
         initial: str | None = None,
+        stays: bool = True,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
         facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
@@ -73,7 +74,8 @@ class WeightPublisher:
         may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
         for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
         torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
-        is now under that label, unless it serves an update of that label already, whose bytes are not compared."""
+        is now under that label, unless it serves an update of that label already, whose bytes are not compared. `stays`
+        False: this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -103,6 +105,7 @@ class WeightPublisher:
             bucket_bytes,
             workers,
             wait_s,
+            stays,
         )
         self._progress = progress
         self._previous: Publication | None = None

@@ -102,6 +102,8 @@ class Surroundings:
     component: str | None = None
     adapter: str | None = None
     """What is published: the adapter of this name; None: base weights."""
+    stays: bool = True
+    """The trainer's process does, after its versions are committed, so that workers may fetch them from it."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
@@ -120,7 +122,7 @@ class Surroundings:
             raise InvalidRequest(
                 "there are workers on other machines, and they must reach this one",
                 field="options.host",
-                fix="options={'host': ADDRESS}, of this machine",
+                fix="options={'host': ADDRESS} (--option host=ADDRESS), of this machine",
             )
         if type(port) is not int or not 0 <= port < 1 << 16:
             raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")

@@ -19,6 +19,8 @@ COLOCATED = ("filesystem", "nixl", "ipc", "gloo", "object_store")
 REMOTE = ("filesystem", "nixl", "gloo", "object_store")
 """Best first, where some engine is elsewhere. `nccl` is never taken unasked: whether the trainer's GPU is none of the
 engines', which a group needs, is not known here."""
+LASTING = ("filesystem", "object_store")
+"""What is sent by these can be fetched when the trainer is gone."""
 
 
 def installed() -> dict[str, Any]:
@@ -32,10 +34,12 @@ def candidates(
     senders: Collection[str],
     *,
     with_root: bool,
+    stays: bool = True,
     host: str | None = None,
 ) -> list[str]:
     """The backends that all of these workers have, best first. `told`: a name, or `auto`; `with_root`: a directory that
-    is shared with them is known, so `filesystem` is taken; `host`: this one's name."""
+    is shared with them is known, so `filesystem` is taken; `stays`: the trainer does, so that workers can heal from it;
+    `host`: this one's name."""
     if not workers:
         raise NoWorkers("no worker is there to send to", field="workers", fix="start one: `rl-plane worker`")
     if told != AUTO:
@@ -53,7 +57,9 @@ def candidates(
         return [told]
     colocated = all(worker["host"] == (host or platform.node()) for worker in workers)
     common = _common(workers, senders)
-    order = COLOCATED if colocated else REMOTE
+    order: Sequence[str] = COLOCATED if colocated else REMOTE
+    if not stays:
+        order = (*LASTING, *(name for name in order if name not in LASTING))
     found = [name for name in order if name in common and (name != "filesystem" or with_root)]
     if found:
         return found

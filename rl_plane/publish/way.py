@@ -33,6 +33,7 @@ class Told:
     bucket_bytes: int | None
     workers: int
     wait_s: float
+    stays: bool
 
     def body(self, version: str | None) -> dict[str, Any]:
         """The update, but for its transport. InvalidRequest for what is wrong in it."""
@@ -85,7 +86,8 @@ class Way:
     def ready_sender(self) -> Sender:
         """Of the best way that the fleet of this moment can take, and that can be had here."""
         workers, told = self.workers(), self.told
-        backends = candidates(told.transport, workers, installed(), with_root=told.root is not None)
+        with_root = told.root is not None
+        backends = candidates(told.transport, workers, installed(), with_root=with_root, stays=told.stays)
         around = Surroundings(
             self.fleet.run,
             told.root,
@@ -94,6 +96,7 @@ class Way:
             self.fleet.namespace,
             self.fleet.component,
             told.adapter,
+            told.stays,
         )
         colocated = around.colocated(workers)
         # One that was made for this machine alone can't be reached from another, unless its address was told.
