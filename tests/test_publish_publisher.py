@@ -41,6 +41,7 @@ from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
+from tests.test_worker_healing import until_behind
 from worker.engines.fake import make_fake_adapter
 from worker.staging import model_digest
 
@@ -270,6 +271,42 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     publisher._way.told = dataclasses.replace(publisher._told, transport="object_store")
     await publish(9, "full")
     await publish(10, "delta")
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize(("transport", "encodings"), [("ipc", ["full"]), ("filesystem", ["delta", "full"])])
+async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_version(
+    transport: str, encodings: list[str], plane: Plane
+) -> None:
+    """At once where nobody can fetch what it lacks; else after the first delta that it was left out of."""
+    alone = "import sys; sys.modules['nixl'] = None"  # no other worker helps it
+    worker, _ = (plane.spawn(patch=alone) for _ in range(2))
+    models = [plane.model(1)]
+    for number in range(1, 5):
+        models.append(nudged(plane, models[-1], number))
+    client, source = await plane.client(), Changing()
+    root = root_of(plane) if transport == "filesystem" else None
+    publisher = WeightPublisher(source, client, transport=transport, root=root, encoding="auto", workers=2)
+
+    async def publish(model: int) -> str:
+        source.path = models[model]
+        await publisher.publish_async(f"step {model}")
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert newest["label"] == f"step {model}"
+        return str(newest["encoding"])
+
+    assert [await publish(0), await publish(1)] == ["full", "delta"]
+    worker.kill()
+    if root is not None:
+        for version in root.iterdir():
+            version.rename(plane.tmp / version.name)
+    assert await (await client.view()).wait_until(lambda now: len(now) == 1, BOUND_S)
+    again = plane.spawn(instance_id=worker.instance_id, patch=alone)
+    await until_behind(plane, client, again.instance_id)
+    assert [await publish(2 + number) for number in range(len(encodings))] == encodings
+    assert await serve(client, f"step {1 + len(encodings)}")
+    assert await publish(2 + len(encodings)) == "delta"
+    assert await serve(client, f"step {2 + len(encodings)}")
     await asyncio.to_thread(publisher.close)
 
 

@@ -85,6 +85,10 @@ class HostCopy:
             self._half_changed = False
         return blob
 
+    def forget(self) -> None:
+        """The next version is compared with none, and so goes whole."""
+        self.digest = None
+
     def take_back(self, change: Change) -> None:
         """It was not committed."""
         self.digest = None

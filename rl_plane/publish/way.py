@@ -83,6 +83,12 @@ class Way:
         version = state["version"] if adapter is None else state["adapters"].get(adapter)
         return version is not None and version["label"] == label and version["sequence"] > 0
 
+    def is_refetchable(self, digest: str | None) -> bool:
+        """Does the fleet say of what was committed with this digest that a worker can fetch it again?"""
+        told = self.fleet.run("updates", {})["updates"]
+        found = (one["refetchable"] for one in told if one["digest"] == digest and one["outcome"] == "committed")
+        return bool(next(found, False))
+
     def ready_sender(self) -> Sender:
         """Of the best way that the fleet of this moment can take, and that can be had here."""
         workers, told = self.workers(), self.told
