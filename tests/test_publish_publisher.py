@@ -43,7 +43,7 @@ from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
 from tests.test_worker_healing import until_behind
 from worker.engines.fake import make_fake_adapter
-from worker.staging import model_digest
+from worker.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -706,12 +706,31 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     await asyncio.to_thread(begin, "step_0")  # a trainer that starts again
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     assert source.taken == 3 * count // 2, "other ranks, which gather, are not left waiting"
+    other = Gathering(plane.model(2))  # another run's, under the same label
+    for encoding in ("full", "auto"):
+        await asyncio.to_thread(begin, "step_0", other, encoding=encoding)
+        assert await served(plane) == {("step_0", model_digest(plane.model(2)), 3)}
+    assert other.taken == count
     with pytest.raises(NoWorkers):
         await asyncio.to_thread(begin, "step_1", workers=2, wait_s=0.1)
     await asyncio.to_thread(begin, "step_0", rank=1)
     with pytest.raises(InvalidRequest, match="would block") as refused:
         WeightPublisher(source, await plane.fleet(), initial="step_1")
     assert refused.value.facts["field"] == "initial"
+
+
+async def test_an_adapter_that_is_served_from_the_start_is_compared_too(plane: Plane) -> None:
+    plane.spawn()
+    told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+    fleet = await plane.fleet()
+    adapters = [make_fake_adapter(plane.tmp / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
+    for adapter, sequence in ((adapters[0], 1), (adapters[0], 1), (adapters[1], 2)):
+        publisher = await asyncio.to_thread(
+            WeightPublisher, adapter, plane.url, adapter="a", initial="step_0", **told
+        )
+        await asyncio.to_thread(publisher.close)
+        made = (await fleet.run("state"))["adapters"]["a"]
+        assert (made["digest"], made["sequence"]) == (adapter_digest(adapter), sequence)
 
 
 # ---- the choice ----

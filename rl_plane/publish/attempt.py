@@ -266,10 +266,18 @@ class AttemptByCopy(Attempt):
     """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there."""
 
     def __init__(
-        self, way: Way, source: Source, publication: Publication, previous: Publication | None, copy: HostCopy
+        self,
+        way: Way,
+        source: Source,
+        publication: Publication,
+        previous: Publication | None,
+        copy: HostCopy,
+        unless: str | None = None,
     ) -> None:
+        """`unless`: nothing is sent if this is its digest."""
         super().__init__(way, source, publication, previous)
         self._copy = copy
+        self._unless = unless
         self._change: Change | None = None
 
     def _send(self, taken: Taken) -> None:
@@ -282,6 +290,9 @@ class AttemptByCopy(Attempt):
             raise self._error
         change = self._change
         assert change is not None
+        if change.digest == self._unless:
+            log.info("the fleet serves %s already", self._publication.version)
+            return {}
         try:
             if change.deltas is not None and self._is_kept(change.base):
                 try:

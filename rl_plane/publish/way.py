@@ -72,16 +72,18 @@ class Way:
     def workers(self) -> list[Mapping[str, Any]]:
         return members(self.fleet.run("workers", {"min_workers": self.told.workers, "wait_s": self.told.wait_s}))
 
-    def serves(self, label: str) -> bool:
-        """Is that what an update has brought? False where the fleet can't say: to publish tells why."""
+    def digest_of(self, label: str) -> str | None:
+        """Of what is committed, if an update has brought it under that label. None too where the fleet can't say: to
+        publish tells why."""
         try:
             self.workers()
             state = self.fleet.run("state", {})
         except PlaneError:
-            return False
+            return None
         adapter = self.told.adapter
         version = state["version"] if adapter is None else state["adapters"].get(adapter)
-        return version is not None and version["label"] == label and version["sequence"] > 0
+        brought = version is not None and version["label"] == label and version["sequence"] > 0
+        return str(version["digest"]) if brought else None
 
     def is_refetchable(self, digest: str | None) -> bool:
         """Does the fleet say of what was committed with this digest that a worker can fetch it again?"""
