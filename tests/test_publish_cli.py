@@ -80,8 +80,9 @@ async def test_what_a_command_sends_without_a_root_does_not_go_with_it(
     options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
     async with started(options) as urls:
         argv = ["publish", str(plane.model(2)), "--version", "two", "--json", "--url", urls["rl_url"]]
-        assert await asyncio.to_thread(main.run, argv) == 0
-        assert json.loads(capsys.readouterr().out)["transport"] in ("nixl", "ipc")
+        for more, transports in ((["--option", f"nats_url={plane.url}"], ["object_store"]), ([], ["nixl", "ipc"])):
+            assert await asyncio.to_thread(main.run, [*argv, *more]) == 0
+            assert json.loads(capsys.readouterr().out)["transport"] in transports
     (newest, *_) = (await client.run("updates"))["updates"]
     assert (newest["label"], newest["refetchable"]) == ("two", False)
 
