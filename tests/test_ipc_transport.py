@@ -425,6 +425,33 @@ def test_every_rank_of_every_engine_is_waited_for() -> None:
     assert caught.value.facts["field"] == "options.size"
 
 
+def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plane.publish.ipc_update.ACCEPT_AGAIN_S", BOUND_S)
+    tried, waits, wait = [], threading.Event(), threading.Condition.wait
+
+    def accept(self: socket.socket) -> Any:
+        tried.append(self)
+        raise OSError(24, "Too many open files")
+
+    def told(self: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout == BOUND_S and tried:
+            waits.set()
+        return wait(self, timeout)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(threading.Condition, "wait", told)
+    with (
+        sender_of(1) as (sender, transport),
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as receiver,
+    ):
+        receiver.connect(f"\0{transport['socket']}")
+        assert waits.wait(2 * BOUND_S)
+        assert sender._update is not None
+        with sender._update._changed:  # which it has given up, for those who send
+            sender._update._check()
+        assert len(tried) == 1
+
+
 def test_nobody_comes() -> None:
     with (
         sender_of(1, first_receiver_s=0.1) as (sender, _),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import signal
 import socket
@@ -343,6 +344,43 @@ def test_memory_that_no_next_version_fits_into_goes(sender: NixlSender) -> None:
         sender.open(Manifest(pack({"a": TensorSpec("U8", (size * 1000,))}.items())))
         sender.close()
     assert len(sender._free) == 1
+
+
+def once(act: Callable[..., Any], error: Exception, failed: list[Exception]) -> Callable[..., Any]:
+    """The same, but that its first call fails."""
+
+    def failing(self: Any, *args: Any) -> Any:
+        if not failed:
+            failed.append(error)
+            raise error
+        return act(self, *args)
+
+    return failing
+
+
+@needs_nixl
+def test_an_accept_that_fails_is_not_the_last(puller: NixlTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Exception] = []
+    out_of_descriptors = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(socket.socket, "accept", once(socket.socket.accept, out_of_descriptors, failed))
+    with NixlSender() as sender:
+        assert pull(puller, offer(sender, 1))[0] == data_of(tensors(1))
+    assert failed == [out_of_descriptors]
+
+
+@needs_nixl
+def test_a_puller_that_can_not_be_served_is_not_the_last(
+    sender: NixlSender, puller: NixlTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, failed = offer(sender, 1), list[Exception]()
+    pull(puller, transport)  # which starts threads of its own the first time
+    no_threads = RuntimeError("can't start new thread")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", once(threading.Thread.start, no_threads, failed))
+        with pytest.raises(Unavailable):
+            pull(puller, transport)
+    assert failed == [no_threads]
+    assert pull(puller, transport)[0] == data_of(tensors(1))
 
 
 @needs_nixl

@@ -16,11 +16,15 @@ from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
+from tests.test_plane_update import all_serve
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+
+BOUND_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,49 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
     assert state["adapters"]["a"]["label"] == "a2"
 
 
+async def test_what_a_command_sends_without_a_root_does_not_go_with_it(
+    plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = plane.spawn()
+    client = await plane.client()
+    nats = ["--nats-url", plane.url, "--namespace", plane.namespace]
+    argv = ["publish", str(plane.model(1)), "--version", "one", "--json", *nats]
+    assert await asyncio.to_thread(main.run, argv) == 0
+    assert json.loads(capsys.readouterr().out)["transport"] == "object_store"
+    worker.kill()
+    plane.spawn(instance_id=worker.instance_id)
+    await plane.until(lambda: all_serve(client, "one"), BOUND_S)
+    # Who knows the facade alone has no place that outlasts it: the record says so.
+    options = FrontendOptions(plane.url, plane.namespace, plane.component, rl_port=0, http_port=None)
+    async with started(options) as urls:
+        argv = ["publish", str(plane.model(2)), "--version", "two", "--json", "--url", urls["rl_url"]]
+        for more, transports in ((["--option", f"nats_url={plane.url}"], ["object_store"]), ([], ["nixl", "ipc"])):
+            assert await asyncio.to_thread(main.run, [*argv, *more]) == 0
+            assert json.loads(capsys.readouterr().out)["transport"] in transports
+    (newest, *_) = (await client.run("updates"))["updates"]
+    assert (newest["label"], newest["refetchable"]) == ("two", False)
+
+
+async def test_options_of_the_transports_own(
+    plane: Plane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    plane.spawn()
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")  # as the engines are
+    argv = ["publish", str(plane.model(1)), "--transport", "gloo", "--nats-url", plane.url]
+    argv += ["--namespace", plane.namespace, "--json"]
+    for given, field in (
+        ([], "options.host"),
+        (["--option", "host=127.0.0.1", "--option", "port=x"], "options.port"),
+    ):
+        assert await asyncio.to_thread(main.run, [*argv, *given]) == 1
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["field"] == field
+    given = ["--option", "host=127.0.0.1", "--option", "port=0", "--option", "timeout_s=60"]
+    assert await asyncio.to_thread(main.run, [*argv, *given]) == 0
+    assert json.loads(capsys.readouterr().out)["transport"] == "gloo"
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -70,6 +117,7 @@ async def test_publish_over_the_facade_and_over_nats(plane: Plane, capsys: pytes
         (["ADAPTER"], "--adapter NAME"),
         (["MODEL", "--transport", "a b"], "transport's name"),
         (["MODEL", "--component", "a,b"], "one component"),
+        (["MODEL", "--option", "host"], "key=value"),
     ],
 )
 def test_wrong_usage(more: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -29,19 +30,20 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.manifest import Manifest
-from rl_plane.publish import Progress, WeightPublisher
+from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
-from rl_plane.publish.senders import choose, installed
+from rl_plane.publish.senders import candidates, installed
 from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
+from tests.test_worker_healing import until_behind
 from worker.engines.fake import make_fake_adapter
-from worker.staging import model_digest
+from worker.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -272,6 +274,42 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.parametrize(("transport", "encodings"), [("ipc", ["full"]), ("filesystem", ["delta", "full"])])
+async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_version(
+    transport: str, encodings: list[str], plane: Plane
+) -> None:
+    """At once where nobody can fetch what it lacks; else after the first delta that it was left out of."""
+    alone = "import sys; sys.modules['nixl'] = None"  # no other worker helps it
+    worker, _ = (plane.spawn(patch=alone) for _ in range(2))
+    models = [plane.model(1)]
+    for number in range(1, 5):
+        models.append(nudged(plane, models[-1], number))
+    client, source = await plane.client(), Changing()
+    root = root_of(plane) if transport == "filesystem" else None
+    publisher = WeightPublisher(source, client, transport=transport, root=root, encoding="auto", workers=2)
+
+    async def publish(model: int) -> str:
+        source.path = models[model]
+        await publisher.publish_async(f"step {model}")
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert newest["label"] == f"step {model}"
+        return str(newest["encoding"])
+
+    assert [await publish(0), await publish(1)] == ["full", "delta"]
+    worker.kill()
+    if root is not None:
+        for version in root.iterdir():
+            version.rename(plane.tmp / version.name)
+    assert await (await client.view()).wait_until(lambda now: len(now) == 1, BOUND_S)
+    again = plane.spawn(instance_id=worker.instance_id, patch=alone)
+    await until_behind(plane, client, again.instance_id)
+    assert [await publish(2 + number) for number in range(len(encodings))] == encodings
+    assert await serve(client, f"step {1 + len(encodings)}")
+    assert await publish(2 + len(encodings)) == "delta"
+    assert await serve(client, f"step {2 + len(encodings)}")
+    await asyncio.to_thread(publisher.close)
+
+
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     plane.spawn()
     source = Held(plane.model(1))
@@ -439,7 +477,7 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
     plane.spawn()
     alive: list[str] = []
     told = iter(["first", "second", "third", "third"])
-    monkeypatch.setattr(ways, "choose", lambda *_, **__: next(told))
+    monkeypatch.setattr(ways, "candidates", lambda *_, **__: [next(told)])
     monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
     refused = threading.Event()
 
@@ -613,6 +651,46 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
 
 
+@pytest.mark.parametrize("kind", [Held, Gathering])
+async def test_a_publication_that_nobody_waits_for_any_more_goes_on(
+    kind: type[Held], plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    alive: list[str] = []
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Noted(name, root_of(plane), alive))
+    run, held, go = BlockingFleet.run, threading.Event(), threading.Event()
+
+    def holding(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "update_weights":
+            held.set()
+            assert go.wait(BOUND_S)
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(BlockingFleet, "run", holding)
+    source = kind(plane.model(1))
+    source.go.set()
+    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane))
+    waiting = asyncio.create_task(publisher.publish_async("a"))
+    await asyncio.to_thread(held.wait, BOUND_S)
+
+    async def asked() -> Publication | None:
+        a = publisher._previous
+        return a if a is not None and a._asked else None
+
+    a = await plane.until(asked, BOUND_S)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not a.done
+    b = asyncio.create_task(publisher.publish_async("b"))
+    await plane.until(lambda: publisher._previous is not a, BOUND_S)
+    go.set()
+    replies = [await asyncio.to_thread(a.result, BOUND_S), (await b).result()]
+    assert [(reply["version"]["label"], reply["version"]["sequence"]) for reply in replies] == [("a", 1), ("b", 2)]
+    await asyncio.to_thread(publisher.close)
+    assert not alive
+
+
 async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -> None:
     plane.spawn()
     source = Gathering(plane.model(1))
@@ -628,12 +706,31 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     await asyncio.to_thread(begin, "step_0")  # a trainer that starts again
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     assert source.taken == 3 * count // 2, "other ranks, which gather, are not left waiting"
+    other = Gathering(plane.model(2))  # another run's, under the same label
+    for encoding in ("full", "auto"):
+        await asyncio.to_thread(begin, "step_0", other, encoding=encoding)
+        assert await served(plane) == {("step_0", model_digest(plane.model(2)), 3)}
+    assert other.taken == count
     with pytest.raises(NoWorkers):
         await asyncio.to_thread(begin, "step_1", workers=2, wait_s=0.1)
     await asyncio.to_thread(begin, "step_0", rank=1)
     with pytest.raises(InvalidRequest, match="would block") as refused:
         WeightPublisher(source, await plane.fleet(), initial="step_1")
     assert refused.value.facts["field"] == "initial"
+
+
+async def test_an_adapter_that_is_served_from_the_start_is_compared_too(plane: Plane) -> None:
+    plane.spawn()
+    told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+    fleet = await plane.fleet()
+    adapters = [make_fake_adapter(plane.tmp / f"adapter{seed}", seed, plane.model()) for seed in (1, 2)]
+    for adapter, sequence in ((adapters[0], 1), (adapters[0], 1), (adapters[1], 2)):
+        publisher = await asyncio.to_thread(
+            WeightPublisher, adapter, plane.url, adapter="a", initial="step_0", **told
+        )
+        await asyncio.to_thread(publisher.close)
+        made = (await fleet.run("state"))["adapters"]["a"]
+        assert (made["digest"], made["sequence"]) == (adapter_digest(adapter), sequence)
 
 
 # ---- the choice ----
@@ -649,19 +746,81 @@ ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
 @pytest.mark.parametrize(
     ("told", "workers", "with_root", "expected"),
     [
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem"),
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl"),
-        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc"),
-        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl ipc gloo object_store"),
+        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc gloo"),
+        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl gloo object_store"),
         ("auto", [row("a", "here", "gloo", "ipc"), row("b", "there", "gloo", "ipc")], False, "gloo"),
         ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
-        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem"),
+        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem object_store"),
         ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
         ("gloo", [row("a", "here", *ALL)], True, "gloo"),
     ],
 )
 def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
-    assert choose(told, workers, ALL, with_root=with_root, host="here") == expected
+    assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("host", "with_root", "expected"),
+    [
+        ("here", True, "filesystem object_store nixl ipc gloo"),
+        ("here", False, "object_store nixl ipc gloo"),
+        ("there", False, "object_store nixl gloo"),
+    ],
+)
+def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
+    workers = [row("a", host, *ALL)]
+    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
+
+
+def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("rl_plane.publish.nixl_wire.have_nixl", lambda: False)
+
+
+def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise Unsupported("ipc needs Linux")
+
+    lacks_nixl(patch)
+    patch.setattr("rl_plane.publish.ipc.check_platform", refuse)
+    patch.setitem(sys.modules, "torch.distributed", None)
+
+
+def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("platform.node", lambda: "elsewhere")
+
+
+@pytest.mark.engines("nixl")
+@pytest.mark.parametrize(
+    ("of_the_trainer", "expected"),
+    [(lacks_nixl, "ipc"), (lacks_torch_and_linux, "object_store"), (is_elsewhere, "object_store")],
+)
+async def test_auto_goes_by_what_the_trainer_has(
+    of_the_trainer: Callable[[pytest.MonkeyPatch], None],
+    expected: str,
+    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plane.spawn()
+    fleet = await plane.fleet()
+    (worker,) = (await fleet.run("workers"))["workers"]
+    assert set(ALL) <= set(worker["transports"])
+    of_the_trainer(monkeypatch)
+    publisher = WeightPublisher(plane.model(1), fleet)
+    for label in ("one", "two"):
+        await publisher.publish_async(label)
+        assert publisher.backend == expected
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
+    await asyncio.to_thread(publisher.close)
+    # Nothing can be had: what each needs is told.
+    publisher = WeightPublisher(plane.model(1), fleet, options={"colour": "red"})
+    with pytest.raises(Unsupported, match="no option 'colour'") as caught:
+        await publisher.publish_async("never")
+    assert "object_store: " in str(caught.value)
+    assert "nixl: " in str(caught.value)
+    assert caught.value.facts["field"] == "transport"
+    await asyncio.to_thread(publisher.close)
 
 
 @pytest.mark.parametrize(
@@ -676,7 +835,7 @@ def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: boo
 )
 def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
     with pytest.raises(error, match=words) as caught:
-        choose(told, workers, ALL, with_root=False, host="here")
+        candidates(told, workers, ALL, with_root=False, host="here")
     assert caught.value.facts["fix"]
 
 

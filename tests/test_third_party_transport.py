@@ -6,15 +6,19 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from rl_plane.errors import InvalidWeights
+from rl_plane.versions import HostTensor, TensorSpec, tensor_digest, tensors_digest
 from tests.test_frontend_generation import frontend
 from tests.test_hf_fleet import proven
+from worker.staging import DigestingStream
 from worker.tiny_adapter import make_witness_adapter
 from worker.tiny_model import make_witness_model
 
@@ -46,6 +50,33 @@ def publish(plane: Plane, directory: Path, *more: str) -> subprocess.CompletedPr
     command = [sys.executable, "-m", "rl_plane.cli.main", "publish", str(directory), "--transport", "http", *more]
     command += ["--nats-url", plane.url, "--namespace", plane.namespace, "--component", plane.component]
     return subprocess.run(command, capture_output=True, text=True, timeout=PUBLISH_S, check=False)
+
+
+class Lying:
+    """A delivery that says of other bytes that they are those that were published."""
+
+    digest: str | None = None
+    tensor_digests: Mapping[str, str] | None = None
+    adapter_config: Mapping[str, Any] | None = None
+    adapter_config_raw: bytes | None = None
+    refetchable = False
+
+    def __init__(self) -> None:
+        self.specs: Mapping[str, TensorSpec] = {"weight": TensorSpec("U8", (9,))}
+        self.published = tensor_digest(memoryview(b"published"))
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        yield "weight", HostTensor(self.specs["weight"], memoryview(b"something"), digest=self.published)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_a_transport_says_of_its_bytes_is_not_believed() -> None:
+    lying = Lying()
+    expected = tensors_digest([("weight", lying.specs["weight"], lying.published)])
+    with pytest.raises(InvalidWeights, match="the bytes make"):
+        list(DigestingStream(lying, expected_digest=expected))
 
 
 async def only(fleet: Fleet, instance_id: str) -> bool:

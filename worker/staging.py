@@ -21,6 +21,7 @@ from rl_plane.versions import (
 )
 from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
+from worker.transports.filesystem import FilesystemDelivery
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
@@ -141,12 +142,14 @@ class DigestingStream:
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
         specs, stated = self._delivery.specs, self._delivery.tensor_digests
+        # It hashes what it reads, on its own threads; any other, somebody else's too, is not believed.
+        hashed = isinstance(self._delivery, FilesystemDelivery)
         self.check_stated()
         for name, tensor in self._delivery.tensors():
             if self._cancelled():
                 raise EngineFailed("staging was cancelled")
             self._check(name, tensor, specs)
-            digest = tensor.digest or tensor_digest(tensor.data)
+            digest = (hashed and tensor.digest) or tensor_digest(tensor.data)
             if stated is not None and stated.get(name) != digest:
                 raise _refuse(
                     f"{_short(name)} has digest {digest}, but its publisher stated {stated.get(name)}", tensor=name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from typing import Any
 
@@ -22,7 +24,7 @@ def add_to(commands: Subparsers) -> None:
         "publish",
         "Send a checkpoint, or an adapter's directory, to the whole fleet: all of it, or nobody.",
         publish,
-        ("transport", "root", "adapter", "cast", *POLICY, "components", *REACH),
+        ("transport", "options", "root", "adapter", "cast", *POLICY, "components", *REACH),
     )
     parser.add_argument(
         "path", metavar="DIR", help="a safetensors checkpoint, or a PEFT directory (with --adapter)"
@@ -60,10 +62,12 @@ def publish(command: Command) -> int:
             path,
             transport=values["transport"],
             root=values["root"],
+            options={key: _value(text) for key, text in values["options"]},
             adapter=values["adapter"],
             policy=policy.model_dump(),
             cast=values["cast"],
             component=components[0],
+            stays=False,
             **reach,
         )
         with publisher:
@@ -78,3 +82,10 @@ def publish(command: Command) -> int:
     else:
         say(show("update_weights", reply, {}))
     return 0
+
+
+def _value(text: str) -> Any:
+    """Of an option: what it is as JSON, such as a number or true; else a word."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text

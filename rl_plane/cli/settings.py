@@ -264,6 +264,16 @@ SETTINGS: dict[str, Setting] = {
             metavar="NAME",
         ),
         Setting(
+            "options",
+            "an option of the transport's own, key=value",
+            parse.pair,
+            (),
+            "--option",
+            "PUBLISH_OPTIONS",
+            ";",
+            "K=V",
+        ),
+        Setting(
             "root",
             "where filesystem writes: beneath the workers' weight roots",
             parse.path,

@@ -266,10 +266,18 @@ class AttemptByCopy(Attempt):
     """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there."""
 
     def __init__(
-        self, way: Way, source: Source, publication: Publication, previous: Publication | None, copy: HostCopy
+        self,
+        way: Way,
+        source: Source,
+        publication: Publication,
+        previous: Publication | None,
+        copy: HostCopy,
+        unless: str | None = None,
     ) -> None:
+        """`unless`: nothing is sent if this is its digest."""
         super().__init__(way, source, publication, previous)
         self._copy = copy
+        self._unless = unless
         self._change: Change | None = None
 
     def _send(self, taken: Taken) -> None:
@@ -282,11 +290,17 @@ class AttemptByCopy(Attempt):
             raise self._error
         change = self._change
         assert change is not None
+        if change.digest == self._unless:
+            log.info("the fleet serves %s already", self._publication.version)
+            return {}
         try:
             if change.deltas is not None and self._is_kept(change.base):
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
-                    return self._sent(as_tensors(change.deltas), delta)
+                    reply = self._sent(as_tensors(change.deltas), delta)
+                    if _says_not_at_base(reply["workers"]):
+                        self._copy.forget()  # a full version brings back who was left out
+                    return reply
                 except PlaneError as error:
                     if not _not_at_base(error):
                         raise
@@ -298,11 +312,12 @@ class AttemptByCopy(Attempt):
             raise
 
     def _is_kept(self, base: str | None) -> bool:
-        """By any worker; one that lacks it fetches it, where that is possible."""
+        """By all workers; or by some, and the others can fetch it: they would be left out of the update."""
         self._way.ready_sender()
         if self._way.changes_sender:
             return False  # what it is a delta of would go with the sender before
-        return any(row.get("kept") == base for row in self._way.workers())
+        keeping = [row.get("kept") == base for row in self._way.workers()]
+        return all(keeping) or (any(keeping) and self._way.is_refetchable(base))
 
     def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
         # The copy changes with the next publication, which waits for the end of this one.
@@ -319,9 +334,13 @@ class AttemptByCopy(Attempt):
 
 def _not_at_base(error: PlaneError) -> bool:
     """Does it say that a delta can't be applied, there or on some worker?"""
-    rows = error.facts.get("workers")
+    return isinstance(error, NotAtBase) or _says_not_at_base(error.facts.get("workers"))
+
+
+def _says_not_at_base(rows: object) -> bool:
+    """Does a worker's row of a reply or of an error?"""
     codes = [(row.get("error") or {}).get("code") for row in rows] if isinstance(rows, list) else []
-    return isinstance(error, NotAtBase) or NotAtBase.code in codes
+    return NotAtBase.code in codes
 
 
 def _no_tensors() -> InvalidRequest:

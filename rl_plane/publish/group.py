@@ -62,6 +62,7 @@ class GroupSender:
     ) -> None:
         """`host`: as the workers reach this process. `timeout_s`: of a whole update. `device`: the trainer's own, for
         nccl."""
+        import_torch()  # or it is Unsupported
         self.backend: str = backend
         self._device = gpu(_here(device)) if backend == "nccl" else None
         self.fingerprint = ""

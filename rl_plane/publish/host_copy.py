@@ -9,7 +9,7 @@ from rl_plane import delta
 from rl_plane.buffers import fresh
 from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.publish.sources import Taken
-from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, tensor_digest, tensors_digest
+from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, config_line, tensor_digest, tensors_digest
 
 Named = Iterator[tuple[str, HostTensor]]
 
@@ -35,6 +35,7 @@ class HostCopy:
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
+        self._adapter_config: bytes | None = None
         self._half_changed = False
         """Ctrl-C, say, came while a tensor was changed."""
 
@@ -68,7 +69,11 @@ class HostCopy:
                 self._take_back(deltas)
                 self.digest, self._digests = base, before
             raise
-        self.digest = tensors_digest((name, spec, self._digests[name]) for name, spec in specs.items())
+        self._adapter_config = taken.adapter_config
+        lines = [(name, spec, self._digests[name]) for name, spec in specs.items()]
+        if taken.adapter_config is not None:
+            lines.append(config_line(taken.adapter_config))
+        self.digest = tensors_digest(lines)
         if deltas is None:
             return Change(self.digest)
         if not deltas:  # a version is never of no tensors
@@ -85,6 +90,10 @@ class HostCopy:
             self._half_changed = False
         return blob
 
+    def forget(self) -> None:
+        """The next version is compared with none, and so goes whole."""
+        self.digest = None
+
     def take_back(self, change: Change) -> None:
         """It was not committed."""
         self.digest = None
@@ -99,7 +108,7 @@ class HostCopy:
     def whole(self) -> Taken:
         """The version that it holds."""
         tensors = {name: HostTensor(spec, self._places[name]) for name, spec in self.specs.items()}
-        return Taken(list(self.specs.items()), iter(tensors.items()), held=tensors)
+        return Taken(list(self.specs.items()), iter(tensors.items()), self._adapter_config, held=tensors)
 
 
 def as_tensors(deltas: Mapping[str, bytes]) -> Taken:

@@ -61,6 +61,7 @@ class IpcSender:
         other_receivers_s: float = OTHER_RECEIVERS_S,
         silent_receiver_s: float = SILENT_RECEIVER_S,
     ) -> None:
+        check_platform()
         if layout not in get_args(Layout):
             raise InvalidRequest(
                 f"layout is {str(layout)[:64]!r}", field="options.layout", fix="use packed or tensors"
@@ -78,7 +79,6 @@ class IpcSender:
         self._update: Update | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        check_platform()
         self.close()
         receivers = self._receivers()
         if receivers < 1:

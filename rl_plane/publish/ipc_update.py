@@ -35,6 +35,9 @@ log = logging.getLogger("rl_plane.publish.ipc")
 LOOK_S = 0.5
 """How often it is looked who is silent."""
 
+ACCEPT_AGAIN_S = 0.2
+"""After an accept that failed. Who sends goes on meanwhile."""
+
 GIVE_UP_S = 3.0
 """For receivers to give up the memory of a GPU, which CUDA wants before it is freed. They look for the end all the
 time, unless they stand still."""
@@ -219,8 +222,9 @@ class Update:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
-            return  # gone again, or out of descriptors
+        except OSError:  # gone again, or out of descriptors: then it fails again at once
+            self._changed.wait(ACCEPT_AGAIN_S)
+            return
         not_for_children.add(connection)
         connection.setblocking(False)
         if not same_user(connection):

@@ -268,9 +268,10 @@ def _described(regions: Sequence[Region]) -> list[tuple[int, int, int, str]]:
 
 
 def build(around: Surroundings) -> NixlSender:
-    """Options: see `Surroundings.address`; `keep_copy`, of what is committed, for workers that heal: True."""
+    """Options: see `Surroundings.address`; `keep_copy`, of what is committed, for workers that heal: where the trainer
+    stays."""
     around.check_options(BACKEND, "host", "port", "keep_copy")
-    keep_copy = around.options.get("keep_copy", True)
+    keep_copy = around.options.get("keep_copy", around.stays)
     if not isinstance(keep_copy, bool):
         raise InvalidRequest(
             f"keep_copy is {str(keep_copy)[:64]!r}", field="options.keep_copy", fix="give True or False"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,8 @@ from rl_plane.frames import frame_of, read_frame
 from rl_plane.manifest import Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL
 
+log = logging.getLogger("rl_plane.publish.nixl")
+
 REQUEST_S = 10.0
 """A puller sends its request as soon as it has connected."""
 
@@ -22,6 +25,9 @@ ANSWER_S = 60.0
 LEAVE_S = 1.0
 """For pullers to leave what is withdrawn: they look every half a millisecond while they read. One that stands still so
 long finds, when it goes on, that it was withdrawn, and uses nothing of what it reads then."""
+
+ACCEPT_AGAIN_S = 0.2
+"""After a puller that could not be taken: without descriptors, or threads, the next one can't be either at once."""
 
 MAX_REQUEST_BYTES = 1024
 
@@ -48,6 +54,7 @@ class Desk:
         self._pulling: dict[str, set[socket.socket]] = {}
         self._lock = threading.Lock()
         self._left = threading.Condition(self._lock)
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="nixl sender", daemon=True).start()
 
     def transport(self, key: str) -> dict[str, Any]:
@@ -104,16 +111,26 @@ class Desk:
             keys = list(self._offers)
         for key in keys:
             self.withdraw(key)
+        self._closed.set()
         _hang_up(self._listener)
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        """Until it is closed, whatever fails: workers heal from here for as long as the trainer lives."""
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True).start()
+            except OSError as error:
+                if not self._closed.wait(ACCEPT_AGAIN_S):
+                    log.warning("a puller could not be accepted: %s", error)
+                continue
+            serving = threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True)
+            try:
+                serving.start()
+            except RuntimeError as error:
+                connection.close()
+                self._closed.wait(ACCEPT_AGAIN_S)
+                log.warning("a puller could not be served: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):

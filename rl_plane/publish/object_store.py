@@ -312,7 +312,7 @@ def build(around: Surroundings) -> ObjectStoreSender:
         raise InvalidRequest(
             "where NATS is is not known from the facade's URL",
             field="options.nats_url",
-            fix="options={'nats_url': 'nats://…'}, as the workers have it",
+            fix="options={'nats_url': 'nats://…'} (--option nats_url=nats://…), as the workers have it",
         )
     if type(keep) is not int:
         raise InvalidRequest(f"keep is {keep!r}", field="options.keep", fix="give a whole number of versions")

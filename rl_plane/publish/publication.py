@@ -44,6 +44,7 @@ class Publication:
         self._refused_for: Publication | None = None
         """One that was still under way when this one's turn came."""
         self._outcome: Future[dict[str, Any] | None] = Future()
+        self._outcome.set_running_or_notify_cancel()  # a wait that is cancelled must not cancel it: others wait too
 
     @property
     def read(self) -> bool:
@@ -69,7 +70,7 @@ class Publication:
             raise DeadlineExceeded(f"{self.version} was not committed within {timeout_s:g} s") from None
 
     async def wait(self) -> dict[str, Any]:
-        """`result`, for asyncio."""
+        """`result`, for asyncio. Cancelled, the publication goes on."""
         self._asked = True
         return await asyncio.wrap_future(self._outcome) or {}
 

@@ -63,6 +63,7 @@ class WeightPublisher:
         component: str | None = None,
         rank: int | None = None,
         initial: str | None = None,
+        stays: bool = True,
     ) -> None:
         """`source`: what `as_source` takes, with `dtype` and `names`. `fleet`: a client, or a URL (`http://…` of the
         facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
@@ -73,7 +74,9 @@ class WeightPublisher:
         may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
         for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
         torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
-        is now under that label, unless it serves an update of that label already, whose bytes are not compared."""
+        is now under that label. Where it serves an update of that label already, the source is read into host memory,
+        and sent from there only if it is another version. `stays` False: this process ends soon, so `auto` first takes
+        what lasts without it, and `nixl` promises no copy."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -103,6 +106,7 @@ class WeightPublisher:
             bucket_bytes,
             workers,
             wait_s,
+            stays,
         )
         self._progress = progress
         self._previous: Publication | None = None
@@ -131,8 +135,9 @@ class WeightPublisher:
         this returns, on the calling thread, whatever `wait` says."""
         return self._publish(version, wait, lends=wait)
 
-    def _publish(self, version: str | None, wait: bool, lends: bool) -> Publication:
-        """`lends`: the caller goes on with the tensors only when the publication has ended."""
+    def _publish(self, version: str | None, wait: bool, lends: bool, unless: str | None = None) -> Publication:
+        """`lends`: the caller goes on with the tensors only when the publication has ended. `unless`: nothing is sent
+        if the version has this digest."""
         publication = Publication(version, self._progress if self.rank == 0 else None)
         if self.rank != 0:
             self._take_part(publication)
@@ -146,11 +151,12 @@ class WeightPublisher:
                 fix="await publisher.publish_async(…)",
             )
         previous, self._previous = self._previous, publication
-        attempt = (
-            Attempt(self._way, self._source, publication, previous, lends=lends)
-            if self._copy is None
-            else AttemptByCopy(self._way, self._source, publication, previous, self._copy)
-        )
+        attempt: Attempt
+        if self._copy is None and unless is None:
+            attempt = Attempt(self._way, self._source, publication, previous, lends=lends)
+        else:  # to be compared it is gathered, which the other ranks take part in once
+            copy = self._copy or HostCopy()
+            attempt = AttemptByCopy(self._way, self._source, publication, previous, copy, unless)
         if self._source.collective:
             attempt.read()
             on_thread(attempt.end)
@@ -167,14 +173,13 @@ class WeightPublisher:
                 field="initial",
                 fix=f"leave it out, and begin with: await publisher.publish_async({label!r})",
             )
-        if self._way is not None and self._way.serves(label):
-            log.info("the fleet serves %s already", label)
-            self._take_part(Publication(label))  # the other ranks gather, since they don't know
-        else:
-            self.publish(label)
+        known = self._way.digest_of(label) if self._way is not None else None
+        self._publish(label, wait=True, lends=True, unless=known)
 
     async def publish_async(self, version: str | None = None) -> Publication:
-        """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile."""
+        """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile.
+
+        Cancelled, the publication goes on: its tensors are still being read, until the next one ends, or `close`."""
         publication = await asyncio.to_thread(self._publish, version, wait=False, lends=True)
         await publication.wait()
         return publication

@@ -19,7 +19,8 @@ From a KeepingSender workers may fetch whenever they like, late ones too: once t
 closed, `keep` holds on to the weights; without it `close` withdraws them, and those kept before stay.
 
 A sender is made by an entry point of the group `rl_plane.senders`, called `<backend>`: a function that takes
-Surroundings.
+Surroundings. What can't work here, for lack of a package, say, is Unsupported; an option that is wrong, unknown or
+missing is an InvalidRequest of the field `options.<name>`. After either, `auto` goes on to the next transport.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ class Surroundings:
     component: str | None = None
     adapter: str | None = None
     """What is published: the adapter of this name; None: base weights."""
+    stays: bool = True
+    """The trainer's process does, after its versions are committed, so that workers may fetch them from it."""
 
     def workers(self) -> Sequence[Mapping[str, Any]]:
         """As `GET /v1/rl/workers` lists them, now."""
@@ -119,7 +122,7 @@ class Surroundings:
             raise InvalidRequest(
                 "there are workers on other machines, and they must reach this one",
                 field="options.host",
-                fix="options={'host': ADDRESS}, of this machine",
+                fix="options={'host': ADDRESS} (--option host=ADDRESS), of this machine",
             )
         if type(port) is not int or not 0 <= port < 1 << 16:
             raise InvalidRequest(f"port is {port!r}", field="options.port", fix="give a free port, or 0")

@@ -11,7 +11,7 @@ from rl_plane.bodies import parse_body
 from rl_plane.errors import PlaneError
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
-from rl_plane.publish.senders import choose, installed, make_sender
+from rl_plane.publish.senders import candidates, installed, is_passed_over, make_sender, none_can_be_made
 from rl_plane.sync import call_bound_s
 from rl_plane.update_bodies import UpdateWeights
 
@@ -33,6 +33,7 @@ class Told:
     bucket_bytes: int | None
     workers: int
     wait_s: float
+    stays: bool
 
     def body(self, version: str | None) -> dict[str, Any]:
         """The update, but for its transport. InvalidRequest for what is wrong in it."""
@@ -71,21 +72,30 @@ class Way:
     def workers(self) -> list[Mapping[str, Any]]:
         return members(self.fleet.run("workers", {"min_workers": self.told.workers, "wait_s": self.told.wait_s}))
 
-    def serves(self, label: str) -> bool:
-        """Is that what an update has brought? False where the fleet can't say: to publish tells why."""
+    def digest_of(self, label: str) -> str | None:
+        """Of what is committed, if an update has brought it under that label. None too where the fleet can't say: to
+        publish tells why."""
         try:
             self.workers()
             state = self.fleet.run("state", {})
         except PlaneError:
-            return False
+            return None
         adapter = self.told.adapter
         version = state["version"] if adapter is None else state["adapters"].get(adapter)
-        return version is not None and version["label"] == label and version["sequence"] > 0
+        brought = version is not None and version["label"] == label and version["sequence"] > 0
+        return str(version["digest"]) if brought else None
+
+    def is_refetchable(self, digest: str | None) -> bool:
+        """Does the fleet say of what was committed with this digest that a worker can fetch it again?"""
+        told = self.fleet.run("updates", {})["updates"]
+        found = (one["refetchable"] for one in told if one["digest"] == digest and one["outcome"] == "committed")
+        return bool(next(found, False))
 
     def ready_sender(self) -> Sender:
-        """Of the way that the fleet of this moment can take."""
+        """Of the best way that the fleet of this moment can take, and that can be had here."""
         workers, told = self.workers(), self.told
-        backend = choose(told.transport, workers, installed(), with_root=told.root is not None)
+        with_root = told.root is not None
+        backends = candidates(told.transport, workers, installed(), with_root=with_root, stays=told.stays)
         around = Surroundings(
             self.fleet.run,
             told.root,
@@ -94,18 +104,29 @@ class Way:
             self.fleet.namespace,
             self.fleet.component,
             told.adapter,
+            told.stays,
         )
         colocated = around.colocated(workers)
         # One that was made for this machine alone can't be reached from another, unless its address was told.
         far = self._colocated and not colocated and "host" not in told.options
-        if self._sender is None or backend != self.backend or far:
-            sender = make_sender(backend, around)  # what it refuses leaves the one before
+        refused: dict[str, PlaneError] = {}
+        for backend in backends:
+            if self._sender is not None and backend == self.backend and not far:
+                return self._sender
+            try:
+                sender = make_sender(backend, around)  # what it refuses leaves the one before
+            except PlaneError as error:
+                if not is_passed_over(error):
+                    raise
+                refused[backend] = error
+                continue
             if self._replaced is None:
                 self._replaced = self._sender
             elif self._sender is not None:
                 self._sender.destroy()  # nothing that it brought was committed
             self._sender, self.backend, self._colocated = sender, backend, colocated
-        return self._sender
+            return sender
+        raise none_can_be_made(refused)
 
     def committed(self) -> None:
         """From here on nobody heals from the sender before."""
