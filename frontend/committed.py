@@ -128,18 +128,28 @@ class History:
 class Labels:
     """What made the tokens of one stream, as far as it has come."""
 
-    def __init__(self, history: History, adapter: str | None, since: int) -> None:
-        """`adapter`: that the request names; `since`: the history's place at which it was sent."""
+    def __init__(
+        self,
+        history: History,
+        adapter: str | None,
+        since: int,
+        may_make: Callable[[VersionSpan], bool] = lambda span: True,
+    ) -> None:
+        """`adapter`: that the request names; `since`: the history's place at which it was sent; `may_make`: whether
+        the worker may still make tokens by these weights, as far as it has told."""
         self._history = history
         self._adapter = adapter
         self._since = since
+        self._may_make = may_make
         self._tokens = 0
         self._spans: Sequence[VersionSpan] = ()
         self._last: Interval | None = None
         """Of the last span."""
 
-    def take(self, delta: GenerateDelta, now: float) -> None:
-        """Unlabelled or StaleWeights where the delta may not be delivered."""
+    def take(self, delta: GenerateDelta, arrived: float) -> None:
+        """Unlabelled or StaleWeights where the delta may not be delivered. `arrived`: when it came, not when its reader
+        took it. What came late was still made in time where the worker has gone on to other weights: it was kept there
+        for a slow reader."""
         delivered = self._tokens
         self._tokens += len(delta.token_ids)
         if delta.spans or delta.finish_reason is not None:
@@ -148,8 +158,8 @@ class Labels:
             return
         if self._last is None:
             raise Unlabelled("the worker does not say which weights made its tokens", retry_after_s=1.0)
-        if self._last.is_stale(now):
-            span = self._spans[-1]
+        span = self._spans[-1]
+        if self._last.is_stale(arrived) and self._may_make(span):
             raise StaleWeights(
                 f"the worker still generates under {span.version!r} ({span.sequence}), which was replaced more than "
                 f"{STALE_AFTER_S:g} s ago",
@@ -259,9 +269,9 @@ class Committed:
             if entry.version is not None and self.record is not None:
                 self._labels.add(entry.version, self.record.version.run)
 
-    def labels(self, adapter: str | None) -> Labels:
-        """For a request that is sent now."""
-        return Labels(self.history, adapter, self.history.count)
+    def labels(self, adapter: str | None, may_make: Callable[[VersionSpan], bool]) -> Labels:
+        """For a request that is sent now; `may_make` as in `Labels`."""
+        return Labels(self.history, adapter, self.history.count, may_make)
 
     async def is_known(self, version: WeightVersion) -> bool:
         """Was it ever committed, as a base?"""
