@@ -186,25 +186,29 @@ class Labels:
 
 
 class LabelsOfRun:
-    """The sequence that each label of one run has: the latest, where one came twice."""
+    """The sequence that each label of one run has, of the base (None) and of each adapter: the latest, where one came
+    twice."""
 
     def __init__(self) -> None:
         self._run: str | None = None
-        self._sequences: OrderedDict[str, int] = OrderedDict()
+        self._sequences: OrderedDict[tuple[str | None, str], int] = OrderedDict()
 
-    def add(self, version: WeightVersion, run: str) -> None:
+    def add(self, version: WeightVersion, run: str, adapter: str | None = None) -> None:
         """`run`: the present one."""
         if run != self._run:
             self._run = run
             self._sequences.clear()
-        if version.run == run and version.sequence >= self._sequences.get(version.label, 0):
-            self._sequences[version.label] = version.sequence
-            self._sequences.move_to_end(version.label)
+        key = adapter, version.label
+        if version.run == run and version.sequence >= self._sequences.get(key, 0):
+            self._sequences[key] = version.sequence
+            self._sequences.move_to_end(key)
             if len(self._sequences) > MAX_LABELS:
                 self._sequences.popitem(last=False)
 
-    def get(self, label: str) -> int | None:
-        return self._sequences.get(label)
+    def get(self, label: str, adapter: str | None = None) -> int | None:
+        """For a request that names this adapter: the later of its own and the base's."""
+        found = (self._sequences.get((name, label)) for name in {None, adapter})
+        return max((sequence for sequence in found if sequence is not None), default=None)
 
 
 class Committed:
@@ -244,12 +248,15 @@ class Committed:
 
     def _learnt(self, record: DecisionRecord) -> None:
         self.history.add(record, asyncio.get_running_loop().time())
-        for version in (record.version, *(one.version for one in record.adapters.values()), record.made):
-            self._labels.add(version, record.version.run)
+        run = record.version.run
+        self._labels.add(record.version, run)
+        for name, adapter in record.adapters.items():
+            self._labels.add(adapter.version, run, name)
 
-    async def sequence_of(self, label: str) -> int | None:
-        """Of the version of this label in the present run; None: none was committed, as far as the history has it."""
-        if self._labels.get(label) is None:
+    async def sequence_of(self, label: str, adapter: str | None) -> int | None:
+        """Of the version of this label in the present run, as a request for this adapter means it; None: none was
+        committed, as far as the history has it."""
+        if self._labels.get(label, adapter) is None:
             if self._reading_labels is None or self._reading_labels.done():
                 now = asyncio.get_running_loop().time()
                 if now < self._labels_read_at + LABELS_INTERVAL_S:
@@ -257,7 +264,7 @@ class Committed:
                 self._labels_read_at = now
                 self._reading_labels = asyncio.create_task(self._read_labels())
             await asyncio.shield(self._reading_labels)
-        return self._labels.get(label)
+        return self._labels.get(label, adapter)
 
     async def _read_labels(self) -> None:
         try:
@@ -266,8 +273,9 @@ class Committed:
             log.warning("the history could not be read: %s", error)
             return
         for entry in reversed(entries):
-            if entry.version is not None and self.record is not None:
-                self._labels.add(entry.version, self.record.version.run)
+            target = entry.target or {}
+            if entry.version is not None and self.record is not None and target.get("op") != "unload":
+                self._labels.add(entry.version, self.record.version.run, target.get("name"))
 
     def labels(self, adapter: str | None, may_make: Callable[[VersionSpan], bool]) -> Labels:
         """For a request that is sent now; `may_make` as in `Labels`."""
