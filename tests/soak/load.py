@@ -40,8 +40,8 @@ KINDS = (*("stream", "stream", "unary", "unary", "many", "many_streamed", "leave
 """`many`: n > 1; `leaves`: the client is gone before the end; `slow`: a stream whose reader stands still meanwhile."""
 STILL_S = 12.0
 """Twice what a frontend passes on the tokens of weights for, once they are replaced."""
-SLOW_TOKENS = (400, 800)
-"""Of SGLang's route, whose events have all tokens so far, that is more than the sockets buffer."""
+SLOW_TOKENS, SLOW_TOPS = (400, 800), 20
+"""A kilobyte and more for each of them: what is made meanwhile is more than the sockets buffer."""
 SLOW_BYTES = 1 << 15
 """That a slow reader's own buffers."""
 DEMANDS: tuple[dict[str, Any], ...] = (
@@ -93,7 +93,8 @@ class Ask:
         demands = DEMANDS[self.demands]
         if "min_version" in demands:
             demands = {"min_version": served}
-        asked = Tokens(self.prompt, self.max_tokens, self.n, self.adapter, self.streamed, demands)
+        tops = SLOW_TOPS if self.kind == "slow" else 0
+        asked = Tokens(self.prompt, self.max_tokens, self.n, self.adapter, self.streamed, demands, tops)
         return ROUTES[self.route].body(asked)
 
 
