@@ -8,11 +8,13 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack
 
 from frontend.committed import Committed, Labels
+from frontend.fleet_status import FleetStatus
 from frontend.routing import NO_WISH, Router, Wish
 from rl_plane.deltas import joined
 from rl_plane.errors import (
@@ -51,10 +53,16 @@ class Attempts:
     """`run` may run any number of times at once."""
 
     def __init__(
-        self, receiver: StreamReceiver, view: MembershipView, committed: Committed, router: Router
+        self,
+        receiver: StreamReceiver,
+        view: MembershipView,
+        status: FleetStatus,
+        committed: Committed,
+        router: Router,
     ) -> None:
         self._receiver = receiver
         self._view = view
+        self._status = status
         self._committed = committed
         self._router = router
         self._streams: dict[str, set[IncomingStream]] = {}
@@ -75,7 +83,7 @@ class Attempts:
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Nothing is awaited before
         the request is sent: what was looked at when the worker was chosen holds for it. Closing it aborts."""
-        labels = self._committed.labels(request.adapter)
+        labels = self._committed.labels(request.adapter, partial(self._status.may_make, member))
         message = {
             "request": request.model_dump(exclude_defaults=True),
             "sequence": self._committed.sequence,
@@ -108,7 +116,6 @@ class Attempts:
     async def _events(
         self, stream: IncomingStream, request: GenerateRequest, labels: Labels
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
-        loop = asyncio.get_running_loop()
         async with aclosing(stream.batches()) as batches:
             first, *batch = await _first(batches)
             accepted = _accepted(first)
@@ -124,7 +131,7 @@ class Attempts:
                             _check_prompt_logprobs(delta)
                     if delta.spans:
                         await self._committed.learn(delta.spans)
-                    labels.take(delta, loop.time())
+                    labels.take(delta, stream.arrived)
                     yield delta
                     if delta.finish_reason is not None:
                         return

@@ -128,18 +128,28 @@ class History:
 class Labels:
     """What made the tokens of one stream, as far as it has come."""
 
-    def __init__(self, history: History, adapter: str | None, since: int) -> None:
-        """`adapter`: that the request names; `since`: the history's place at which it was sent."""
+    def __init__(
+        self,
+        history: History,
+        adapter: str | None,
+        since: int,
+        may_make: Callable[[VersionSpan], bool] = lambda span: True,
+    ) -> None:
+        """`adapter`: that the request names; `since`: the history's place at which it was sent; `may_make`: whether
+        the worker may still make tokens by these weights, as far as it has told."""
         self._history = history
         self._adapter = adapter
         self._since = since
+        self._may_make = may_make
         self._tokens = 0
         self._spans: Sequence[VersionSpan] = ()
         self._last: Interval | None = None
         """Of the last span."""
 
-    def take(self, delta: GenerateDelta, now: float) -> None:
-        """Unlabelled or StaleWeights where the delta may not be delivered."""
+    def take(self, delta: GenerateDelta, arrived: float) -> None:
+        """Unlabelled or StaleWeights where the delta may not be delivered. `arrived`: when it came, not when its reader
+        took it. What came late was still made in time where the worker has gone on to other weights: it was kept there
+        for a slow reader."""
         delivered = self._tokens
         self._tokens += len(delta.token_ids)
         if delta.spans or delta.finish_reason is not None:
@@ -148,8 +158,8 @@ class Labels:
             return
         if self._last is None:
             raise Unlabelled("the worker does not say which weights made its tokens", retry_after_s=1.0)
-        if self._last.is_stale(now):
-            span = self._spans[-1]
+        span = self._spans[-1]
+        if self._last.is_stale(arrived) and self._may_make(span):
             raise StaleWeights(
                 f"the worker still generates under {span.version!r} ({span.sequence}), which was replaced more than "
                 f"{STALE_AFTER_S:g} s ago",
@@ -176,25 +186,29 @@ class Labels:
 
 
 class LabelsOfRun:
-    """The sequence that each label of one run has: the latest, where one came twice."""
+    """The sequence that each label of one run has, of the base (None) and of each adapter: the latest, where one came
+    twice."""
 
     def __init__(self) -> None:
         self._run: str | None = None
-        self._sequences: OrderedDict[str, int] = OrderedDict()
+        self._sequences: OrderedDict[tuple[str | None, str], int] = OrderedDict()
 
-    def add(self, version: WeightVersion, run: str) -> None:
+    def add(self, version: WeightVersion, run: str, adapter: str | None = None) -> None:
         """`run`: the present one."""
         if run != self._run:
             self._run = run
             self._sequences.clear()
-        if version.run == run and version.sequence >= self._sequences.get(version.label, 0):
-            self._sequences[version.label] = version.sequence
-            self._sequences.move_to_end(version.label)
+        key = adapter, version.label
+        if version.run == run and version.sequence >= self._sequences.get(key, 0):
+            self._sequences[key] = version.sequence
+            self._sequences.move_to_end(key)
             if len(self._sequences) > MAX_LABELS:
                 self._sequences.popitem(last=False)
 
-    def get(self, label: str) -> int | None:
-        return self._sequences.get(label)
+    def get(self, label: str, adapter: str | None = None) -> int | None:
+        """For a request that names this adapter: the later of its own and the base's."""
+        found = (self._sequences.get((name, label)) for name in {None, adapter})
+        return max((sequence for sequence in found if sequence is not None), default=None)
 
 
 class Committed:
@@ -234,12 +248,15 @@ class Committed:
 
     def _learnt(self, record: DecisionRecord) -> None:
         self.history.add(record, asyncio.get_running_loop().time())
-        for version in (record.version, *(one.version for one in record.adapters.values()), record.made):
-            self._labels.add(version, record.version.run)
+        run = record.version.run
+        self._labels.add(record.version, run)
+        for name, adapter in record.adapters.items():
+            self._labels.add(adapter.version, run, name)
 
-    async def sequence_of(self, label: str) -> int | None:
-        """Of the version of this label in the present run; None: none was committed, as far as the history has it."""
-        if self._labels.get(label) is None:
+    async def sequence_of(self, label: str, adapter: str | None) -> int | None:
+        """Of the version of this label in the present run, as a request for this adapter means it; None: none was
+        committed, as far as the history has it."""
+        if self._labels.get(label, adapter) is None:
             if self._reading_labels is None or self._reading_labels.done():
                 now = asyncio.get_running_loop().time()
                 if now < self._labels_read_at + LABELS_INTERVAL_S:
@@ -247,7 +264,7 @@ class Committed:
                 self._labels_read_at = now
                 self._reading_labels = asyncio.create_task(self._read_labels())
             await asyncio.shield(self._reading_labels)
-        return self._labels.get(label)
+        return self._labels.get(label, adapter)
 
     async def _read_labels(self) -> None:
         try:
@@ -256,12 +273,13 @@ class Committed:
             log.warning("the history could not be read: %s", error)
             return
         for entry in reversed(entries):
-            if entry.version is not None and self.record is not None:
-                self._labels.add(entry.version, self.record.version.run)
+            target = entry.target or {}
+            if entry.version is not None and self.record is not None and target.get("op") != "unload":
+                self._labels.add(entry.version, self.record.version.run, target.get("name"))
 
-    def labels(self, adapter: str | None) -> Labels:
-        """For a request that is sent now."""
-        return Labels(self.history, adapter, self.history.count)
+    def labels(self, adapter: str | None, may_make: Callable[[VersionSpan], bool]) -> Labels:
+        """For a request that is sent now; `may_make` as in `Labels`."""
+        return Labels(self.history, adapter, self.history.count, may_make)
 
     async def is_known(self, version: WeightVersion) -> bool:
         """Was it ever committed, as a base?"""

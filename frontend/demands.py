@@ -24,7 +24,7 @@ class DemandFields(BaseModel):
     """Of a request's body, at its top or in `nvext`."""
 
     min_version: int | str | None = None
-    """The oldest version that may make a token: its sequence, or its label."""
+    """The oldest version that may make a token: its sequence, or its label, of the base or of the request's adapter."""
     max_lag: int | None = Field(None, ge=0)
     """How many sequences the version of any token may be behind the committed one, until the choice has ended."""
     one_version: bool | None = None
@@ -118,8 +118,9 @@ class Unmet:
         return DemandUnmet(self.message, field=self.demand, retry_after_s=1.0)
 
 
-def not_known(label: str) -> Unmet:
-    return Unmet("min_version", f"no version {label[:64]!r} was committed")
+def not_known(label: str, adapter: str | None) -> Unmet:
+    of = "the base" if adapter is None else f"the base or {adapter[:64]!r}"
+    return Unmet("min_version", f"no version {label[:64]!r} of {of} was committed")
 
 
 def at_admission(demands: Demands, floor: Point | None, serves: Point, committed: Point) -> Unmet | None:

@@ -73,7 +73,7 @@ class EngineClient:
         self._view = view
         self._status = status
         self._committed = committed
-        self._attempts = Attempts(receiver, view, committed, self.router)
+        self._attempts = Attempts(receiver, view, status, committed, self.router)
         self._picker = Picker(self.router, view, status, committed, lease, admission_wait_s)
         self._stop_listening: list[Callable[[], None]] = []
         status.on_load = self._told

@@ -18,7 +18,8 @@ from frontend.demands import Point
 from frontend.routing import Load
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
-from rl_plane.membership import Changed
+from rl_plane.generation import VersionSpan
+from rl_plane.membership import Changed, Member
 from rl_plane.tasks import end_tasks
 from rl_plane.view import MembershipView
 
@@ -60,6 +61,20 @@ class WorkerStatus:
         held = [self.version, self.adapters.get(adapter) if adapter is not None else None]
         sequences = [int(version["sequence"]) for version in held if version is not None]
         return Point(str(self.version["run"]), max(sequences)) if self.version is not None else None
+
+    def holds(self, span: VersionSpan) -> bool:
+        """Exactly the weights that made these tokens."""
+        base, adapter = self.version, span.adapter
+        if base is None or (base["run"], base["sequence"], base["digest"]) != (
+            span.run,
+            span.sequence,
+            span.digest,
+        ):
+            return False
+        if adapter is None:
+            return True
+        held = self.adapters.get(adapter.name)
+        return held is not None and (held["sequence"], held["digest"]) == (adapter.sequence, adapter.digest)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any], incarnation: str, heard_at: float) -> WorkerStatus:
@@ -142,6 +157,11 @@ class FleetStatus:
             elif adapter is not None and adapter not in status.adapters:
                 found[member.instance_id] = f"it has not loaded {adapter} yet"
         return found
+
+    def may_make(self, member: Member, span: VersionSpan) -> bool:
+        """Whether this worker may still make tokens by these weights: False once it has told that it holds others."""
+        status = self._known.get(member.instance_id)
+        return status is None or status.incarnation != member.incarnation or status.holds(span)
 
     def refused(self, instance_id: str) -> None:
         """It is open as far as we know, but took no request."""

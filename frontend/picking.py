@@ -92,7 +92,7 @@ class Picker:
             await self._check_pin(aim.pinned)
         unmet: Unmet | None = None
         while True:
-            floor, unknown = await self._floor(aim.demands)
+            floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
             able = self._able(aim, lost)
             fit, unmet = self._fit(aim, able, floor)
@@ -152,15 +152,15 @@ class Picker:
             unmet = found or unmet
         return fit, None if fit else unmet
 
-    async def _floor(self, demands: Demands) -> tuple[Point | None, Unmet | None]:
+    async def _floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
         """What `min_version` names, and whether that is not known."""
-        asked, record = demands.min_version, self._committed.record
+        asked, adapter, record = aim.demands.min_version, aim.request.adapter, self._committed.record
         if asked is None or record is None:
             return None, None
         if isinstance(asked, int):
             return Point(record.version.run, asked), None
-        found = await self._committed.sequence_of(asked)
-        return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked))
+        found = await self._committed.sequence_of(asked, adapter)
+        return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
 
     def _unable(self, aim: Aim) -> Mapping[str, tuple[str, str]]:
         """instance id → the field that it can't do, and why. Unsupported if nobody can."""

@@ -238,7 +238,9 @@ class IncomingStream:
         self._id = stream_id
         self._opening = opening
         self._window = ReceiveWindow()
-        self._queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[float, dict[str, Any]] | Exception] = asyncio.Queue()
+        self.arrived = 0.0
+        """When the last message that was taken came, however late its reader took it; loop seconds."""
         self._ended = False
         self._silence_s = silence_s
         self._waits_since = math.inf
@@ -250,7 +252,8 @@ class IncomingStream:
             return False
         is_next, gap = self._window.take(body["n"])
         if is_next:
-            self._queue.put_nowait(body)  # a window at most: the sender waits for our credit
+            # A window at most: the sender waits for our credit.
+            self._queue.put_nowait((asyncio.get_running_loop().time(), body))
         return gap
 
     def fail(self, error: Exception) -> None:
@@ -307,11 +310,12 @@ class IncomingStream:
         while True:
             if isinstance(item, Exception):
                 return batch, item
+            self.arrived, message = item
             self._window.consumed += 1
-            self._ended = bool(item.get("end"))
-            if error := item.get("error"):
+            self._ended = bool(message.get("end"))
+            if error := message.get("error"):
                 return batch, error_from_wire(error)
-            batch.append(item)
+            batch.append(message)
             if self._ended or len(batch) == CREDIT_EVERY or self._queue.empty():
                 return batch, None
             item = self._queue.get_nowait()

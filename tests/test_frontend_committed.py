@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from frontend.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
+from frontend.fleet_status import WorkerStatus
 from rl_plane.bus import Bus
 from rl_plane.errors import StaleWeights, Unlabelled
 from rl_plane.fanout import Gather
@@ -286,6 +287,44 @@ def test_updates_in_quick_succession_do_not_keep_a_stale_stream_alive() -> None:
     known.add(replace(record(10), open=False), 8.0)
     with pytest.raises(StaleWeights):
         labels.take(delta(1), 2.1 + STALE_AFTER_S)
+
+
+def test_what_a_worker_made_before_it_went_on_is_delivered_however_late_it_comes() -> None:
+    holds = 1
+    known = history(record(1))
+    labels = Labels(known, None, 1, lambda span: span.sequence == holds)
+    labels.take(delta(1, span(1, 0, 1)), 0.0)
+    known.add(record(2), 10.0)
+    known.add(record(3), 20.0)
+    with pytest.raises(StaleWeights):
+        labels.take(delta(1), 100.0)
+    holds = 3
+    kept = Labels(known, None, 1, lambda span: span.sequence == holds)
+    kept.take(delta(2, span(1, 0, 2)), 100.0)
+    kept.take(delta(2, span(1, 0, 2), span(2, 2, 4)), 100.0)
+    kept.take(delta(1), 100.0)
+    kept.take(delta(0, span(1, 0, 2), span(2, 2, 5), end=True), 100.0)
+
+
+@pytest.mark.parametrize(
+    ("held", "made", "same"),
+    [
+        (record(1), span(1, 0, 4), True),
+        (record(1, a=2), span(1, 0, 4), True),
+        (record(1, a=2), span(1, 0, 4, a=2), True),
+        (record(2), span(1, 0, 4), False),
+        (record(1, "other"), span(1, 0, 4), False),
+        (record(1, a=3), span(1, 0, 4, a=2), False),
+        (record(3, a=2), span(1, 0, 4, a=2), False),
+        (record(1), span(1, 0, 4, a=2), False),
+        (None, span(1, 0, 4), False),
+    ],
+)
+def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made: VersionSpan, same: bool) -> None:
+    wire = held.held.to_wire() if held is not None else {"version": None, "adapters": {}}
+    admission = {"open": True, "reasons": []}
+    status = WorkerStatus.from_wire({**wire, "admission": admission, "running": 0, "waiting": 0}, "i", 0.0)
+    assert status.holds(made) == same
 
 
 def test_an_adapters_update_is_nothing_to_the_base() -> None:

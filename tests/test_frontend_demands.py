@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,17 @@ def test_labels_name_the_latest_sequence_of_the_present_run(monkeypatch: pytest.
         labels.add(version(sequence, "next"), "next")
     assert labels.get("step_1") is None
     assert labels.get("step_2") == 2
+
+
+def test_a_label_is_of_its_target() -> None:
+    labels = LabelsOfRun()
+    labels.add(version(5), "r")
+    for sequence, name in ((11, "a"), (12, "b"), (13, "b")):
+        labels.add(replace(version(sequence), label="step_5" if sequence < 13 else "late"), "r", name)
+    assert [labels.get("step_5", name) for name in (None, "a", "b", "c")] == [5, 11, 12, 5]
+    assert [labels.get("late", name) for name in (None, "a", "b")] == [None, None, 13]
+    labels.add(replace(version(14), label="step_5"), "r")
+    assert [labels.get("step_5", name) for name in (None, "a", "b")] == [14, 14, 14]
 
 
 # ---- admission ----

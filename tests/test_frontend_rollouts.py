@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from frontend import committed
+from rl_plane.generation import AdapterSpan
 from tests.scripted_worker import Script, Stream
 from tests.test_frontend_committed import record, rolling, span
 from tests.test_frontend_generation import (
@@ -25,7 +27,7 @@ from tests.test_frontend_generation import (
     update,
 )
 from tests.test_frontend_labels import always, staged
-from worker.engines.fake import fake_token
+from worker.engines.fake import fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -357,6 +359,57 @@ async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Pla
         assert (await http.post("/v1/completions", json={**refusing, "min_version": "step_1"})).status_code == 200
         unknown = await http.post("/v1/completions", json={**refusing, "min_version": "step_4"})
         assert "no version 'step_4'" in error_of(unknown, 503)["message"]
+
+
+async def test_a_label_means_the_base_or_the_requests_own_adapter(plane: Plane) -> None:
+    """Also where a frontend has it of the history."""
+    plane.spawn()
+    await update(plane, 1)
+    fleet = await plane.fleet()
+    for number, (name, label) in enumerate([("a", "step_1"), ("b", "step_1"), ("a", "step_2"), ("b", "step_3")]):
+        path = make_fake_adapter(plane.tmp / "weights" / f"adapter{number}", number, plane.model())
+        body = {"transport": {"backend": "filesystem", "path": str(path)}, "version": label}
+        target = {"kind": "lora", "op": "load" if number < 2 else "swap", "name": name}
+        await fleet.run("update_weights", {**body, "target": target})
+    await fleet.run("unload_lora_adapter", {"lora_name": "b"})
+    async with frontend(plane) as http:
+
+        async def status(label: str, model: str | None = None) -> int:
+            body = {"prompt": "hi", "model": model, "min_version": label, "on_stale": "refuse"}
+            return (await http.post("/v1/completions", json=body)).status_code
+
+        # Only the history knows it: from here on its other labels are there, too.
+        assert [await status("step_3"), await status("step_3", "a")] == [503, 503]
+        assert [await status("step_2"), await status("step_2", "a")] == [503, 200]
+        assert [await status("step_1"), await status("step_1", "a")] == [200, 200]
+
+
+async def test_adapters_of_one_label_are_not_taken_for_each_other(plane: Plane) -> None:
+    both = record(1, a=11, b=12)
+    adapters = {
+        name: replace(one, version=replace(one.version, label="step_5")) for name, one in both.adapters.items()
+    }
+    both = replace(both, adapters=adapters, made=adapters["b"].version)
+
+    async def script(stream: Stream) -> None:
+        made = span(1, 0, 1)
+        if name := stream.body["request"].get("adapter"):
+            of = both.adapters[name].version
+            made = made.model_copy(
+                update={
+                    "adapter": AdapterSpan(name=name, version=of.label, sequence=of.sequence, digest=of.digest)
+                }
+            )
+        await stream.send([7], made, end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, both)
+        await stage.decide(both)
+        for model in ("a", "b"):
+            reply = await stage.ask(model=model, min_version="step_5", on_stale="refuse")
+            assert reply.status_code == 200, reply.text
+        refused = await stage.ask(min_version="step_5", on_stale="refuse")
+        assert "no version 'step_5' of the base" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("demand", [{"one_version": True}, {"max_lag": 0}])

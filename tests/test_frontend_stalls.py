@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from frontend import listeners
+from frontend import committed, listeners
+from frontend.committed import History
+from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.replies import Choice
-from rl_plane.streams import WINDOW, IncomingStream
+from rl_plane.record import DecisionRecord
+from rl_plane.streams import WINDOW, IncomingStream, StreamSender
+from tests.scripted_worker import Stream
+from tests.test_frontend_committed import record, span
 from tests.test_frontend_generation import PROMPT, ask, frontend, next_event, tokens_under, until_running, update
+from tests.test_frontend_labels import staged
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -26,21 +32,29 @@ OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
 
-async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    worker = plane.spawn()
-    digest = (await update(plane, 1))["digest"]
-    client = await plane.client()
-    taken, waiting = 0, 0
-    bind, take, put = listeners.bind, Choice.take, IncomingStream.put
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
+    """Of a client whose connections buffer little, as frontends' do from now on."""
+    bind = listeners.bind
 
     def small(*args: Any) -> socket.socket:
         """What is accepted by it is, too."""
         listener = bind(*args)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         return listener
+
+    monkeypatch.setattr("frontend.process.bind", small)
+    return httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)])
+
+
+async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
+    plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = plane.spawn()
+    digest = (await update(plane, 1))["digest"]
+    client = await plane.client()
+    taken, waiting = 0, 0
+    take, put = Choice.take, IncomingStream.put
 
     def counted(choice: Choice, event: Any) -> None:
         nonlocal taken
@@ -54,10 +68,8 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
         waiting = max(waiting, stream._queue.qsize())
         return gap
 
-    monkeypatch.setattr("frontend.process.bind", small)
     monkeypatch.setattr(Choice, "take", counted)
     monkeypatch.setattr(IncomingStream, "put", measured)
-    few = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)])
     asked = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "logprobs": TOPS, "return_token_ids": True}
     async with (
         frontend(plane) as http,
@@ -85,3 +97,72 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
     assert sum(len(choice["logprobs"]["top_logprobs"]) for choice in choices) == TOKENS
     (span,) = choices[-1]["weight_versions"]
     assert (choices[-1]["finish_reason"], span["digest"], span["end"]) == ("length", digest, TOKENS)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_update_takes_nothing_from_one_that_stands_still(
+    plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, goes_on: bool, kept: bool
+) -> None:
+    """What was made before it is delivered however late it is read. But of a worker that does not tell that it has gone
+    on (`goes_on`), only what came in time. `kept`: an earlier update has left its label on some tokens."""
+    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    learnt: list[int] = []
+    told: list[int | None] = []
+    add, take = History.add, FleetStatus._take
+    label = [span(1, 0, 1), span(2, 1, TOKENS)] if kept else [span(1, 0, TOKENS)]
+    sender: StreamSender | None = None
+    sent = 0
+
+    def learn(history: History, one: DecisionRecord, now: float) -> None:
+        add(history, one, now)
+        learnt.append(one.sequence)
+
+    def hear(status: FleetStatus, instance_id: str, one: WorkerStatus) -> None:
+        take(status, instance_id, one)
+        told.append(one.sequence)
+
+    async def script(stream: Stream) -> None:
+        nonlocal sender, sent
+        sender = stream._sender
+        await stream.send([0], span(1, 0, 1))
+        if kept:
+            await plane.until(lambda: learnt[-1:] == [2])
+            await stream.send([1], span(1, 0, 1), span(2, 1, 2))
+        for sent in range(1 + kept, TOKENS - 1):
+            await stream.send([sent])
+        await stream.send([TOKENS - 1], *label, end=True)
+
+    monkeypatch.setattr(History, "add", learn)
+    monkeypatch.setattr(FleetStatus, "_take", hear)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt": "hi", "max_tokens": TOKENS, "stream": True, "return_token_ids": True}
+        async with (
+            httpx.AsyncClient(base_url=stage.http.base_url, timeout=60, transport=few) as slow,
+            slow.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.aiter_lines()
+            events = [await next_event(lines)]
+            if kept:
+                await stage.decide(record(2))
+                await worker.hold(record(2))
+            await plane.until(lambda: sender is not None and not sender._window.has_room())
+            if goes_on:
+                await worker.hold(record(3))
+                await plane.until(lambda: told[-1:] == [3])
+            await stage.decide(record(3))
+            await plane.until(lambda: learnt[-1:] == [3])
+            assert sent < TOKENS / 2, "the worker has the rest"
+            events += [json.loads(line[6:]) async for line in lines if line not in ("", "data: [DONE]")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    made = [token for choice in choices for token in choice["token_ids"]]
+    if goes_on:
+        assert made == list(range(TOKENS))
+        assert choices[-1]["finish_reason"] == "length"
+        assert choices[-1]["weight_versions"] == [one.model_dump(exclude_none=True) for one in label]
+    else:
+        assert events[-1]["error"]["code"] == "stale_weights"
+        assert made == list(range(len(made)))
+        assert 0 < len(made) < TOKENS

@@ -15,7 +15,7 @@ import pytest
 from tests.soak.chaos import DECK, schedule
 from tests.soak.checker import Checker, Delivered, Fault, Reference, check_partial
 from tests.soak.fleet import Counts
-from tests.soak.load import KINDS, draw
+from tests.soak.load import KINDS, OF_WORKERS, Clients, Floors, Told, draw
 from tests.soak.report import DESCRIPTORS_GROWTH, leaks
 from tests.soak.routes import ROUTES
 from worker.tiny_model import permutation
@@ -187,9 +187,27 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
         "adapter",
         "unload",
     }
-    asks = [draw("client0", number, 1, 2, ["a"]) for number in range(300)]
-    assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(300)]
+    asks = [draw("client0", number, 1, 2, ["a"]) for number in range(1200)]
+    assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(1200)]
     assert {(ask.route, ask.kind) for ask in asks} == set(itertools.product(range(len(ROUTES)), KINDS))
+
+
+@pytest.mark.parametrize("code", sorted(OF_WORKERS))
+@pytest.mark.parametrize("killed", [True, False])
+async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: bool) -> None:
+    clients = Clients(
+        [lambda: ""],
+        checker(),
+        Floors(),
+        {},
+        lambda frontend, since: killed and frontend is None,
+        clients=0,
+        seed=1,
+    )
+    ask = draw("client0", 0, 1, 1, [])
+    clients._refused(ask, 0.0, Told({}, error={"code": code, "message": "it is said"}))
+    await clients.stop()
+    assert [fault.kind for fault in clients.faults] == ([] if killed else ["refused"])
 
 
 def test_a_stream_that_takes_back_what_it_said_is_wrong() -> None:

@@ -21,9 +21,10 @@ from nats.aio.msg import Msg
 from rl_plane.bus import Bus
 from rl_plane.errors import DeadlineExceeded
 from rl_plane.nats_server import NatsServer
-from rl_plane.streams import CREDIT_EVERY, Outbox, StreamReceiver, StreamSender, bundles
+from rl_plane.streams import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
 from worker.engine_loop import EngineLoop
 
+BOUND_S = 30.0
 STREAMS, MESSAGES = 20, 150
 """More messages than a batch takes, of more streams than one message need carry."""
 
@@ -130,6 +131,29 @@ async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer
             stream.check_silence(time.monotonic() + 61.0)
             with pytest.raises(DeadlineExceeded):
                 await waiting
+
+
+async def test_a_message_came_when_it_came_however_late_it_is_taken(
+    nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, all_here = asyncio.get_running_loop(), asyncio.Event()
+    put = IncomingStream.put
+
+    def noted(stream: IncomingStream, body: dict[str, Any]) -> bool:
+        gap = put(stream, body)
+        if body.get("end"):
+            all_here.set()
+        return gap
+
+    monkeypatch.setattr(IncomingStream, "put", noted)
+    async with both_ends(nats.url) as (receiver, subject, _):
+        stream = await receiver.open(subject, "s", {"messages": MESSAGES})
+        async with asyncio.timeout(BOUND_S):
+            await all_here.wait()
+        read_from = loop.time()
+        came = [(len(batch), stream.arrived) async for batch in stream.batches()]
+    assert sum(count for count, _ in came) == MESSAGES + 1
+    assert 0.0 < came[0][1] <= came[-1][1] <= read_from
 
 
 # ---- between the threads of a worker ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,16 @@ TRANSIENT = frozenset(
     }
 )
 """What a client may be told while processes die."""
-KINDS = ("stream", "stream", "unary", "unary", "many", "many_streamed", "leaves", "leaves_unary")
-"""`many`: n > 1; `leaves`: the client is gone before the end."""
+OF_WORKERS = frozenset({"worker_lost", "stale_weights", "engine_died"})
+"""Those of them that are faults where no worker died."""
+KINDS = (*("stream", "stream", "unary", "unary", "many", "many_streamed", "leaves", "leaves_unary") * 4, "slow")
+"""`many`: n > 1; `leaves`: the client is gone before the end; `slow`: a stream whose reader stands still meanwhile."""
+STILL_S = 12.0
+"""Twice what a frontend passes on the tokens of weights for, once they are replaced."""
+SLOW_TOKENS, SLOW_TOPS = (400, 800), 20
+"""A kilobyte and more for each of them: what is made meanwhile is more than the sockets buffer."""
+SLOW_BYTES = 1 << 15
+"""That a slow reader's own buffers."""
 DEMANDS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -69,7 +78,7 @@ class Ask:
 
     @property
     def streamed(self) -> bool:
-        return self.kind in ("stream", "many_streamed", "leaves")
+        return self.kind in ("stream", "many_streamed", "leaves", "slow")
 
     @property
     def path(self) -> str:
@@ -84,7 +93,8 @@ class Ask:
         demands = DEMANDS[self.demands]
         if "min_version" in demands:
             demands = {"min_version": served}
-        asked = Tokens(self.prompt, self.max_tokens, self.n, self.adapter, self.streamed, demands)
+        tops = SLOW_TOPS if self.kind == "slow" else 0
+        asked = Tokens(self.prompt, self.max_tokens, self.n, self.adapter, self.streamed, demands, tops)
         return ROUTES[self.route].body(asked)
 
 
@@ -94,13 +104,14 @@ def draw(client: str, number: int, seed: int, frontends: int, adapters: Sequence
     kind = chance.choice(KINDS)
     long = kind in ("stream", "leaves") and chance.random() < 0.5
     adapter = chance.choice([None, None, *adapters])
+    tokens = SLOW_TOKENS if kind == "slow" else (120, 400) if long else (1, 48)
     return Ask(
         name=f"{client}#{number}",
         kind=kind,
         route=chance.randrange(len(ROUTES)),
         adapter=adapter,
         prompt=tuple(chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 24))),
-        max_tokens=chance.randint(120, 400) if long else chance.randint(1, 48),
+        max_tokens=chance.randint(*tokens),
         n=chance.randint(2, 4) if kind.startswith("many") else 1,
         frontend=chance.randrange(frontends),
         leaves_after=chance.randint(1, 20),
@@ -170,6 +181,8 @@ class Clients:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(REPLY_S), trust_env=False, limits=httpx.Limits(max_connections=None)
         )
+        few = httpx.AsyncHTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BYTES)])
+        self._slow = httpx.AsyncClient(timeout=httpx.Timeout(REPLY_S), trust_env=False, transport=few)
         self._tasks = [asyncio.create_task(self._forever(f"client{number}")) for number in range(clients)]
 
     @property
@@ -181,6 +194,7 @@ class Clients:
         self._stop.set()
         await asyncio.gather(*self._tasks)
         await self._http.aclose()
+        await self._slow.aclose()
 
     async def _forever(self, client: str) -> None:
         number = 0
@@ -245,7 +259,8 @@ class Clients:
 
     async def _stream(self, ask: Ask, asked: dict[str, Any], told: Told) -> bool:
         url, chunks, ended = self._urls[ask.frontend]() + ask.path, 0, False
-        async with self._http.stream("POST", url, json=asked, headers=ask.headers) as response:
+        http = self._slow if ask.kind == "slow" else self._http
+        async with http.stream("POST", url, json=asked, headers=ask.headers) as response:
             if response.status_code != 200:
                 told.error = json.loads(await response.aread())["error"]
                 return False
@@ -267,6 +282,8 @@ class Clients:
                 chunks += 1
                 if ask.kind == "leaves" and chunks == ask.leaves_after:
                     return len(told.finished) < ask.n
+                if ask.kind == "slow" and chunks == 1:
+                    await asyncio.sleep(STILL_S)
         return False
 
     # ---- judging ----
@@ -306,7 +323,7 @@ class Clients:
         unmet = code == "demand_unmet" and DEMANDS[ask.demands].get("on_stale") == "wait"
         if code not in TRANSIENT and not gone and not unmet:
             self._fault(ask, "refused", f"{code}: {told.error.get('message')}")
-        elif code in ("worker_lost", "engine_died") and not self._excuse(None, began):
+        elif code in OF_WORKERS and not self._excuse(None, began):
             self._fault(ask, "refused", f"{code}, and nobody was killed: {told.error.get('message')}")
 
     def _lost(self, ask: Ask, began: float, error: httpx.TransportError) -> None:

@@ -1,4 +1,5 @@
-"""`rl-plane`, which on SIGUSR1 writes down how many tasks it has: `python -P -m tests.soak.probe worker …`."""
+"""`rl-plane`, which on SIGUSR1 writes down how many tasks it has, and whose listeners buffer little, so that a slow
+reader holds back more than its sockets: `python -P -m tests.soak.probe worker …`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
@@ -14,6 +16,8 @@ from rl_plane.cli.main import run
 
 VARIABLE = "SOAK_COUNTS"
 """The directory for the counts, each in a file by the process's id."""
+SEND_BYTES = 1 << 15
+"""Of a connection that a listener accepts; Linux would buffer megabytes."""
 
 
 def count(number: int, frame: FrameType | None) -> None:
@@ -26,6 +30,15 @@ def count(number: int, frame: FrameType | None) -> None:
     unfinished.rename(file)
 
 
+def listen(listener: socket.socket, *args: int) -> None:
+    """What it accepts has its options."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    listen_large(listener, *args)
+
+
+listen_large = socket.socket.listen
+
 if __name__ == "__main__":
+    socket.socket.listen = listen  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, count)
     sys.exit(run())

@@ -22,6 +22,8 @@ class Tokens:
     adapter: str | None
     stream: bool
     demands: Mapping[str, Any]
+    tops: int = 0
+    """Of so many of the likeliest tokens, the logprobs too: to have more to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,14 @@ class Route:
     body: Callable[[Tokens], dict[str, Any]]
     choices: Callable[[Any, Before], Iterable[Choice]]
     """Of a whole reply, or of a stream's event. ValueError: it takes back what came before."""
+
+
+def _completion_body(ask: Tokens) -> dict[str, Any]:
+    return {**_openai_body(ask), **({"logprobs": ask.tops} if ask.tops else {})}
+
+
+def _chat_body(ask: Tokens) -> dict[str, Any]:
+    return {**_openai_body(ask), **({"logprobs": True, "top_logprobs": ask.tops} if ask.tops else {})}
 
 
 def _openai_body(ask: Tokens) -> dict[str, Any]:
@@ -49,7 +59,7 @@ def _vllm_body(ask: Tokens) -> dict[str, Any]:
     body: dict[str, Any] = {
         **ask.demands,
         "token_ids": list(ask.prompt),
-        "sampling_params": {"max_tokens": ask.max_tokens, "temperature": 0, "n": ask.n, "logprobs": 1},
+        "sampling_params": {"max_tokens": ask.max_tokens, "temperature": 0, "n": ask.n, "logprobs": ask.tops or 1},
         "stream": ask.stream,
     }
     return body if ask.adapter is None else {**body, "model": ask.adapter}
@@ -70,6 +80,7 @@ def _sglang_body(ask: Tokens) -> dict[str, Any]:
         "input_ids": list(ask.prompt),
         "sampling_params": {"max_new_tokens": ask.max_tokens, "temperature": 0, "n": ask.n},
         "return_logprob": True,
+        "top_logprobs_num": ask.tops,
         "lora_path": ask.adapter,
         "stream": ask.stream,
     }
@@ -93,8 +104,8 @@ def _of_sglang(told: Any, before: Before) -> Iterable[Choice]:
 
 
 ROUTES = (
-    Route("/v1/completions", _openai_body, _of_openai),
-    Route("/v1/chat/completions", _openai_body, _of_openai),
+    Route("/v1/completions", _completion_body, _of_openai),
+    Route("/v1/chat/completions", _chat_body, _of_openai),
     Route("/inference/v1/generate", _vllm_body, _of_openai),
     Route("/generate", _sglang_body, _of_sglang),
 )
