@@ -12,7 +12,7 @@ import httpx
 import pytest_asyncio
 
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
-from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
 from worker.engines.fake_model import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -320,6 +320,22 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         for at in (other, http):
             assert refused(await finish(at, None), 409)["field"] == "update_id"
         assert await served(http) == [(True, "step_2")] * 3
+
+
+async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(plane: Plane) -> None:
+    """No 503, by which a client would send again what was sent."""
+    plane.spawn()
+    client = await plane.client()
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            fine(await http.post("/start_weight_update"))
+            info = {"weight_dir": str(plane.model(seed))}
+            fine(await http.post("/update_weights", json={"update_info": info}))
+            if seed == 1:
+                async with taken_before(client, "complete_weights_update"):
+                    fine(await http.post("/finish_weight_update"))
+        plane.kill_all()
+        assert refused(await http.post("/finish_weight_update"), 409)["cause"] == "no_workers"
 
 
 async def test_what_another_holds_is_a_503_that_may_be_repeated(plane: Plane, http: httpx.AsyncClient) -> None:
