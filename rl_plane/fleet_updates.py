@@ -24,7 +24,7 @@ from rl_plane.history import (
     source_of,
     target_of,
 )
-from rl_plane.lock import HeldLock
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import Source, UpdateSession, read_record, read_session
 from rl_plane.update_steps import Call as Coordination
@@ -168,7 +168,11 @@ class FleetUpdates:
             {key: call.body[key] for key in update_bodies.Part.model_fields if key in call.body}
         )
         snapshot, update_id = await self.whole(call), call.body.get("update_id")
-        async with self._client.lock(call.view) as held:
+        waiting = await self._session(call, update_id)
+        # Its trainer sends already: there is no "later" for it. Another part may be on its way, by another group.
+        wait_s = DEFAULT_LOCK_WAIT_S if waiting is None else part.timeout_s
+        held_for = "" if waiting is None else waiting.update_id
+        async with self._client.lock(call.view, wait_s, update_id=held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
             asked_for = Coordination("feed", update_id or "", part=part)
             try:
@@ -195,7 +199,8 @@ class FleetUpdates:
             if entry is not None and entry.outcome == "committed":
                 return _with_buckets(answered(call, entry), entry.num_buckets)
         await self.whole(call)
-        async with self._client.lock(call.view) as held:
+        waiting = await self._session(call, update_id)
+        async with self._client.lock(call.view, _complete_wait_s(waiting)) as held:
             session = await self._session(call, update_id)
             pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
             asked = call.body.get("num_buckets")
@@ -290,6 +295,13 @@ class FleetUpdates:
         view = await self._client.view()
         async with self._client.lock(view, 0.0) as held:
             await Coordinator(self._client, view, held).run(Coordination("finish", ""))
+
+
+def _complete_wait_s(waiting: UpdateSession | None) -> float:
+    """What was sent is not sent again because the fleet is taken for a moment: as long as bytes are waited for."""
+    if waiting is None:
+        return DEFAULT_LOCK_WAIT_S
+    return update_bodies.UpdateWeights.model_validate(waiting.body).policy.prepare_timeout_s
 
 
 def _rows_of(ready: Members) -> list[dict[str, Any]]:

@@ -157,8 +157,9 @@ RECORD = "record"
 PAUSE = "pause"
 MEMORY = "memory"
 SESSION = "session"
+OPENED = "opened"
 """State bucket: the lock, the decision record, the desired pause, the memory that is to be released, an update that
-spans several calls."""
+spans several calls, what a trainer that speaks to SGLang has opened and will close."""
 
 HISTORY_PREFIX = "history."
 """State bucket: `history.<hash of the request id>`, an update and its outcome."""

@@ -289,13 +289,14 @@ def call_bound_s(op: str, body: dict[str, Any]) -> float:
         policy = body.get("policy")
         given = policy if isinstance(policy, dict) else {}
         defaults = UpdatePolicy()
+        taken = 2 if op == "complete_weights_update" else 1  # so long it waits for the lock, too
         return (
             wait_s
-            + _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
+            + taken * _number(given.get("prepare_timeout_s"), defaults.prepare_timeout_s)
             + 2 * _number(given.get("commit_timeout_s"), defaults.commit_timeout_s)
         )
     if op == "feed_weights_update":
-        return wait_s + _number(body.get("timeout_s"), FEED_TIMEOUT_S) + ENGINE_S
+        return wait_s + 2 * _number(body.get("timeout_s"), FEED_TIMEOUT_S) + ENGINE_S  # once for the lock
     if op not in FLEET_OPS:
         return wait_s
     worker_op = WORKER_OPS.get(op, op)

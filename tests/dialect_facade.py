@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
+from frontend.calls import FleetCalls
 from frontend.options import FrontendOptions
 from frontend.process import started
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from worker.tiny_model import witness_next_token
 
 if TYPE_CHECKING:
+    from rl_plane.client import RlClient
+    from rl_plane.errors import PlaneError
     from tests.conftest import Plane
 
 PROMPT = [5, 6, 7]
@@ -80,3 +87,68 @@ async def served(http: httpx.AsyncClient) -> list[tuple[bool, str | None]]:
     """Of each worker: may it generate, and under which label."""
     rows = fine(await http.get("/v1/rl/state"))["workers"]
     return [(row["admission"]["open"], row["applied_weight_version"]) for row in rows]
+
+
+Answered = asyncio.Event
+
+
+def _any(body: dict[str, Any]) -> bool:
+    return True
+
+
+@asynccontextmanager
+async def just_before(
+    op: str, happens: Callable[[Answered], Awaitable[None]], only: Callable[[dict[str, Any]], bool] = _any
+) -> AsyncIterator[None]:
+    """`happens`, once, as a frontend of this process is about to run this op of the fleet with a body like that. It is
+    given what tells that the op was answered. Fails where it did not come to that."""
+    run, answered, met = FleetCalls.run, Answered(), False
+
+    async def met_on_the_way(calls: FleetCalls, name: str, body: dict[str, Any], request_id: str = "") -> Any:
+        nonlocal met
+        if met or name != op or not only(body):
+            return await run(calls, name, body, request_id)
+        met = True
+        await happens(answered)
+        try:
+            return await run(calls, name, body, request_id)
+        finally:
+            answered.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FleetCalls, "run", met_on_the_way)
+        yield
+    assert met, f"{op} was not run"
+
+
+@asynccontextmanager
+async def taken_before(
+    client: RlClient, op: str, only: Callable[[dict[str, Any]], bool] = _any
+) -> AsyncIterator[None]:
+    """Somebody else changes the fleet just then, for longer than a call waits that may as well come again."""
+    view, ended = await client.view(), []
+
+    async def hold(held: asyncio.Event, answered: Answered) -> None:
+        async with client.lock(view):
+            held.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DEFAULT_LOCK_WAIT_S + 1):
+                    await answered.wait()
+
+    async def take(answered: Answered) -> None:
+        held = asyncio.Event()
+        ended.append(asyncio.create_task(hold(held, answered)))
+        await held.wait()
+
+    async with just_before(op, take, only):
+        yield
+    await asyncio.gather(*ended)
+
+
+def refused_before(op: str, error: PlaneError) -> Any:
+    """The fleet refuses this op, once."""
+
+    async def fail(answered: Answered) -> None:
+        raise error
+
+    return just_before(op, fail)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,7 +12,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tests.dialect_facade import PROMPT, facade, fine, proven, refused, witnessed
+from rl_plane.errors import Locked
+from tests.dialect_facade import (
+    PROMPT,
+    facade,
+    fine,
+    proven,
+    refused,
+    refused_before,
+    served,
+    taken_before,
+    witnessed,
+)
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import Witnesses
@@ -37,6 +49,24 @@ async def test_trainers_that_broadcast_to_vllm(plane: Plane) -> None:
 
 async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:
     """At the root and beneath `/v1/rl`; the call of each step is the update."""
+    group = await _init_broadcaster(trainer, http)
+    for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
+        body, sending = _broadcast(group, witnesses.base(seed), f"step_{step}")
+        await http.post(f"{base}/pause?mode=keep&clear_cache=false")
+        reply, _ = await asyncio.gather(
+            http.post(f"{base}/update_weights", json=body), trainer.do("send", sending)
+        )
+        assert fine(reply)["weight_version"] == f"step_{step}"
+        await http.post(f"{base}/resume")
+        await proven(http, ids, seed, f"step_{step}")
+    # Its own server takes a broadcast without a word of what comes: here that is asked for.
+    error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)
+    assert error["field"] == "update_info"
+    await proven(http, ids, 3, "step_2")
+
+
+async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
+    """Of two workers. The group's name."""
     group, port = f"prime-rl {next(NUMBERS)}", free_port()
     init = {
         "host": HOST,
@@ -53,30 +83,48 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
         trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
     )
     assert fine(formed) == {"status": "ok"}
-    for step, seed, base in ((1, 2, "/v1/rl"), (2, 3, "")):
-        (part,) = parts_of(witnesses.base(seed), 1)
-        body: dict[str, Any] = {
-            "weight_dir": None,
-            "weight_version": f"step_{step}",
-            "update_info": {
-                "names": part["names"],
-                "dtype_names": part["dtypes"],
-                "shapes": part["shapes"],
-            },
-        }
-        await http.post(f"{base}/pause?mode=keep&clear_cache=false")
-        sending = {"group": group, "directory": str(witnesses.base(seed)), "part": part}
-        reply: httpx.Response
-        reply, _ = await asyncio.gather(
-            http.post(f"{base}/update_weights", json=body), trainer.do("send", sending)
-        )
-        assert fine(reply)["weight_version"] == f"step_{step}"
-        await http.post(f"{base}/resume")
-        await proven(http, ids, seed, f"step_{step}")
-    # Its own server takes a broadcast without a word of what comes: here that is asked for.
-    error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)
-    assert error["field"] == "update_info"
-    await proven(http, ids, 3, "step_2")
+    return group
+
+
+def _broadcast(group: str, directory: Path, label: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The call, and what its trainer does meanwhile."""
+    (part,) = parts_of(directory, 1)
+    info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+    body = {"weight_dir": None, "weight_version": label, "update_info": info}
+    return body, {"group": group, "directory": str(directory), "part": part}
+
+
+async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Plane) -> None:
+    """It waits. After a 409, which its client does not repeat, nothing is left of it that another would run into."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    client, taken = await plane.client(), Locked("taken", retry_after_s=1.0)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+
+            async def update(label: str, seed: int) -> httpx.Response:
+                body, sending = _broadcast(group, plane.model(seed), label)
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights", json=body), trainer.do("send", sending)
+                )
+                return reply
+
+            group = await _init_broadcaster(trainer, http)
+            async with (
+                taken_before(client, "feed_weights_update"),
+                taken_before(client, "complete_weights_update"),
+            ):
+                assert fine(await update("one", 1))["weight_version"] == "one"
+            body, _ = _broadcast(group, plane.model(2), "two")
+            async with refused_before("feed_weights_update", taken):
+                assert refused(await http.post("/update_weights", json=body), 409)["cause"] == "locked"
+            group = await _init_broadcaster(trainer, http)
+            async with refused_before("complete_weights_update", taken):
+                assert refused(await update("two", 2), 409)["cause"] == "locked"
+            assert await served(http) == [(True, "one")] * 2
+            group = await _init_broadcaster(trainer, http)
+            assert fine(await update("two", 2))["weight_version"] == "two"
+            assert await served(http) == [(True, "two")] * 2
 
 
 async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:

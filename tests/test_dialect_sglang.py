@@ -305,6 +305,70 @@ async def test_an_update_that_is_not_whole_is_told_of(
         assert "'layers.0.weight'" in caplog.text
 
 
+async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None:
+    """`continue_generation` is awaited of who has called `pause_generation`, as long as that pause stands."""
+    ids = plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+
+        async def send(seed: int, label: str) -> list[str | None]:
+            """What each part's answer says to be served."""
+            told = []
+            for part in one_by_one(plane, seed):
+                told.append(
+                    fine(await http.post(path, json={**part, "weight_version": label})).get("weight_version")
+                )
+            return told
+
+        fine(await http.post("/v1/rl/pause", json={"workers": ids[:1]}))
+        assert [label for label in await send(1, "one") if label] == ["one"]
+        fine(await http.get("/flush_cache"))
+        assert [label for _, label in await served(http)] == ["one"] * 2
+        fine(await http.post("/pause_generation", json={}))
+        assert not any(await send(2, "two"))
+        fine(await http.get("/flush_cache"))
+        assert fine(await http.post("/continue_generation", json={}))["weight_version"] == "two"
+        # An operator has ended that pause, and begun another.
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/v1/rl/resume"))
+        fine(await http.post("/v1/rl/pause", json={}))
+        assert [label for label in await send(1, "three") if label] == ["three"]
+        fine(await http.post("/v1/rl/resume"))
+        assert await served(http) == [(True, "three")] * 2
+
+
+async def test_what_was_begun_is_known_to_any_frontend_and_ends(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its end, by `continue_generation` or by silence. Who then sends without a word commits by the last part."""
+    plane.spawn_copies(2)
+    *parts, last = one_by_one(plane, 1)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as one, facade(plane) as other:
+        fine(await one.post("/begin_weight_update", json={}))
+        for part in (*parts, last):
+            assert "are held" in fine(await other.post(path, json=part))["message"]
+        error = refused(await other.get("/flush_cache"), 400)
+        assert ("is whole" in error["message"], "end_weight_update" in error["fix"]) == (True, True)
+        assert await served(one) == [(True, "initial")] * 2
+        assert fine(await other.post("/end_weight_update", json={}))["weight_version"] == "one"
+
+        async def send(label: str) -> None:
+            for part in parts:
+                fine(await one.post(path, json={**part, "weight_version": label}))
+            assert fine(await one.post(path, json={**last, "weight_version": label}))["weight_version"] == label
+            fine(await one.get("/flush_cache"))
+
+        await send("ended")
+        fine(await one.post("/begin_weight_update", json={}))
+        fine(await other.post("/continue_generation", json={}))
+        await send("continued")
+        monkeypatch.setattr("frontend.dialects.sglang_opened.SESSION_IDLE_S", 0.0)
+        fine(await one.post("/begin_weight_update", json={}))
+        await send("silent")
+        assert await served(one) == [(True, "silent")] * 2
+
+
 async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
     plane.spawn()
     async with facade(plane, dialects=("sglang",)) as http:

@@ -17,13 +17,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rl_plane.errors import EngineFailed
-from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, served
+from rl_plane.errors import EngineFailed, Locked
+from rl_plane.lock import read_holder
+from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import Witnesses
 
 if TYPE_CHECKING:
+    from rl_plane.client import RlClient
     from tests.conftest import Plane
     from tests.told_process import ToldProcess
 
@@ -322,6 +324,94 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 fine(await replay.send("second", directory, part, weight_version="after"))
             await replay.post("/continue_generation")
             await proven(http, left, 2, "after")
+
+
+async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
+    """What was sent is not lost when somebody else changes the fleet in between: each call of an update waits for that,
+    and says what has become of it."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    client = await plane.client()
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            for step in (_taken_at_the_last_bucket, _taken_in_two_phases, _refused_at_the_end):
+                print(step.__name__)
+                await step(replay, plane, client)
+
+
+async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClient) -> None:
+    first, last = parts_of(plane.model(1), 2)
+    fine(await replay.send("g", plane.model(1), first))
+    async with taken_before(client, "feed_weights_update"), taken_before(client, "complete_weights_update"):
+        told = fine(await replay.send("g", plane.model(1), last, weight_version="one"))
+    assert told["weight_version"] == "one"
+    # For too long: it is not sent again, and not lost.
+    fine(await replay.send("g", plane.model(2), first))
+    async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
+        answer = await replay.send("g", plane.model(2), last, weight_version="two")
+    error = refused(answer, 409)
+    assert (error["cause"], "end_weight_update" in error["fix"]) == ("locked", True)
+    assert (await replay.post("/end_weight_update"))["weight_version"] == "two"
+
+
+async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -> None:
+    """`ready` is said when every rank listens, and not before."""
+    http, buckets = replay.http, parts_of(plane.model(1), 2)
+    body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
+    async with taken_before(client, "feed_weights_update", lambda body: not body.get("check_only")):
+        assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
+        holder = await read_holder(client.bus, (await client.view()).subjects.state)
+    assert holder is not None
+    assert "update_id" in holder, "who has the fleet is its feed"
+    for part in buckets:
+        await replay.trainer.do("send", {"group": "g", "directory": str(plane.model(1)), "part": part})
+    asked = {"group_name": "g", "weight_version": "three"}
+    async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
+        error = refused(await http.post("/complete_weights_update", json=asked), 409)
+    assert error["cause"] == "locked"
+    error = refused(await http.post("/prepare_weights_update", json=body), 409)
+    assert "complete_weights_update" in error["fix"]
+    async with taken_before(client, "complete_weights_update"):
+        done = await replay.post("/complete_weights_update", asked)
+    assert await replay.post("/complete_weights_update", asked) == done, "its answer was lost"
+    error = refused(await http.post("/complete_weights_update", json={"weight_version": "x"}), 409)
+    assert error["field"] == "weight_version"
+    assert await served(http) == [(True, "three")] * 2
+    await replay.post("/update_weights_from_disk", {"model_path": str(plane.model(2))})
+    error = refused(await http.post("/complete_weights_update", json=asked), 409)
+    assert "no update is prepared" in error["message"], "another one has come since"
+
+
+async def _refused_at_the_end(replay: Replay, plane: Plane, _: RlClient) -> None:
+    """miles names its update before it ends it, and says that once."""
+    (whole,) = parts_of(plane.model(1), 1)
+    for path, label in (("/end_weight_update", "four"), ("/continue_generation", "five")):
+        await replay.post("/pause_generation", {"mode": "retract"})
+        await replay.post("/begin_weight_update", {"selector": "all"})
+        fine(await replay.send("g", plane.model(1), whole))
+        await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
+            error = refused(await replay.http.post(path, json={}), 409)
+        assert error["cause"] == "locked"
+        assert (await replay.post(path))["weight_version"] == label
+        await replay.post("/continue_generation")
+        assert await served(replay.http) == [(True, label)] * 2
+
+
+async def test_a_fleet_that_is_gone_after_a_part(plane: Plane) -> None:
+    """No 503, by which a trainer would send it again."""
+    plane.spawn()
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            first, last = parts_of(plane.model(1), 2)
+            fine(await replay.send("g", plane.model(1), first))
+            plane.kill_all()
+            call = http.post("/update_weights_from_distributed", json={**last, "group_name": "g"})
+            refused(await call, 409)
 
 
 async def test_a_group_that_nobody_comes_to(plane: Plane) -> None:

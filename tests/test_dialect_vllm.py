@@ -12,7 +12,7 @@ import httpx
 import pytest_asyncio
 
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
-from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
 from worker.engines.fake_model import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -192,6 +192,8 @@ async def test_who_starts_twice_is_told_so(plane: Plane, http: httpx.AsyncClient
     # One that failed is over, and so is one that was aborted by other means.
     fine(await http.post("/start_weight_update"))
     refused(await http.post("/update_weights", json={"update_info": {"weight_dir": "/nowhere"}}), 400)
+    error = refused(await http.post("/update_weight_version", json={"new_version": "step_2"}), 409)
+    assert error["field"] == "new_version", "nothing is left that could be called so"
     fine(await http.post("/start_weight_update"))
     fine(await http.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(2))}}))
     fine(await http.post("/v1/rl/abort_weights_update", json={}))
@@ -286,6 +288,54 @@ async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: htt
     fine(await http.post("/update_weight_version", json={"new_version": "step_2"}))
     error = refused(await http.post("/update_weight_version", json={"new_version": "other"}), 409)
     assert "'step_2'" in error["message"]
+
+
+async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    """Also where that one has finished an update before, whose answer would say that nothing is left to do."""
+
+    async def begin(at: httpx.AsyncClient, seed: int) -> None:
+        fine(await at.post("/start_weight_update"))
+        fine(await at.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(seed))}}))
+
+    async def finish(at: httpx.AsyncClient, label: str | None) -> httpx.Response:
+        return await at.post("/finish_weight_update", json={"weight_version": label})
+
+    async with facade(plane) as other:
+        await begin(other, 1)
+        fine(await finish(other, "step_1"))
+        await begin(http, 2)
+        done = fine(await finish(other, "step_2"))
+        assert done["version"]["label"] == "step_2"
+        assert await served(http) == [(True, "step_2")] * 3
+        # Its answer was lost: either frontend knows it. Another label is of another update.
+        for at, label in ((other, "step_2"), (other, None), (http, "step_2"), (http, None)):
+            assert fine(await finish(at, label))["version"] == done["version"]
+        for at in (other, http):
+            assert refused(await finish(at, "step_3"), 409)["field"] == "weight_version"
+        # One that is not there any more is not answered by the one before it.
+        await begin(http, 1)
+        fine(await http.post("/v1/rl/abort_weights_update", json={}))
+        for at in (other, http):
+            assert refused(await finish(at, None), 409)["field"] == "update_id"
+        assert await served(http) == [(True, "step_2")] * 3
+
+
+async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(plane: Plane) -> None:
+    """No 503, by which a client would send again what was sent."""
+    plane.spawn()
+    client = await plane.client()
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            fine(await http.post("/start_weight_update"))
+            info = {"weight_dir": str(plane.model(seed))}
+            fine(await http.post("/update_weights", json={"update_info": info}))
+            if seed == 1:
+                async with taken_before(client, "complete_weights_update"):
+                    fine(await http.post("/finish_weight_update"))
+        plane.kill_all()
+        assert refused(await http.post("/finish_weight_update"), 409)["cause"] == "no_workers"
 
 
 async def test_what_another_holds_is_a_503_that_may_be_repeated(plane: Plane, http: httpx.AsyncClient) -> None:

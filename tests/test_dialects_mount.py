@@ -15,14 +15,24 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from frontend.dialects.common import begun, served_version
+from frontend.dialects.common import NOT_POSSIBLE, begun, served_version
 from frontend.dialects.routes import Ask, Fields, add_route, close_routes, report, take
 from frontend.http import make_app
 from frontend.openapi import add_model
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli.settings import DIALECTS, BadSetting, for_child, resolve
-from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unavailable, Unsupported, WorkerLost
+from rl_plane.errors import (
+    Conflict,
+    EngineFailed,
+    InvalidRequest,
+    Locked,
+    NoWorkers,
+    PlaneError,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -363,6 +373,15 @@ def test_once_a_transfer_may_have_begun_nobody_is_asked_to_repeat_it(raised: Any
     assert caught.value.http_status == status
     if status == 409:
         assert caught.value.facts == {"cause": raised.code}
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"), [(Locked("x"), 409), (NoWorkers("x"), 409), (Unsupported("x"), 501)]
+)
+def test_what_was_sent_is_not_sent_again_to_a_fleet_that_is_taken_or_gone(raised: Any, status: int) -> None:
+    with pytest.raises(PlaneError) as caught, begun(NOT_POSSIBLE):
+        raise raised
+    assert caught.value.http_status == status
 
 
 def test_reports_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -175,6 +175,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(nats_url: str) -> Non
         ("update_weights", {"policy": {"prepare_timeout_s": 1000}}, 1120, 1200),
         ("update_weights", {"policy": {"prepare_timeout_s": float("nan")}}, 300, 600),
         ("update_weights", {"policy": "x"}, 300, 600),
+        ("feed_weights_update", {"timeout_s": 1000}, 2000, 2400),
         ("enable", {}, 10, 60),
         ("fly", {}, 10, 60),
     ],
@@ -185,7 +186,8 @@ def test_every_call_has_a_bound(op: str, body: dict[str, object], low: float, hi
 
 def test_what_was_prepared_is_completed_with_the_same_patience() -> None:
     bounds = CallBounds()
-    assert bounds.of("complete_weights_update", {}) < 600
+    assert bounds.of("complete_weights_update", {}) < 900
     patient: dict[str, object] = {"policy": {"prepare_timeout_s": 2000}}
-    assert 2000 < bounds.of("prepare_weights_update", patient) == bounds.of("complete_weights_update", {})
+    assert 2000 < bounds.of("prepare_weights_update", patient) < 4000
+    assert bounds.of("complete_weights_update", {}) > 4000  # so long it waits for the lock, too
     assert bounds.of("update_weights", {}) < 600

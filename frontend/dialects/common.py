@@ -10,6 +10,7 @@ from typing import Any
 from frontend.dialects import DialectPlane
 from frontend.dialects.routes import SHOWN, by_worker
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
+from rl_plane.history import read_history
 
 MEMORY = ("weights", "kv_cache")
 """What can be released."""
@@ -17,16 +18,20 @@ TRIES = 3
 """Of a question to all workers, each of which has a second to answer."""
 
 
+NOT_BEGUN: tuple[type[PlaneError], ...] = (Locked, NoWorkers, Unsupported)
+"""Errors of a fleet that nobody has sent anything to."""
+NOT_POSSIBLE: tuple[type[PlaneError], ...] = (Unsupported,)
+"""What is left of them once a part was sent: a fleet that is taken by then, or gone, has lost the update."""
+
+
 @contextmanager
-def begun() -> Iterator[None]:
+def begun(harmless: tuple[type[PlaneError], ...] = NOT_BEGUN) -> Iterator[None]:
     """Around what may have begun a transfer. Trainers repeat a call by themselves after most of 5xx, which would enter
-    a collective that the others have left: here such a failure is a 409."""
+    a collective that the others have left: here such a failure is a 409. `harmless`: errors that stay as they are."""
     try:
         yield
-    except (Locked, NoWorkers, Unsupported):
-        raise  # nobody has begun
     except PlaneError as error:
-        if error.http_status < 500:
+        if error.http_status < 500 or isinstance(error, harmless):
             raise
         facts = {key: value for key, value in error.facts.items() if key != "retry_after_s"}
         raise Conflict(error.message, **{"cause": error.code, **facts}) from error
@@ -79,6 +84,28 @@ async def served_version(plane: DialectPlane) -> dict[str, Any]:
         raise Unavailable("no version is committed yet", retry_after_s=1.0)
     version: dict[str, Any] = next(row["version"] for row in serving if row["version"] is not None)
     return version
+
+
+async def last_begun(plane: DialectPlane) -> str | None:
+    """The id of the fleet's newest update of the base weights, whatever has become of it. An end that is asked for
+    again, as its answer was lost, is of this one; of an older one nobody asks any more."""
+    client = plane.calls.fleet.client
+    for entry in await read_history(client.bus, plane.view.subjects.state):
+        if (entry.target or {}).get("kind", "base") == "base":
+            return entry.update_id
+    return None
+
+
+def check_label(reply: dict[str, Any], label: str | None) -> None:
+    """Of a commit that was asked for again: it keeps the label that it has."""
+    has = reply["version"]["label"]
+    if label not in (None, has):
+        raise Conflict(
+            f"the update is committed as {has!r}, and keeps that label",
+            field="weight_version",
+            version=reply["version"],
+            fix="start another update, if one is meant that is not committed",
+        )
 
 
 async def members(plane: DialectPlane) -> list[dict[str, Any]]:

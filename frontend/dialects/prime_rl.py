@@ -15,7 +15,7 @@ from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, 
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported
 from rl_plane.vllm_bodies import ANOTHER_WAY
 
 GROUP = "prime-rl"
@@ -167,8 +167,6 @@ async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFie
     try:
         await transactions.update(fields.update_info, ask.path)
         return await transactions.finish(fields.weight_version)
-    except Locked:
-        raise
     except PlaneError:
         await transactions.drop()  # it was one call: nothing more comes of it
         raise

@@ -13,7 +13,7 @@ from pydantic import Field
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
-from frontend.dialects.sglang_held import IDLE_S
+from frontend.dialects.sglang_held import IDLE_S, HeldTensors
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 
@@ -74,6 +74,7 @@ class SglangCheckerFields(Fields):
 def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     async def pause(ask: Ask) -> Any:
         await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
+        await updates.opened.pause()
         return PAUSED
 
     async def go_on(ask: Ask) -> Any:
@@ -95,6 +96,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
             told = f"{error.message}; generation goes on by the committed version"
             raise type(error)(told, **error.facts) from error
         await let_go(plane, ask.request_id)
+        await updates.opened.close()
         if committed is None:
             return CONTINUED
         return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
@@ -111,15 +113,9 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
 
     async def flush(ask: Ask) -> Any:
         fields = take(FlushFields, ask)
-        if updates.held and not await updates.waits_for_more() and not await updates.held.is_whole():
+        if updates.held and not await updates.opened.in_pause():
             # verl flushes after its last bucket: without a word it would take the update for done.
-            missing = await updates.held.missing()
-            raise InvalidRequest(
-                f"Flush cache failed. The update is not whole, so it is not committed: {updates.held.told}; "
-                f"missing: {', '.join(missing)}",
-                missing=missing,
-                fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
-            )
+            await _refuse_to_flush(updates.held)
         return await _flush(plane, fields.timeout)
 
     async def release(ask: Ask) -> Any:
@@ -185,6 +181,21 @@ async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
                 # SGLang's status for it, by which clients ask again.
                 raise InvalidRequest(f"Flush cache failed. {error.message}", **error.facts) from error
         await asyncio.sleep(FLUSH_AGAIN_S)
+
+
+async def _refuse_to_flush(held: HeldTensors) -> None:
+    if await held.is_whole():
+        raise InvalidRequest(
+            f"Flush cache failed. The update is whole, but not committed, as nobody has ended it: {held.told}",
+            fix=f"end_weight_update commits it; what is held is dropped after {IDLE_S:g} s of silence",
+        )
+    missing = await held.missing()
+    raise InvalidRequest(
+        f"Flush cache failed. The update is not whole, so it is not committed: {held.told}; "
+        f"missing: {', '.join(missing)}",
+        missing=missing,
+        fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
+    )
 
 
 async def _check(plane: DialectPlane, action: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun
+from frontend.dialects.common import NOT_POSSIBLE, begun
 from frontend.dialects.routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.manifest import Manifest, pack
@@ -165,7 +165,8 @@ class HeldTensors:
         return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
 
     async def is_whole(self) -> bool:
-        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        with begun(NOT_POSSIBLE):
+            rows = (await self._plane.calls.run("describe", {}))["workers"]
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         return len(self._tensors) >= self._wanted
 
@@ -185,7 +186,7 @@ class HeldTensors:
     async def commit(self) -> dict[str, Any]:
         tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
-        with begun():
+        with begun((Locked, *NOT_POSSIBLE)):
             transport = await self._store.put(tensors, "weights")
             body = {
                 "transport": transport,

@@ -4,11 +4,11 @@ Trainers send an update as many calls, and SGLang writes each call's tensors ove
 they are staged until the update is whole, and then committed on every worker or on none:
 
 - between `begin_weight_update` and `end_weight_update`: by `end_weight_update`;
-- while the fleet is paused: by `continue_generation`;
+- while the fleet is paused by `pause_generation`: by `continue_generation`;
 - else: by the call with which no tensor is missing any more.
 
-What was staged is the fleet's own session, so any frontend can go on with it, and it ends by itself when its trainer is
-silent.
+What was staged is the fleet's own session, and what was opened an entry of its state (`sglang_opened`), so any frontend
+can go on with it, and it ends by itself when its trainer is silent.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, served_version
+from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, last_begun, served_version
 from frontend.dialects.routes import Fields
 from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Groups
 from frontend.dialects.sglang_held import HeldTensors
+from frontend.dialects.sglang_opened import Opened
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
+from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
 from rl_plane.update_bodies import MAX_FED_TENSORS, UpdateWeights
@@ -75,6 +77,7 @@ class PrepareFields(Fields):
 
 
 class _Receiving(NamedTuple):
+    update_id: str
     buckets: int
     group: str
     task: asyncio.Task[dict[str, Any]]
@@ -86,23 +89,22 @@ class Updates:
     def __init__(self, plane: DialectPlane, groups: Groups, held: HeldTensors) -> None:
         self.held = held
         """What came in bodies."""
+        self.opened = Opened(plane)
         self._plane = plane
         self._groups = groups
-        self._begun = False
-        """By begin_weight_update, at this frontend."""
-        self._fed_until = 0.0
-        """Monotonic: so long what was sent by way of this frontend is an update, unless it ends before."""
+        self._open_until = 0.0
+        """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
         self._label: tuple[str, str] | None = None
         """An update's id, and what it is called by now."""
         self._preparing = asyncio.Lock()
         self._receiving: _Receiving | None = None
-        """Of the two-phase form."""
+        """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
 
     @property
     def under_way(self) -> bool:
         """As far as this frontend knows by itself; the fleet's session says more."""
         receiving = self._receiving is not None and not self._receiving.task.done()
-        return self._begun or receiving or len(self.held) > 0 or time.monotonic() < self._fed_until
+        return receiving or len(self.held) > 0 or time.monotonic() < self._open_until
 
     async def session(self) -> UpdateSession | None:
         """The update that is fed."""
@@ -136,13 +138,18 @@ class Updates:
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        self._fed_until = 0.0  # unless it comes
-        with begun():
+        self._open_until = 0.0  # unless it comes
+        with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("feed_weights_update", part)
-        self._fed_until = time.monotonic() + SESSION_IDLE_S
-        if reply["missing"] or await self.waits_for_more():
+        self._open_until = time.monotonic() + SESSION_IDLE_S
+        if await self.waits_for_more() or reply["missing"]:  # in this order: each part is a sign of life
             return reply
-        return await self.commit(update_id)
+        try:
+            return await self.commit(update_id)
+        except PlaneError as error:
+            if await self.fed_standing() == update_id:  # this very call would bring its tensors twice
+                error.facts["fix"] = "all of it is here: end_weight_update commits it"
+            raise
 
     async def _prepare(self, group: str, fields: Update) -> str:
         backend = await self._groups.backend_of(group)
@@ -156,50 +163,58 @@ class Updates:
         return str(reply["update_id"])
 
     async def waits_for_more(self) -> bool:
-        """Until the trainer ends it, or lets the fleet go on."""
-        if self._begun:
-            return True
-        reply = await self._plane.calls.run("state", {})
-        return any(row.get("pause_state") == "paused" for row in reply["workers"])
+        """After a part: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says nothing of
+        this update: nobody would commit it."""
+        with begun(NOT_POSSIBLE):
+            return await self.opened.takes_more()
 
     # ---- commits ----
 
     async def commit_open(self) -> dict[str, Any] | None:
         """None: nothing was sent."""
-        if self.held:
-            self._begun = False
-            return await self.held.commit()
-        session = await self.session()
-        return None if session is None else await self.commit(session.update_id)
+        reply = None
+        try:
+            if self.held:
+                reply = await self.held.commit()
+            elif (session := await self.session()) is not None:
+                reply = await self.commit(session.update_id)
+        except PlaneError:
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if not await self.is_open():
+                    await self.opened.end()
+            raise
+        await self.opened.end()
+        return reply
 
     async def is_open(self) -> bool:
         """Is something still to be committed?"""
         return len(self.held) > 0 or await self.session() is not None
 
     async def commit(self, update_id: str) -> dict[str, Any]:
+        """Asked again, the same answer."""
         label = self._label[1] if self._label is not None and self._label[0] == update_id else None
-        self._begun, self._label, self._fed_until = False, None, 0.0
+        self._open_until = 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
-        with begun():
-            return await self._plane.calls.run("complete_weights_update", body)
+        with begun(NOT_POSSIBLE):
+            reply = await self._plane.calls.run("complete_weights_update", body)
+        check_label(reply, label)
+        return reply
 
     async def begin(self) -> None:
         if self.held or await self.session() is not None:
             raise Conflict("a weight update has begun already", fix="end_weight_update commits it")
-        self._begun = True
+        await self.opened.begin()
+        self._open_until = time.monotonic() + SESSION_IDLE_S
 
     async def drop(self) -> None:
         """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
-        self._begun, self._label, self._receiving, self._fed_until = False, None, None, 0.0
+        self._label, self._receiving, self._open_until = None, None, 0.0
         self.held.drop()
+        await self.opened.end()
         session = await self.session()
         if session is not None:
             with contextlib.suppress(PlaneError):
                 await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
-
-    async def end(self) -> dict[str, Any] | None:
-        self._begun = False
-        return await self.commit_open()
 
     async def name(self, label: str) -> None:
         """The update that is sent now; else the one that is served, as it can."""
@@ -227,8 +242,10 @@ class Updates:
                 field="num_buckets",
                 fix="describe each bucket",
             )
-        if self._receiving is not None and not self._receiving.task.done():
+        before = self._receiving
+        if before is not None and (not before.task.done() or await self.fed_standing() == before.update_id):
             raise Conflict("an update is received already", fix="complete_weights_update first")
+        self._receiving = None
         update_id = await self._prepare(fields.group_name, Update())
         every = [
             [one for bucket in fields.buckets for one in getattr(bucket, name)]
@@ -240,30 +257,56 @@ class Updates:
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        with begun():  # who is told "ready" sends at once: what does not fit is told before
+        with begun():
+            # Who is told "ready" sends at once: what does not fit is told before.
             await self._plane.calls.run("feed_weights_update", {**part, "check_only": True})
         call = self._plane.calls.run("feed_weights_update", part)
         task = asyncio.create_task(call, name="two-phase update")
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()
         )  # who completes is told
-        self._receiving = _Receiving(fields.num_buckets, fields.group_name, task)
-
-    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
-        """`group`: None is the one that was prepared."""
-        if self._receiving is None:
-            raise Conflict("no update is prepared", fix="prepare_weights_update first")
-        count, prepared, task = self._receiving
-        if group not in (None, prepared):
-            raise InvalidRequest(
-                f"the update is received by the group {prepared!r}", field="group_name", fix="name it, or none"
-            )
         try:
             with begun():
-                reply = await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._receiving = None
+                await self._is_heard(update_id, task)
+        except PlaneError:
+            with contextlib.suppress(PlaneError):  # nobody will send it
+                await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            raise
+        self._receiving = _Receiving(update_id, fields.num_buckets, fields.group_name, task)
+
+    async def _is_heard(self, update_id: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        """Until the fleet is held for these tensors: another change of it may come first. The feed's own bounds end
+        the wait."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        while not task.done():
+            holder = await read_holder(bus, state)
+            if holder is not None and holder.get("update_id") == update_id:
+                return
+            await asyncio.sleep(POLL_S)
+        task.result()
+
+    async def complete(self, label: str | None, group: str | None) -> tuple[int, dict[str, Any]]:
+        """`group`: None is the one that was prepared. Asked again, the same answer."""
+        receiving = self._receiving
+        if receiving is None or not await self._is_last(receiving):
+            raise Conflict("no update is prepared", fix="prepare_weights_update first")
+        if group not in (None, receiving.group):
+            raise InvalidRequest(
+                f"the update is received by the group {receiving.group!r}",
+                field="group_name",
+                fix="name it, or none",
+            )
+        try:
+            with begun(NOT_POSSIBLE):
+                await asyncio.shield(receiving.task)
+        except PlaneError:
+            self._receiving = None  # it is over
+            raise
         if label is not None:
-            self._label = (reply["update_id"], label)
-        return count, await self.commit(reply["update_id"])
+            self._label = (receiving.update_id, label)
+        return receiving.buckets, await self.commit(receiving.update_id)
+
+    async def _is_last(self, receiving: _Receiving) -> bool:
+        """Another one may have been prepared since, by way of another frontend."""
+        last = await self.fed_standing() or await last_begun(self._plane)
+        return last == receiving.update_id

@@ -112,7 +112,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return {"success": True, "message": "the update is open"}
 
     async def end(ask: Ask) -> Any:
-        reply = await updates.end()
+        reply = await updates.commit_open()
         if reply is None:
             return {"success": True, "message": "nothing was sent since the last commit, so nothing has changed"}
         return {

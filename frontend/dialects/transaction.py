@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, check_world, world_size
+from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
 from frontend.dialects.routes import report
 from rl_plane.errors import Conflict, Locked, PlaneError
 from rl_plane.record import read_session
@@ -125,7 +125,7 @@ class Transactions:
                 field="update_info",
                 fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
             )
-        with begun():
+        with begun(NOT_POSSIBLE):
             await self._plane.calls.run("feed_weights_update", {**self._meant(), **feed_body(part, self.transfer)})
 
     async def _from_directory(self, path: Any) -> None:
@@ -144,20 +144,34 @@ class Transactions:
 
     async def finish(self, label: str | None) -> dict[str, Any]:
         """Commits. Without a label the version is called by its number. Asked again, the same answer."""
-        current = self._current
-        label = label or (current.label if current is not None else None)
-        meant = {} if current is None else {"update_id": current.update_id}
-        with begun():
-            reply = await self._plane.calls.run(
-                "complete_weights_update", {**meant, **({"version": label} if label is not None else {})}
-            )
-        if current is not None:
-            current.finished = True
+        current = self._current = await self._to_finish()
+        label = label or current.label
+        body = {"update_id": current.update_id, **({"version": label} if label is not None else {})}
+        with begun(NOT_POSSIBLE):
+            reply = await self._plane.calls.run("complete_weights_update", body)
+        current.finished = True
+        check_label(reply, label)
         return reply
 
-    def name_next(self, label: str) -> bool:
+    async def _to_finish(self) -> _Current:
+        """The update that waits for its end, whichever frontend it was started with; without one, the last one that was
+        finished here, whose answer may have been lost."""
+        current = self._current
+        if current is not None and await self._goes_on(current):
+            return current
+        if (standing := await self.standing()) is not None:
+            return _Current(standing, prepared=True)
+        if current is None or await last_begun(self._plane) not in (None, current.update_id):
+            raise Conflict(
+                "no update is prepared",
+                field="update_id",
+                fix="start_weight_update first; what was started is dropped when its trainer is silent",
+            )
+        return current
+
+    async def name_next(self, label: str) -> bool:
         """The label of the update that is under way; False when none is."""
-        if self._current is None or self._current.finished:
+        if self._current is None or not await self._goes_on(self._current):
             return False
         self._current.label = label
         return True

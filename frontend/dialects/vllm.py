@@ -286,7 +286,7 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
 
     async def update_version(ask: Ask) -> Any:
         label = take(VersionFields, ask).new_version
-        if not transactions.name_next(label):
+        if not await transactions.name_next(label):
             served = (await served_version(plane))["label"]
             if served != label:
                 raise Conflict(
