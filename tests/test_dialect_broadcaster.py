@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 from tests.dialect_facade import PROMPT, facade, fine, proven, refused, witnessed
 from tests.fed_trainer import HOST, FedTrainer, parts_of
+from tests.test_dialect_prime_rl import PrimeRl
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import Witnesses
 
@@ -73,10 +74,17 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
         assert fine(reply)["weight_version"] == f"step_{step}"
         await http.post(f"{base}/resume")
         await proven(http, ids, seed, f"step_{step}")
-    # Its own server takes a broadcast without a word of what comes: here that is asked for.
+    # Its own server takes a broadcast without a word of what comes: here a directory alone is one, with tensors in it.
     error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)
-    assert error["field"] == "update_info"
+    assert error["field"] == "transport.path"
+    assert refused(await http.post("/update_weights", json={"weight_dir": None}), 400)["field"] == "update_info"
     await proven(http, ids, 3, "step_2")
+    # The next run of this trainer sends by files.
+    told = {"weight_dir": str(witnesses.base(1)), "weight_version": "filed"}
+    assert fine(await http.post("/update_weights", json=told))["weight_version"] == "filed"
+    await proven(http, ids, 1, "filed")
+    await PrimeRl(http).update_by_method(witnesses.base(2))
+    await proven(http, ids, 2)
 
 
 async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:

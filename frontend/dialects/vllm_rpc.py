@@ -24,7 +24,8 @@ METHODS = {
 
 class RpcFields(Fields):  # type: ignore[no-redef]  # mypy's model of __init__ has a kwargs of its own
     method: str = Field(min_length=1, max_length=200)
-    """One of SkyRL's: `skyrl_start_weight_update`, `update_weights_nccl`, `skyrl_finish_weight_update`."""
+    """One of SkyRL's: `skyrl_start_weight_update`, `update_weights_nccl`, `skyrl_finish_weight_update`; or prime-rl's
+    `update_weights_from_path`."""
     args: list[Any] = Field(default_factory=list, max_length=8)
     named: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
     timeout: float | None = None
