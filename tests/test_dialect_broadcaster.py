@@ -110,8 +110,10 @@ async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, htt
             for part in parts_of(directory, 3):
                 info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
                 told = {**part, "layout": "packed" if newer else "each"}
+                info = {**info, "packed": newer}
+                named = {"update_info": [info] * size if newer else info}
                 await asyncio.gather(
-                    _skyrl_step(http, "update_weights_nccl", {"update_info": {**info, "packed": newer}}, newer),
+                    _skyrl_step(http, "update_weights_nccl", named, newer),
                     trainer.do("send", {"group": group, "directory": str(directory), "part": told}),
                 )
             await _skyrl_step(http, "skyrl_finish_weight_update", {}, newer)
