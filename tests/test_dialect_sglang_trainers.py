@@ -21,6 +21,7 @@ from rl_plane.errors import EngineFailed
 from rl_plane.lock import read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, served
 from tests.fed_trainer import HOST, FedTrainer, parts_of
+from tests.test_dialect_sglang import one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import Witnesses
 
@@ -264,6 +265,20 @@ async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
         told = await replay.post("/load_lora_adapter_from_tensors", body)
         assert (told["success"], list(told["loaded_adapters"])) == (True, ["verl"])
     await replay.post("/unload_lora_adapter", {"lora_name": "verl"})
+
+
+async def test_tensors_that_come_at_once(plane: Plane) -> None:
+    """Each is told how many are held with its own; the one that makes the update whole has committed all."""
+    plane.spawn_copies(WORKERS)
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            bodies = [{**body, "weight_version": str(seed)} for body in one_by_one(plane, seed)]
+            calls = (http.post("/update_weights_from_tensor", json=body) for body in bodies)
+            told = [fine(reply) for reply in await asyncio.gather(*calls)]
+            assert [one["weight_version"] for one in told if "weight_version" in one] == [str(seed)]
+            held = {one["message"] for one in told if "weight_version" not in one}
+            assert held == {f"1 tensors are held, {count} of this update" for count in range(1, len(bodies))}
+            assert await served(http) == [(True, str(seed))] * WORKERS
 
 
 def load_adapter(directory: Path) -> dict[str, Any]:
