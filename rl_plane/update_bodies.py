@@ -167,7 +167,7 @@ class Part(Body):
 class FeedUpdate(Part):
     update_id: str = Field(min_length=1, max_length=128)
     last: bool = False
-    """No more will come: what is missing is an error."""
+    """No more will come: what is missing is an error. With `check_only`: no more is asked about."""
 
 
 class FedReply(TypedDict):

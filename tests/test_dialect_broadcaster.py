@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -11,11 +14,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tests.dialect_facade import PROMPT, facade, fine, proven, refused, witnessed
+from frontend.http import MAX_BODY_BYTES
+from rl_plane.safetensors_file import write_safetensors
+from rl_plane.versions import TensorSpec
+from tests.dialect_facade import PROMPT, facade, fine, proven, refused, served, witnessed
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_prime_rl import PrimeRl
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import Witnesses
+from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -137,3 +144,59 @@ async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any
         "skyrl_finish_weight_update": "/finish_weight_update",
     }[method]
     assert fine(await http.post(path, json=named))["message"]
+
+
+MANY = 20_000
+
+
+"""As those of a model of many experts."""
+NAMES = [f"model.layers.{number // 400}.mlp.experts.{number % 400}.down_proj.weight" for number in range(MANY)]
+
+
+def many_tensors(plane: Plane, seed: int) -> Path:
+    """Each of one number."""
+    path, numbers = plane.model(seed), random.Random(seed)
+    weights = {name: (TensorSpec("F32", (1,)), numbers.randbytes(4)) for name in NAMES}
+    write_safetensors(path / "model.safetensors", weights)
+    return path
+
+
+async def test_more_names_than_a_message_carries(plane: Plane) -> None:
+    """TRL announces all of a model in one call, and SGLang-Omni's trainers likewise."""
+    before, after = (many_tensors(plane, seed) for seed in (1, 2))
+    plane.spawn_copies(2, model=before)
+    group, port = f"many {next(NUMBERS)}", free_port()
+    part: dict[str, Any] = {"names": NAMES, "dtypes": ["float32"] * MANY, "shapes": [[1]] * MANY}
+    info = {"names": NAMES, "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+    assert len(json.dumps(info)) > MAX_BODY_BYTES
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
+            init |= {"rank_offset": 1, "world_size": 3, "packed": True, "packed_buffer_size_bytes": 1000}
+            formed, _ = await asyncio.gather(
+                http.post("/init_weight_transfer_engine", json={"init_info": init}),
+                trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+            )
+            fine(formed)
+            fine(await http.post("/start_weight_update", json={}))
+            told = {"group": group, "directory": str(after)}
+            packed = {**part, "layout": "packed", "bucket_bytes": 1000}
+            reply, _ = await asyncio.gather(
+                http.post("/update_weights", json={"update_info": info}),
+                trainer.do("send", {**told, "part": packed}),
+            )
+            fine(reply)
+            version = fine(await http.post("/finish_weight_update", json={"weight_version": "many"}))["version"]
+            assert version["digest"] == model_digest(after)
+            assert await served(http) == [(True, "many")] * 2
+            # Two phases: all is held against the model at once, so what does not fit is one tensor.
+            asked = {"num_buckets": 1, "group_name": group}
+            for wrong in ({**part, "shapes": [*part["shapes"][:-1], [2]]}, {key: part[key][:-1] for key in part}):
+                body = {**asked, "buckets": [wrong]}
+                error = refused(await http.post("/prepare_weights_update", json=body), 400)
+                assert (error["code"], NAMES[-1] in error["message"]) == ("invalid_weights", True), error
+            # One broadcast of so many tensors can't be told of in pieces.
+            flat = {**part, "group_name": group, "load_format": "flattened_bucket"}
+            error = refused(await http.post("/update_weights_from_distributed", json=flat), 413)
+            assert (error["field"], bool(error["fix"])) == ("names", True)
+            assert await served(http) == [(True, "many")] * 2

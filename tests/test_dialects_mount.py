@@ -249,8 +249,8 @@ async def test_every_route_tells_of_a_field_that_it_does_not_know(
             told = f"{path}: the field 'colour' has no effect: it is not known here, and is dropped"
             assert [record.getMessage() for record in caplog.records].count(told) == 1, (method, path)
         bucket = {"names": [], "dtypes": [], "shapes": [], "colour": "red"}
-        body = {"num_buckets": 1, "buckets": [bucket] * 2}
-        assert (await http.post("/prepare_weights_update", json=body)).status_code == 400
+        asked_for = {"num_buckets": 1, "buckets": [bucket] * 2}
+        assert (await http.post("/prepare_weights_update", json=asked_for)).status_code == 400
         assert "/prepare_weights_update: the field 'buckets.colour' has no effect" in caplog.text
         # The facade's own body is refused for it.
         answer = await http.post("/v1/rl/update_weights", json={"transport": {"backend": "filesystem"}, "tint": 1})

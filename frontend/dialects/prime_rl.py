@@ -17,6 +17,7 @@ from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, 
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import RpcFields
+from frontend.http import MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError, Unsupported
 from rl_plane.vllm_bodies import ANOTHER_WAY
@@ -142,6 +143,7 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
         claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
         once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
     )
 
 

@@ -12,6 +12,7 @@ from frontend.dialects.common import begun, joined
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.sglang_held import ANOTHER_WAY
 from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
+from frontend.http import MAX_BODY_BYTES, MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
 
@@ -160,7 +161,17 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     )
     for path, handler, summary, fields in routes:
         standing = updates.fed_standing if handler is from_distributed else None
-        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True, standing=standing)
+        add_route(
+            app,
+            ["POST"],
+            path,
+            handler,
+            summary=summary,
+            fields=fields,
+            once=True,
+            standing=standing,
+            max_body_bytes=MAX_NAMES_BYTES if fields in (DistributedFields, PrepareFields) else MAX_BODY_BYTES,
+        )
     add_route(
         app, ["GET", "POST"], "/get_weights_by_name", by_name, summary="Refused, by name.", fields=ByNameFields
     )

@@ -11,6 +11,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import world_size
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.transaction import Transactions
+from frontend.http import MAX_NAMES_BYTES
 from rl_plane.errors import InvalidRequest, Unsupported
 
 METHODS = {
@@ -59,5 +60,12 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
         return {"results": [None] * ranks}
 
     add_route(
-        app, ["POST"], "/collective_rpc", rpc, summary="SkyRL's update, step by step.", fields=RpcFields, once=True
+        app,
+        ["POST"],
+        "/collective_rpc",
+        rpc,
+        summary="SkyRL's update, step by step.",
+        fields=RpcFields,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
     )
