@@ -15,6 +15,7 @@ from frontend.dialects.sglang_session import DistributedFields, PrepareFields, U
 from frontend.http import MAX_BODY_BYTES, MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.update_bodies import MAX_STEP
 
 KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
@@ -29,8 +30,8 @@ class DiskFields(Update):
     keep_pause: bool = False
     """Leave the fleet paused."""
     recapture_cuda_graph: bool = False
-    token_step: int = Field(0, ge=0)
-    """The trainer's step: the version's label, where `weight_version` is not given."""
+    token_step: int = Field(0, ge=0, le=MAX_STEP)
+    """The trainer's step: the history keeps it, and it is the version's label where `weight_version` is not given."""
     manifest: dict[str, Any] | None = None
 
 
@@ -213,8 +214,6 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
     ):
         if getattr(fields, name):
             report(ask.path, name, why)
-    if fields.token_step and fields.weight_version:
-        report(ask.path, "token_step", "the label is weight_version")
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
     rows = (await plane.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)
@@ -222,6 +221,7 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
         "transport": {"backend": "filesystem", "path": fields.model_path},
         "policy": {**fields.policy, "keep_pause": fields.keep_pause},
         **({} if label is None else {"version": label}),
+        **({"step": fields.token_step} if fields.token_step else {}),
     }
     try:
         with begun():
