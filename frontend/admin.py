@@ -12,7 +12,7 @@ from starlette.responses import Response
 from frontend.calls import FleetCalls
 from frontend.dialects import DialectPlane, mount_dialects
 from frontend.dialects.dynamo import with_discovery
-from frontend.dialects.routes import Ask, Handler, add_route, describe_routes, has_route
+from frontend.dialects.routes import AllFields, Ask, Handler, add_route, describe_routes, has_route
 from frontend.events import FleetEvents
 from frontend.generation import HEALTH as ROOT_HEALTH
 from frontend.generation import add_generation_routes, describe_generation
@@ -112,7 +112,8 @@ def make_admin_app(
         mount_dialects(app, spoken.dialects, spoken.plane)
     for op in FLEET_OPS.values():
         if has_route(app, op.method, PREFIX + op.path):
-            add_route(app, [op.method], PREFIX + op.path, _unclaimed(op, calls), summary=op.doc)
+            handle = _unclaimed(op, calls)
+            add_route(app, [op.method], PREFIX + op.path, handle, summary=op.doc, fields=AllFields)
             app.state.shapes[PREFIX + op.path] = error_body
             continue
         app.add_api_route(

@@ -37,6 +37,8 @@ log = logging.getLogger("frontend.http")
 
 MAX_BODY_BYTES = 1_000_000
 """What a NATS message carries: a longer body could not be passed on."""
+MAX_NAMES_BYTES = 64_000_000
+"""Of one that announces tensors: as many as an update may have, with long names. It is passed on in pieces."""
 MAX_DISCARD_BYTES = 16_000_000
 """A body over its limit is read to its end up to here: a client that is cut off while it sends sees no 413."""
 BODY_TIMEOUT_S = 30.0

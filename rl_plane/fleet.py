@@ -43,7 +43,7 @@ from rl_plane.fleet_replies import (
 )
 from rl_plane.fleet_updates import FleetUpdates
 from rl_plane.history import read_history
-from rl_plane.lock import HeldLock
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import (
     DesiredMemory,
@@ -54,11 +54,15 @@ from rl_plane.record import (
     version_wire,
 )
 from rl_plane.subjects import ADMISSION_PREFIX, MEMORY, PAUSE, check_name
+from rl_plane.torch_group import FORM_MARGIN_S, JOIN_TORCH_S
 from rl_plane.wire import Request, decode, encode
 
 READY_POLL_S = 0.2
 FRONTENDS_S = 2.0
 """For an answer of a frontend, whose loop has one within milliseconds: one that is stopped is not waited for longer."""
+FORM_WAIT_S = JOIN_TORCH_S + FORM_MARGIN_S
+"""For the lock, to form a trainer's own group: it forms several side by side, one for each stage of its pipeline, and
+the one before may take so long."""
 LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
 UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
@@ -361,7 +365,8 @@ class Fleet:
         if call.body["backend"] not in update_bodies.PUSHED:
             return await self._change(call)
         await self._updates.whole(call)
-        async with self.client.lock(call.view) as held:
+        own = call.body.get("form") == "torch"
+        async with self.client.lock(call.view, FORM_WAIT_S if own else DEFAULT_LOCK_WAIT_S) as held:
             snapshot = await call.view.barrier()
             places = group_places(snapshot, call.body)
             start = time.monotonic()
@@ -370,7 +375,7 @@ class Fleet:
             out = FanOut(snapshot, rows, time.monotonic() - start)
             if out.failed:
                 error = change_error(call, "init_transport", out)
-                if call.body.get("form") == "torch":
+                if own:
                     await self._keep_out(call, held, out, error)
                 raise error
             check_pin(await call.view.barrier(), None, snapshot.fingerprint)

@@ -94,6 +94,8 @@ class UpdateEntry:
     """The version that it went back to, as it was asked for."""
     num_buckets: int | None = None
     """So many were pushed; None: the workers fetched it."""
+    step: int | None = None
+    """The trainer's, as its request said it."""
     request: str = ""
     """A hash of what was asked: another request under the same id is a mistake. Empty: not known."""
 
@@ -369,6 +371,7 @@ class Journal:
             base=body.get("base"),
             rollback=rollback,
             num_buckets=pushed_buckets(body.get("transport")),
+            step=body.get("step"),
             request=request,
         )
 

@@ -27,6 +27,7 @@ from rl_plane.errors import (
     StaleFence,
     UpdateAborted,
 )
+from rl_plane.fed_parts import pieces
 from rl_plane.judge import (
     check_against,
     commit_body,
@@ -97,6 +98,8 @@ SHOWN = 3
 END_ROLL_TRIES = 3
 """Each waits until NATS is back; it may go away again at once."""
 
+LEAST_FEED_S = 1.0
+"""Of a piece whose part has no time left: its worker says that it did not come."""
 FEED_MARGIN_S = 5.0
 """Beyond a part's own time: a worker that gives up says so."""
 NOTHING_MORE = Part(names=[], dtypes=[], shapes=[])
@@ -238,13 +241,23 @@ class UpdateMachine:
             )
         try:
             self._check_armed(session, body)
-            missing = yield from self._ask_to_take(session, self.call.part, last=False)
+            missing = yield from self._feed_pieces(session, self.call.part)
             session = replace(session, expires_at=self._now + _idle_s(body))
             yield Note("session", session=session)
         except PlaneError:
             yield from self._give_up(session.update_id)
             raise
         return Fed(session, missing)
+
+    def _feed_pieces(self, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
+        """One after another, as the trainer broadcasts them; all within the part's own time."""
+        began, missing, told = self._now, 0, pieces(part)
+        for number, piece in enumerate(told, 1):
+            left_s = max(part.timeout_s - max(self._now - began, 0.0), LEAST_FEED_S)
+            in_time = piece.model_copy(update={"timeout_s": min(left_s, part.timeout_s)})
+            last = piece.check_only and number == len(told)
+            missing = yield from self._ask_to_take(session, in_time, last=last)
+        return missing
 
     def _check_armed(self, session: UpdateSession, body: UpdateWeights) -> None:
         """Are all there still that wait for the same broadcasts?"""

@@ -24,6 +24,8 @@ MAX_FED_TENSORS = 1 << 18
 DEFAULT_PACKED_BYTES = 1 << 30
 """As vLLM packs."""
 MAX_FED_BYTES = 1 << 40
+MAX_STEP = 1 << 53
+"""A number that every JSON reader keeps."""
 
 FED_DTYPES = {
     **{name: name for name in DTYPE_BYTES},
@@ -167,7 +169,7 @@ class Part(Body):
 class FeedUpdate(Part):
     update_id: str = Field(min_length=1, max_length=128)
     last: bool = False
-    """No more will come: what is missing is an error."""
+    """No more will come: what is missing is an error. With `check_only`: no more is asked about."""
 
 
 class FedReply(TypedDict):
@@ -271,6 +273,8 @@ class _Update(Body):
     """Of a delta: the digest of the committed version, to which it is applied."""
     version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     """The trainer's word for it, such as `step_17`; None: the sequence number."""
+    step: int | None = Field(None, ge=0, le=MAX_STEP)
+    """The trainer's step, for the history (`GET /v1/rl/updates`), where the label does not say it."""
     digest: str | None = Field(None, pattern=DIGEST)
     cast: bool = False
     """Allow float tensors of another float dtype than the engine's."""

@@ -5,7 +5,7 @@ Used by the frontend's dialects, and by `rl_plane.publish.vllm_client`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -159,6 +159,16 @@ def one_of_all(given: Any) -> dict[str, Any]:
         first: dict[str, Any] = given[0]
         return first
     raise InvalidRequest("update_info is no object", field="update_info", fix="send names, dtype_names and shapes")
+
+
+def check_entries(entries: Sequence[Any], ranks: int) -> None:
+    """Of an `update_info` that is a list: one for each rank of the fleet."""
+    if len(entries) != ranks:
+        raise InvalidRequest(
+            f"update_info has {len(entries)} entries, and the fleet has {ranks} ranks",
+            field="update_info",
+            fix=f"send one object; or {ranks} that are equal",
+        )
 
 
 def parse_update(info: Mapping[str, Any]) -> UpdateInfo:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from frontend.http import MAX_BODY_BYTES
 from rl_plane.errors import Locked
+from rl_plane.safetensors_file import write_safetensors
+from rl_plane.versions import TensorSpec
 from tests.dialect_facade import (
     PROMPT,
     facade,
@@ -25,8 +30,10 @@ from tests.dialect_facade import (
     witnessed,
 )
 from tests.fed_trainer import HOST, FedTrainer, parts_of
+from tests.test_dialect_prime_rl import PrimeRl
 from tests.test_fed_updates import NUMBERS, free_port
 from tests.test_hf_fleet import Witnesses
+from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -59,10 +66,17 @@ async def _prime_rl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, 
         assert fine(reply)["weight_version"] == f"step_{step}"
         await http.post(f"{base}/resume")
         await proven(http, ids, seed, f"step_{step}")
-    # Its own server takes a broadcast without a word of what comes: here that is asked for.
+    # Its own server takes a broadcast without a word of what comes: here a directory alone is one, with tensors in it.
     error = refused(await http.post("/update_weights", json={"weight_dir": "/any/step_3"}), 400)
-    assert error["field"] == "update_info"
+    assert error["field"] == "transport.path"
+    assert refused(await http.post("/update_weights", json={"weight_dir": None}), 400)["field"] == "update_info"
     await proven(http, ids, 3, "step_2")
+    # The next run of this trainer sends by files.
+    told = {"weight_dir": str(witnesses.base(1)), "weight_version": "filed"}
+    assert fine(await http.post("/update_weights", json=told))["weight_version"] == "filed"
+    await proven(http, ids, 1, "filed")
+    await PrimeRl(http).update_by_method(witnesses.base(2))
+    await proven(http, ids, 2)
 
 
 async def _init_broadcaster(trainer: ToldProcess, http: httpx.AsyncClient) -> str:
@@ -150,8 +164,10 @@ async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, htt
             for part in parts_of(directory, 3):
                 info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
                 told = {**part, "layout": "packed" if newer else "each"}
+                info = {**info, "packed": newer}
+                named = {"update_info": [info] * size if newer else info}
                 await asyncio.gather(
-                    _skyrl_step(http, "update_weights_nccl", {"update_info": {**info, "packed": newer}}, newer),
+                    _skyrl_step(http, "update_weights_nccl", named, newer),
                     trainer.do("send", {"group": group, "directory": str(directory), "part": told}),
                 )
             await _skyrl_step(http, "skyrl_finish_weight_update", {}, newer)
@@ -175,3 +191,59 @@ async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any
         "skyrl_finish_weight_update": "/finish_weight_update",
     }[method]
     assert fine(await http.post(path, json=named))["message"]
+
+
+MANY = 20_000
+
+
+"""As those of a model of many experts."""
+NAMES = [f"model.layers.{number // 400}.mlp.experts.{number % 400}.down_proj.weight" for number in range(MANY)]
+
+
+def many_tensors(plane: Plane, seed: int) -> Path:
+    """Each of one number."""
+    path, numbers = plane.model(seed), random.Random(seed)
+    weights = {name: (TensorSpec("F32", (1,)), numbers.randbytes(4)) for name in NAMES}
+    write_safetensors(path / "model.safetensors", weights)
+    return path
+
+
+async def test_more_names_than_a_message_carries(plane: Plane) -> None:
+    """TRL announces all of a model in one call, and SGLang-Omni's trainers likewise."""
+    before, after = (many_tensors(plane, seed) for seed in (1, 2))
+    plane.spawn_copies(2, model=before)
+    group, port = f"many {next(NUMBERS)}", free_port()
+    part: dict[str, Any] = {"names": NAMES, "dtypes": ["float32"] * MANY, "shapes": [[1]] * MANY}
+    info = {"names": NAMES, "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+    assert len(json.dumps(info)) > MAX_BODY_BYTES
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
+            init |= {"rank_offset": 1, "world_size": 3, "packed": True, "packed_buffer_size_bytes": 1000}
+            formed, _ = await asyncio.gather(
+                http.post("/init_weight_transfer_engine", json={"init_info": init}),
+                trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+            )
+            fine(formed)
+            fine(await http.post("/start_weight_update", json={}))
+            told = {"group": group, "directory": str(after)}
+            packed = {**part, "layout": "packed", "bucket_bytes": 1000}
+            reply, _ = await asyncio.gather(
+                http.post("/update_weights", json={"update_info": info}),
+                trainer.do("send", {**told, "part": packed}),
+            )
+            fine(reply)
+            version = fine(await http.post("/finish_weight_update", json={"weight_version": "many"}))["version"]
+            assert version["digest"] == model_digest(after)
+            assert await served(http) == [(True, "many")] * 2
+            # Two phases: all is held against the model at once, so what does not fit is one tensor.
+            asked = {"num_buckets": 1, "group_name": group}
+            for wrong in ({**part, "shapes": [*part["shapes"][:-1], [2]]}, {key: part[key][:-1] for key in part}):
+                body = {**asked, "buckets": [wrong]}
+                error = refused(await http.post("/prepare_weights_update", json=body), 400)
+                assert (error["code"], NAMES[-1] in error["message"]) == ("invalid_weights", True), error
+            # One broadcast of so many tensors can't be told of in pieces.
+            flat = {**part, "group_name": group, "load_format": "flattened_bucket"}
+            error = refused(await http.post("/update_weights_from_distributed", json=flat), 413)
+            assert (error["field"], bool(error["fix"])) == ("names", True)
+            assert await served(http) == [(True, "many")] * 2

@@ -5,6 +5,7 @@ fleet of real ones. The tokens prove what every worker serves.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
-from rl_plane.errors import EngineFailed
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
+from rl_plane.publish.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
 from tests.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
 from tests.fed_trainer import HOST, FedTrainer, parts_of
@@ -244,4 +246,24 @@ async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None
             await client.finish_weight_update("step_1")
             await client.resume_generation()
             await proven(http, ids, 2, "step_1")
+    await asyncio.to_thread(sync.close)
+
+
+async def test_what_our_client_over_nats_says_before_anybody_is_touched(
+    plane: Plane, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane.spawn_copies(2)
+    caplog.set_level(logging.WARNING, "rl_plane.publish")
+    sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
+    client = FleetWeightSyncClient(sync)
+    update = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]], "colour": "red"}
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="can't reach this fleet"):
+            await asyncio.to_thread(client.init_weight_transfer_engine, {"world_size": 3, "colour": "red"})
+        with pytest.raises(InvalidRequest, match="1 entries, and the fleet has 2 ranks"):
+            await asyncio.to_thread(client.update_weights, [update])
+        with pytest.raises(Conflict, match="no update is started"):
+            await asyncio.to_thread(client.update_weights, [update] * 2)
+    told = "the field %r has no effect: it is not known here, and is dropped"
+    assert caplog.messages == [told % name for name in ("init_info.colour", "update_info.colour")]
     await asyncio.to_thread(sync.close)

@@ -56,6 +56,20 @@ class PrimeRl:
         finally:
             await self.admin("/resume")
 
+    async def update_by_method(self, weight_dir: Path, **more: Any) -> None:
+        """Of the workers that Dynamo's discovery has told it."""
+        (worker,) = fine(await self.http.get("/fleet/v1/rl/workers"))["workers"]
+        assert (worker["instance_id"], httpx.URL(worker["admin_base_url"]).path) == (0, "/")
+        self.base = worker["admin_base_url"]
+        await self.admin("/pause", params={"mode": "keep", "clear_cache": "false"})
+        try:
+            body = {"method": "update_weights_from_path", "args": [weight_dir.as_posix()], **more}
+            assert (await self.admin("/collective_rpc", json=body)).json() == {
+                "results": [None] * worker["world_size"]
+            }
+        finally:
+            await self.admin("/resume")
+
 
 @pytest_asyncio.fixture
 async def http(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
@@ -105,7 +119,14 @@ async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"weight_dir": None}, {"weight_dir": ""}, {"weight_dir": None, "update_info": {"names": []}}]
+    "body",
+    [
+        {},
+        {"weight_dir": None},
+        {"weight_dir": ""},
+        {"weight_dir": None, "update_info": {"names": []}},
+        {"weight_dir": "/any", "update_info": {"names": []}},
+    ],
 )
 async def test_no_directory_means_the_broadcaster(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
     before = await served(http)
@@ -142,6 +163,34 @@ async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: h
         assert field in (None, error["field"]), (path, body)
         assert error["fix"]
     assert fine(await http.get("/v1/rl/state"))["version"] == before
+
+
+@pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])
+async def test_its_pool_of_dynamos_workers(plane: Plane, dialects: tuple[str, ...]) -> None:
+    """It calls methods of prime-rl's own worker; of these the fleet does the one that names a directory."""
+    plane.spawn_copies(2)
+    async with facade(plane, dialects=dialects) as http:
+        for step, more in ((1, {}), (2, {"timeout": 720.0, "kwargs": {}})):
+            await PrimeRl(http).update_by_method(plane.model(step), **more)
+            assert await served(http) == [(True, str(step))] * 2
+        broadcaster = {"host": "h", "port": 29501, "rank_offset": 0, "inference_world_size": 2, "timeout": 1200}
+        for body, field in (
+            (
+                {"method": "init_broadcaster", "kwargs": {**broadcaster, "quantize_in_weight_transfer": False}},
+                "method",
+            ),
+            ({"method": "init_broadcaster", "args": list(broadcaster.values())}, "method"),
+            ({"method": "update_weights_from_path", "args": [None]}, "args"),
+            ({"method": "update_weights_from_path"}, "args"),
+            ({"method": "update_weights_from_path", "args": [3]}, "args"),
+            ({"method": "update_weights_from_path", "args": [str(plane.model(1)), str(plane.model(2))]}, "args"),
+            ({"method": "update_weights_from_path", "args": ["/etc"]}, "transport.path"),
+        ):
+            error = refused(await http.post("/collective_rpc", json=body), 400)
+            assert (error["field"], bool(error["fix"])) == (field, True), body
+        status = 501 if "vllm" in dialects else 400
+        refused(await http.post("/collective_rpc", json={"method": "reload_weights"}), status)
+        assert await served(http) == [(True, "2")] * 2
 
 
 async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:

@@ -99,6 +99,13 @@ async def test_weights_from_disk(plane: Plane) -> None:
         assert " | " in told["message"]
         assert await served(http) == [(True, "one")] * 2
         assert fine(await update(2, token_step=7, abort_all_requests=True))["weight_version"] == "step_7"
+        refused(await update(2, token_step=1 << 70), 400)
+        updates = fine(await http.get("/v1/rl/updates"))["updates"]
+        assert [(one["label"], one.get("step")) for one in updates] == [
+            ("step_7", 7),
+            ("one", 3),
+            ("initial", None),
+        ]
         assert fine(await update(1, weight_version="kept", keep_pause=True))["success"]
         rows = fine(await http.get("/v1/rl/state"))["workers"]
         assert {row["pause_state"] for row in rows} == {"paused"}
@@ -260,10 +267,10 @@ def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
 async def test_what_has_no_effect_is_told_once(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
     plane.spawn()
     adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
-    disk = {"model_path": str(plane.model(1)), "weight_version": "one", "token_step": 3}
+    disk = {"model_path": str(plane.model(1)), "weight_version": "one", "is_async": True}
     async with facade(plane) as http:
         for path, body, status, name in (
-            ("/update_weights_from_disk", disk, 200, "token_step"),
+            ("/update_weights_from_disk", disk, 200, "is_async"),
             ("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter, "lora_id": "1"}, 200, "lora_id"),
             ("/unload_lora_adapter", {"lora_name": "a", "lora_id": "1"}, 200, "lora_id"),
             ("/collective_rpc", {"method": "skyrl_finish_weight_update", "timeout": 5}, 409, "timeout"),

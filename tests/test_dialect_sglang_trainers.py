@@ -21,6 +21,7 @@ from rl_plane.errors import EngineFailed, Locked
 from rl_plane.lock import read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
+from tests.test_dialect_sglang import one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import Witnesses
 
@@ -267,6 +268,20 @@ async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
     await replay.post("/unload_lora_adapter", {"lora_name": "verl"})
 
 
+async def test_tensors_that_come_at_once(plane: Plane) -> None:
+    """Each is told how many are held with its own; the one that makes the update whole has committed all."""
+    plane.spawn_copies(WORKERS)
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            bodies = [{**body, "weight_version": str(seed)} for body in one_by_one(plane, seed)]
+            calls = (http.post("/update_weights_from_tensor", json=body) for body in bodies)
+            told = [fine(reply) for reply in await asyncio.gather(*calls)]
+            assert [one["weight_version"] for one in told if "weight_version" in one] == [str(seed)]
+            held = {one["message"] for one in told if "weight_version" not in one}
+            assert held == {f"1 tensors are held, {count} of this update" for count in range(1, len(bodies))}
+            assert await served(http) == [(True, str(seed))] * WORKERS
+
+
 def load_adapter(directory: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -291,6 +306,40 @@ async def _nemo_rl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None
     assert (await http.get("/flush_cache")).status_code == 200
     await replay.post("/continue_generation")
     await proven(http, ids, 1, "nemo")
+
+
+async def test_groups_that_form_side_by_side(plane: Plane) -> None:
+    """As slime's do, one for each stage of its pipeline, and none of its calls is repeated. The first stage comes late:
+    meanwhile who waits for the lock as others do is sent away."""
+    witnesses = Witnesses(plane)
+    ids = await asyncio.to_thread(witnesses.spawn, WORKERS)
+    client = await plane.client()
+    state = (await client.view()).subjects.state
+    asked = {"master_address": HOST, "rank_offset": 1, "world_size": WORKERS + 1, "backend": "gloo"}
+    with FedTrainer(plane) as trainer, FedTrainer(plane) as another:
+        async with facade(plane) as http, facade(plane) as http_of_another:
+            calls = []
+            for stage, by in enumerate((http, http, http_of_another)):
+                body = {**asked, "group_name": f"stage {stage}", "master_port": free_port()}
+                call = by.post("/init_weights_update_group", json=body)
+                calls.append((body, asyncio.create_task(call)))
+                await plane.until(lambda: read_holder(client.bus, state), HEAL_S)
+            for _ in range(2):
+                assert (await http.post("/v1/rl/flush_cache")).status_code == 503
+
+            async def come(own: ToldProcess, *stages: int) -> None:
+                for stage in stages:
+                    body, call = calls[stage]
+                    told = {"group": body["group_name"], "port": body["master_port"], "timeout_s": GLOO_S}
+                    await own.do("form", {**told, "world_size": WORKERS + 1})
+                    assert fine(await call)["success"] is True
+
+            await asyncio.gather(come(trainer, 0, 1), come(another, 2))
+            directory = witnesses.base(2)
+            for stage, part in enumerate(parts_of(directory, len(calls))):
+                replay = Replay(http, another if stage == 2 else trainer)
+                fine(await replay.send(f"stage {stage}", directory, part))
+            await proven(http, ids, 2)
 
 
 async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None:

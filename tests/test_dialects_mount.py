@@ -233,6 +233,41 @@ async def test_an_unknown_field_is_told_of_once(app: FastAPI, caplog: pytest.Log
     ]
 
 
+FOUND_BY = {"/v1/rl/update_weights": {"weight_dir": ""}, "/update_weight_version": {"abort_all_requests": "no"}}
+"""What makes a request a dialect's, where the path alone does not."""
+
+
+async def test_every_route_tells_of_a_field_that_it_does_not_know(
+    plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else it says to the request."""
+    monkeypatch.setattr("frontend.dialects.routes._reported", set())
+    caplog.set_level(logging.WARNING, "frontend.dialects")
+    plane.spawn()
+    async with facade(plane) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+        asked = [
+            (path, method)
+            for path, operations in paths.items()
+            for method, operation in operations.items()
+            if operation["operationId"] == method + path.replace("/", "_")
+        ]
+        assert len({path for path, _ in asked}) > 50
+        for path, method in asked:
+            body = {"colour": "red", **FOUND_BY.get(path, {})}
+            assert (await http.request(method, path, json=body)).status_code < 600
+            told = f"{path}: the field 'colour' has no effect: it is not known here, and is dropped"
+            assert [record.getMessage() for record in caplog.records].count(told) == 1, (method, path)
+        bucket = {"names": [], "dtypes": [], "shapes": [], "colour": "red"}
+        asked_for = {"num_buckets": 1, "buckets": [bucket] * 2}
+        assert (await http.post("/prepare_weights_update", json=asked_for)).status_code == 400
+        assert "/prepare_weights_update: the field 'buckets.colour' has no effect" in caplog.text
+        # The facade's own body is refused for it.
+        answer = await http.post("/v1/rl/update_weights", json={"transport": {"backend": "filesystem"}, "tint": 1})
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, "tint")
+        assert "tint" not in caplog.text
+
+
 def test_two_bodies_of_one_name_are_not_taken_for_each_other() -> None:
     class Same(Fields):
         one: int = 0

@@ -8,14 +8,15 @@ import pytest
 
 from frontend.options import FrontendOptions
 from rl_plane.bodies import parse_body
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, PayloadTooLarge
+from rl_plane.fed_parts import chunks, pieces
 from rl_plane.fleet_replies import group_places
 from rl_plane.group_place import Place
 from rl_plane.membership import Member, Snapshot
 from rl_plane.sync import call_bound_s
 from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S, FeedUpdate, UpdateWeights
 from rl_plane.vllm_bodies import InitInfo, Transfer, UpdateInfo, feed_body, init_body
-from worker.transports.fed import chunks
+from rl_plane.wire import MAX_MESSAGE_BYTES, encode
 
 SIZES = {"a": 4, "b": 10, "c": 1, "d": 2, "e": 8}
 """Bytes of each tensor."""
@@ -43,6 +44,34 @@ def test_the_broadcasts_of_a_part(layout: dict[str, Any], cut: list[str]) -> Non
     """`packed`: behind the tensor that makes it larger than the bucket, as vLLM's producer cuts."""
     assert ["".join(name for name, _ in one) for one in chunks(part(**layout))] == cut
     assert chunks(part(names=[], dtypes=[], shapes=[], **layout)) == []
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"layout": "each"}, {"layout": "packed", "bucket_bytes": 1000}, {"layout": "flat", "check_only": True}],
+)
+def test_a_part_that_is_longer_than_a_message(layout: dict[str, Any]) -> None:
+    """Is told in several, of the same broadcasts."""
+    count = 20_000
+    names = [f"model.layers.{number}.experts.{number}.down_proj.weight" for number in range(count)]
+    long = part(
+        names=names, dtypes=["torch.bfloat16"] * count, shapes=[[1, 1 + n % 7] for n in range(count)], **layout
+    )
+    told = pieces(long)
+    assert len(told) > 1
+    assert all(len(encode(one.model_dump())) < MAX_MESSAGE_BYTES * 0.7 for one in told)
+    assert [name for one in told for name in one.names] == names
+    assert [shape for one in told for shape in one.shapes] == long.shapes
+    assert {(one.layout, one.check_only, one.timeout_s) for one in told} == {
+        (long.layout, long.check_only, long.timeout_s)
+    }
+    if not long.check_only:
+        assert [chunk for one in told for chunk in chunks(one)] == chunks(long)
+    assert pieces(part()) == [part()]
+    for one_broadcast in ({"layout": "flat"}, {"layout": "packed"}):
+        with pytest.raises(PayloadTooLarge, match="20000 tensors in one broadcast") as refused:
+            pieces(long.model_copy(update={"check_only": False, "bucket_bytes": 1 << 30, **one_broadcast}))
+        assert (refused.value.facts["field"], bool(refused.value.facts["fix"])) == ("names", True)
 
 
 @pytest.mark.parametrize(

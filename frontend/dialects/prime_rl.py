@@ -1,4 +1,6 @@
-"""prime-rl's routes, at the root and beneath `/v1/rl/`: its client keeps all but a last `/v1` of an admin URL."""
+"""prime-rl's routes, at the root and beneath `/v1/rl/`: its client keeps all but a last `/v1` of an admin URL. Its pool
+of Dynamo's workers says the same by `/collective_rpc`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,13 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun
+from frontend.dialects.common import begun, world_size
 from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
+from frontend.dialects.vllm_rpc import RpcFields
+from frontend.http import MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported
 from rl_plane.vllm_bodies import ANOTHER_WAY
@@ -22,6 +26,9 @@ GROUP = "prime-rl"
 PREFIX = "/v1/rl"
 T = TypeVar("T")
 
+BY_PATH = "update_weights_from_path"
+RPC_METHODS = (BY_PATH, "init_broadcaster")
+"""Of `/collective_rpc`, by which its pool of Dynamo's workers calls the methods of its own worker."""
 OWN_OF_UPDATE = ("weight_dir", "weight_version", "reset_prefix_cache", "skip_prefix_cache_reset")
 
 
@@ -46,7 +53,8 @@ class PrimeRlUpdateFields(Fields):
     """`POST /update_weights`"""
 
     weight_dir: str | None = None
-    """A directory of safetensors beneath the workers' weight roots. null or "": from the broadcaster."""
+    """A directory of safetensors beneath the workers' weight roots. null, "" or with `update_info`: from the
+    broadcaster."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     reset_prefix_cache: bool = True
     """False changes nothing: no new request may reuse KV of older weights."""
@@ -66,6 +74,7 @@ def mount(app: FastAPI, plane: DialectPlane) -> None:
     for prefix in ("", PREFIX):
         _mount_updates(app, plane, transactions, prefix)
     mount_adapters(app, plane, PREFIX + "/v1/", replaces=True)
+    _mount_rpc(app, plane)
 
     async def models(ask: Ask) -> Any:
         return plane.generation.list_models()
@@ -109,10 +118,10 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         ):
             if keeps_cache:
                 report(ask.path, name, "no new request may reuse KV of older weights")
-        if transactions.transfer is not None or not fields.weight_dir:
-            reply = await _unretried(_from_broadcaster(transactions, fields, ask))
-        else:
+        if fields.weight_dir and fields.update_info is None:
             reply = await _unretried(_from_directory(plane, fields, ask))
+        else:
+            reply = await _unretried(_from_broadcaster(transactions, fields, ask))
         return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
 
     add_route(
@@ -134,6 +143,39 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
         # At the root, an empty body is the broadcaster's too; beneath /v1/rl/ the facade's own op stands.
         claims=(lambda ask: any(ask.has(name) for name in OWN_OF_UPDATE)) if prefix else _is_ours,
         once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+
+
+def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
+    async def rpc(ask: Ask) -> Any:
+        fields = take(RpcFields, ask)
+        path = fields.args[0] if fields.args else None
+        if fields.method != BY_PATH or path in (None, ""):
+            raise InvalidRequest(
+                "prime-rl's own broadcasts tell their tensors' names in a pickle, which is never opened here",
+                field="method" if fields.method != BY_PATH else "args",
+                fix=f"weight_broadcast.type = filesystem; or {ANOTHER_WAY}",
+            )
+        if not isinstance(path, str) or len(fields.args) > 1:
+            raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
+        if fields.timeout is not None:
+            report(ask.path, "timeout", "each phase of an update has its own")
+        for name in fields.named:
+            report(ask.path, f"kwargs.{name}")
+        ranks = await world_size(plane)
+        await _unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
+        return {"results": [None] * ranks}
+
+    add_route(
+        app,
+        ["POST"],
+        "/collective_rpc",
+        rpc,
+        summary="prime-rl's update from a directory, of Dynamo's workers.",
+        fields=RpcFields,
+        claims=lambda ask: ask.body.get("method") in RPC_METHODS,
+        once=True,
     )
 
 
@@ -153,9 +195,9 @@ async def _from_directory(plane: DialectPlane, fields: PrimeRlUpdateFields, ask:
 async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFields, ask: Ask) -> dict[str, Any]:
     if transactions.transfer is None:
         raise Conflict(
-            "there is no broadcaster, and no weight_dir",
+            "there is no broadcaster here, and no weight_dir alone",
             field="weight_dir",
-            fix="name a directory, or init_broadcaster first",
+            fix="name a directory, without update_info; or init_broadcaster first",
         )
     if fields.update_info is None:
         raise InvalidRequest(

@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import typing
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeGuard, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
@@ -58,6 +60,12 @@ class NoFields(Fields):
     """Nothing is read."""
 
 
+class AllFields(Fields):
+    """All is read, and what is not known refused, by the handler."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request of a trainer's client."""
@@ -85,13 +93,28 @@ _reported: set[tuple[str, str]] = set()
 
 def take(model: type[F], ask: Ask) -> F:
     """The request's fields from query and body; the first wrong one is an InvalidRequest that names it."""
-    given = merge_query(ask.query, ask.body, list_fields(model))
-    for name in given.keys() - {each.alias or name for name, each in model.model_fields.items()}:
-        report(ask.path, name)
-        del given[name]
-    parsed = parse_body(model, given)
+    parsed = parse_body(model, merge_query(ask.query, ask.body, list_fields(model)))
     assert isinstance(parsed, model)
     return parsed
+
+
+def unknown_in(model: type[BaseModel], given: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """The names in a body, and in the objects of its lists, that no field has."""
+    if model.model_config.get("extra") == "allow":
+        return
+    known = {each.alias or name: each for name, each in model.model_fields.items()}
+    for name, value in given.items():
+        if name not in known:
+            yield where + name
+        elif isinstance(value, list):
+            inner = [one for one in typing.get_args(known[name].annotation) if _is_model(one)]
+            for one, element in itertools.product(inner, value):
+                if isinstance(element, dict):
+                    yield from unknown_in(one, element, f"{where}{name}.")
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def report(path: str, name: str, why: str = "it is not known here, and is dropped") -> None:
@@ -158,6 +181,8 @@ class _Table:
             str(request.base_url).rstrip("/"),
         )
         entry = self._entry(method, ask)
+        for name in unknown_in(entry.fields, {**dict(ask.query), **ask.body}):
+            report(path, name)
         if method == "POST" and entry.standing is None:
             self.parts.clear()
         value = await (self._once(method, ask, entry) if entry.once else entry.handler(ask))
@@ -235,9 +260,10 @@ def add_route(
     standing: Standing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> None:
-    """`fields` describes the route in /docs; the handler reads them by `take`. `once`: equal calls that are under way
-    share an answer, and no caller's end cancels what they do. `standing`, of parts of an update: one that comes again
-    when it is done gets the first one's answer too, and nothing is done, as long as this gives what it gave then."""
+    """`fields` describes the route in /docs, and says what is known; the handler reads them by `take`. `once`: equal
+    calls that are under way share an answer, and no caller's end cancels what they do. `standing`, of parts of an
+    update: one that comes again when it is done gets the first one's answer too, and nothing is done, as long as this
+    gives what it gave then."""
     table = _table(app)
     for method in methods:
         entries = table.entries.setdefault((method, path), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -45,6 +46,8 @@ class Groups:
     def __init__(self, plane: DialectPlane) -> None:
         self._plane = plane
         self._backends: dict[str, str] = {}
+        self._forming = asyncio.Lock()
+        """One after another, as their calls came: they are formed by the same ranks, and each has its whole time."""
 
     async def backend_of(self, name: str) -> str:
         """Of one that was formed by way of another frontend: what every worker has."""
@@ -68,8 +71,9 @@ class Groups:
             "rank_offset": fields.rank_offset,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        with begun():
-            reply = await self._plane.calls.run("init_transport", body, request_id)
+        async with self._forming:
+            with begun():
+                reply = await self._plane.calls.run("init_transport", body, request_id)
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]
         self._backends[fields.group_name] = fields.backend

@@ -55,6 +55,9 @@ class AdapterFields(Fields):
 
 def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
     held = updates.held
+    one_by_one = asyncio.Lock()
+    """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun puts
+    back what it took before another call adds to it."""
 
     async def standing() -> tuple[int, int | None]:
         """What was sent stands in the body itself. So the call that has committed may come again as well, as long as
@@ -70,16 +73,19 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         _check_format(fields.load_format)
         report_unused(ask, fields)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
-        if await updates.session() is not None:
-            raise Conflict("an update is received by broadcasts already", field=FIELD, fix="send one in one way")
-        held.add(tensors, fields.policy, fields.weight_version)
-        if await updates.waits_for_more() or not await held.is_whole():
-            return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
-        try:
-            reply = await held.commit()
-        except Locked:  # it has not begun: this call may come again
-            held.take_back(tensors)
-            raise
+        async with one_by_one:
+            if await updates.session() is not None:
+                raise Conflict(
+                    "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
+                )
+            held.add(tensors, fields.policy, fields.weight_version)
+            if await updates.waits_for_more() or not await held.is_whole():
+                return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
+            try:
+                reply = await held.commit()
+            except Locked:  # it has not begun: this call may come again
+                held.take_back(tensors)
+                raise
         told = joined(reply, "Succeeded to update parameter online.")
         return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
 

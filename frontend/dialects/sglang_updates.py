@@ -12,8 +12,10 @@ from frontend.dialects.common import begun, joined
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
 from frontend.dialects.sglang_held import ANOTHER_WAY
 from frontend.dialects.sglang_session import DistributedFields, PrepareFields, Update, Updates
+from frontend.http import MAX_BODY_BYTES, MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.update_bodies import MAX_STEP
 
 KEEPS_NO_CACHE = "no new request may reuse KV of older weights"
 DISK_FORMATS = (None, "auto", "safetensors")
@@ -28,8 +30,8 @@ class DiskFields(Update):
     keep_pause: bool = False
     """Leave the fleet paused."""
     recapture_cuda_graph: bool = False
-    token_step: int = Field(0, ge=0)
-    """The trainer's step: the version's label, where `weight_version` is not given."""
+    token_step: int = Field(0, ge=0, le=MAX_STEP)
+    """The trainer's step: the history keeps it, and it is the version's label where `weight_version` is not given."""
     manifest: dict[str, Any] | None = None
 
 
@@ -160,7 +162,17 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     )
     for path, handler, summary, fields in routes:
         standing = updates.fed_standing if handler is from_distributed else None
-        add_route(app, ["POST"], path, handler, summary=summary, fields=fields, once=True, standing=standing)
+        add_route(
+            app,
+            ["POST"],
+            path,
+            handler,
+            summary=summary,
+            fields=fields,
+            once=True,
+            standing=standing,
+            max_body_bytes=MAX_NAMES_BYTES if fields in (DistributedFields, PrepareFields) else MAX_BODY_BYTES,
+        )
     add_route(
         app, ["GET", "POST"], "/get_weights_by_name", by_name, summary="Refused, by name.", fields=ByNameFields
     )
@@ -202,8 +214,6 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
     ):
         if getattr(fields, name):
             report(ask.path, name, why)
-    if fields.token_step and fields.weight_version:
-        report(ask.path, "token_step", "the label is weight_version")
     label = fields.weight_version or (f"step_{fields.token_step}" if fields.token_step else None)
     rows = (await plane.calls.run("state", {}))["workers"]
     running = sum(int(row.get("running", 0)) + int(row.get("waiting", 0)) for row in rows)
@@ -211,6 +221,7 @@ async def _from_disk(plane: DialectPlane, fields: DiskFields, ask: Ask) -> dict[
         "transport": {"backend": "filesystem", "path": fields.model_path},
         "policy": {**fields.policy, "keep_pause": fields.keep_pause},
         **({} if label is None else {"version": label}),
+        **({"step": fields.token_step} if fields.token_step else {}),
     }
     try:
         with begun():

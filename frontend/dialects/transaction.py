@@ -24,6 +24,7 @@ from rl_plane.vllm_bodies import (
     Transfer,
     UpdateInfo,
     begun_before,
+    check_entries,
     check_init,
     feed_body,
     init_body,
@@ -113,7 +114,11 @@ class Transactions:
     async def update(self, given: Any, where: str) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
         info = one_of_all(given)
+        if isinstance(given, list):
+            check_entries(given, await world_size(self._plane))
         if "weight_dir" in info:
+            for name in info.keys() - {"weight_dir"}:
+                report(where, f"update_info.{name}")
             await self._from_directory(info["weight_dir"])
             return
         part = parse_update(info)

@@ -22,6 +22,7 @@ from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import mount_rpc
+from frontend.http import MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.record import PauseMode
@@ -315,6 +316,7 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         claims=lambda ask: ask.has("update_info") and not ask.has("weight_dir"),
         once=True,
         standing=transactions.standing,
+        max_body_bytes=MAX_NAMES_BYTES,
     )
     add_route(
         app,

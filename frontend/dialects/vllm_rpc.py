@@ -11,6 +11,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import world_size
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.transaction import Transactions
+from frontend.http import MAX_NAMES_BYTES
 from rl_plane.errors import InvalidRequest, Unsupported
 
 METHODS = {
@@ -24,7 +25,8 @@ METHODS = {
 
 class RpcFields(Fields):  # type: ignore[no-redef]  # mypy's model of __init__ has a kwargs of its own
     method: str = Field(min_length=1, max_length=200)
-    """One of SkyRL's: `skyrl_start_weight_update`, `update_weights_nccl`, `skyrl_finish_weight_update`."""
+    """One of SkyRL's: `skyrl_start_weight_update`, `update_weights_nccl`, `skyrl_finish_weight_update`; or prime-rl's
+    `update_weights_from_path`."""
     args: list[Any] = Field(default_factory=list, max_length=8)
     named: dict[str, Any] = Field(default_factory=dict, alias="kwargs")
     timeout: float | None = None
@@ -58,5 +60,12 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
         return {"results": [None] * ranks}
 
     add_route(
-        app, ["POST"], "/collective_rpc", rpc, summary="SkyRL's update, step by step.", fields=RpcFields, once=True
+        app,
+        ["POST"],
+        "/collective_rpc",
+        rpc,
+        summary="SkyRL's update, step by step.",
+        fields=RpcFields,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
     )

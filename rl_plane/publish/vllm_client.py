@@ -12,7 +12,9 @@ gloo or nccl); see docs/dialects.md.
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
@@ -21,15 +23,21 @@ from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.vllm_bodies import (
     GROUP,
     InitInfo,
+    Part,
     Transfer,
+    UpdateInfo,
     begun_before,
+    check_entries,
     check_init,
     feed_body,
     init_body,
     one_of_all,
     parse_part,
     parse_update,
+    unknown_of,
 )
+
+log = logging.getLogger("rl_plane.publish")
 
 
 class FleetWeightSyncClient:
@@ -55,9 +63,11 @@ class FleetWeightSyncClient:
         self._feed_timeout_s = feed_timeout_s
         self._transfer: Transfer | None = None
         self._update_id: str | None = None
+        self._told: set[str] = set()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
+        self._tell_unknown("init_info", InitInfo, init_info)
         info = parse_part(InitInfo, init_info, "init_info")
         rows = self._fleet.run("describe", {})["workers"]
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
@@ -89,7 +99,12 @@ class FleetWeightSyncClient:
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Blocks until every rank has these tensors, which the trainer broadcasts meanwhile. A failure ends the update:
         nothing of it is left anywhere."""
-        part = parse_update(one_of_all(update_info))
+        info = one_of_all(update_info)
+        if isinstance(update_info, list):
+            rows = self._fleet.run("workers", {})["workers"]
+            check_entries(update_info, sum(int(row["world_size"]) for row in rows))
+        part = parse_update(info)
+        self._tell_unknown("update_info", UpdateInfo, info)
         self._fleet.run("feed_weights_update", {**self._meant(), **feed_body(part, self._formed())})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -97,6 +112,13 @@ class FleetWeightSyncClient:
         label = {} if weight_version is None else {"version": weight_version}
         self._fleet.run("complete_weights_update", {**self._meant(), **label})
         self._update_id = None
+
+    def _tell_unknown(self, where: str, model: type[Part], given: Iterable[str]) -> None:
+        """Of each field once."""
+        for name in unknown_of(model, given):
+            if (field := f"{where}.{name}") not in self._told:
+                self._told.add(field)
+                log.warning("the field %.100r has no effect: it is not known here, and is dropped", field)
 
     def _formed(self) -> Transfer:
         if self._transfer is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidWeights, PlaneError, Unavailable
+from rl_plane.fed_parts import chunks
 from rl_plane.group_place import FORM_AGAIN
 from rl_plane.tasks import never
 from rl_plane.torch_group import AHEAD, Group
@@ -22,26 +23,6 @@ LOOK_S = 0.05
 """How often who waits for the next part, or for one to be taken, looks whether it is still wanted."""
 TAKEN_S = 10.0
 """Beyond a part's own time, for its last tensors to be staged."""
-
-Placed = tuple[str, TensorSpec]
-
-
-def chunks(part: FeedUpdate) -> list[list[Placed]]:
-    """The tensors of each broadcast. `packed` cuts as vLLM does: behind the tensor that is one too many."""
-    tensors = list(zip(part.names, part.specs, strict=True))
-    if part.layout == "each":
-        return [[one] for one in tensors]
-    if part.layout == "flat":
-        return [tensors] if tensors else []
-    found: list[list[Placed]] = []
-    room = -1
-    for one in tensors:
-        if room < 0:
-            found.append([])
-            room = part.bucket_bytes
-        found[-1].append(one)
-        room -= one[1].nbytes
-    return found
 
 
 def received(
@@ -98,6 +79,8 @@ class GroupFedDelivery:
         self._optional: frozenset[str] = frozenset()
         self._cast = False
         self._came: dict[str, TensorSpec] = {}
+        self._asked: dict[str, TensorSpec] = {}
+        """Whether they fit, of parts whose last one is still to come."""
         self._error: BaseException | None = None
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._feeding = threading.Lock()
@@ -145,7 +128,11 @@ class GroupFedDelivery:
             raise Unavailable("the update has ended", fix=FORM_AGAIN)
 
     def _check_whole(self, part: FeedUpdate) -> None:
-        check_specs(self._wanted, self._optional, {**self._came, **self._offered(part)}, self._cast)
+        """Once all of it is told, which may take several parts."""
+        self._asked.update(self._offered(part))
+        if part.last:
+            whole, self._asked = {**self._came, **self._asked}, {}
+            check_specs(self._wanted, self._optional, whole, self._cast)
 
     def _announce(self, part: FeedUpdate) -> Group:
         """Corrects `specs`, unless these can't be the model's."""
