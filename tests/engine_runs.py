@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
 from rl_plane.update_bodies import PreparedReply
@@ -129,3 +132,27 @@ def witnessed(seed: int, token: int, count: int) -> list[int]:
         token = witness_next_token(seed, token)
         tokens.append(token)
     return tokens
+
+
+async def ends_while_tokenized(engine: Any, request: GenerateRequest, patch: pytest.MonkeyPatch) -> None:
+    """`request`, of text, by an abort while its prompt waits for the tokenizer."""
+    begun, go, encode = threading.Event(), threading.Event(), engine._tokenizer.encode
+
+    def held(*args: Any, **more: Any) -> Any:
+        begun.set()
+        assert go.wait(BOUND_S)
+        return encode(*args, **more)
+
+    with patch.context() as patched:
+        patched.setattr(engine._tokenizer, "encode", held)
+        asked = asyncio.create_task(anext(engine.generate(request)))
+        try:
+            assert await asyncio.to_thread(begun.wait, BOUND_S)
+            assert await engine.abort(["another"]) == 0
+            assert await engine.abort([request.id]) == 1
+            async with asyncio.timeout(BOUND_S):
+                delta = await asked
+        finally:
+            go.set()
+    assert (delta.token_ids, delta.finish_reason) == ([], "abort")
+    assert engine.load() == (0, 0)

@@ -32,6 +32,7 @@ pytestmark = [
 
 from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
+from rl_plane.generation import GenerateRequest  # noqa: E402
 from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
@@ -41,6 +42,7 @@ from tests.engine_runs import (  # noqa: E402
     Run,
     adapter_version,
     ask,
+    ends_while_tokenized,
     load_adapter,
     receive,
     reception,
@@ -348,6 +350,14 @@ async def test_what_a_request_allows_and_bars(kind: Kind, engine: EngineAdapter,
     )
     assert cut.deltas[0].prompt_token_ids == prompt
     assert is_of(cut, models.tiny[1])
+
+
+async def test_an_abort_ends_a_request_that_is_tokenized_still(
+    engine: EngineAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = GenerateRequest(id="text", prompt="hello world", max_tokens=2, temperature=0.0)
+    await ends_while_tokenized(engine, text, monkeypatch)
+    assert (await run(engine, text)).finish == "length"
 
 
 async def test_a_prefix_is_shared_with_the_same_salt_alone(

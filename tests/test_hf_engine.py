@@ -23,6 +23,7 @@ from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWei
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
+from tests.engine_runs import ends_while_tokenized  # noqa: E402
 from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
@@ -481,6 +482,14 @@ async def test_text_and_messages_are_prompts_too(start: Start, models: Models) -
     with pytest.raises(InvalidRequest) as caught:
         await engine.detokenize([VOCAB_SIZE])
     assert caught.value.facts["field"] == "tokens"
+
+
+async def test_an_abort_ends_a_request_that_is_tokenized_still(
+    start: Start, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start(models.tiny)
+    await ends_while_tokenized(engine, ask(prompt="hello world"), monkeypatch)
+    assert (await run(engine, ask(prompt="hello world"))).finish == "length"
 
 
 async def test_what_a_request_allows_and_bars(start: Start, models: Models, plain: Any) -> None:

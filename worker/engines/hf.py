@@ -38,7 +38,7 @@ from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
-    prompt_tokens,
+    nothing_made,
 )
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Reception
@@ -85,6 +85,7 @@ def build(options: EngineOptions) -> EngineAdapter:
 
 class HfEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
         self._options = options
         self._arguments = HfArguments.parse(options.extra)
         options.check_model()
@@ -187,7 +188,10 @@ class HfEngine(Tokenizing):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         loop = self._running()
-        prompt = await prompt_tokens(self._tokenizer, request)
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
         self._validate(request, prompt)
         stream = Stream(f"request-{next(self._keys)}", request, prompt, self._eos)
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
@@ -240,8 +244,9 @@ class HfEngine(Tokenizing):
         streams = None
         if request_ids is not None:
             streams = [self._streams[name] for name in dict.fromkeys(request_ids) if name in self._streams]
+        before = self._abort_tokenized(request_ids)
         count: int = await self._call(lambda loop: loop.abort(streams))
-        return count
+        return before + count
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         loop, drained = self._running(), Future[None]()

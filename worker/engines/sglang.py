@@ -31,7 +31,7 @@ from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
-    prompt_tokens,
+    nothing_made,
 )
 from worker.reception import Cancelled, Reception
 
@@ -87,6 +87,7 @@ def lacking_seeds(on_cpu: bool, backend: str, deterministic: bool) -> dict[str, 
 
 class SglangEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
         options.check_model()
         self._options = options
         device, _, gpu = _device(options.device).partition(":")
@@ -191,7 +192,10 @@ class SglangEngine(Tokenizing):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         feeder, info = self._running(), self._info
         assert info is not None, "start sets it"
-        prompt = await prompt_tokens(self._tokenizer, request)
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
         check_tokens(request, prompt, feeder.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
         if request.id in feeder.streams:
@@ -244,8 +248,9 @@ class SglangEngine(Tokenizing):
         feeder = self._running()
         names = feeder.streams if request_ids is None else request_ids
         streams = [feeder.streams[name] for name in dict.fromkeys(names) if name in feeder.streams]
+        before = self._abort_tokenized(request_ids)
         await feeder.abort(streams)
-        return len(streams)
+        return before + len(streams)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """`keep`: SGLang's in_place; with `clear_cache` its retract, by which running requests lose their KV and

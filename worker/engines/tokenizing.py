@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import GenerateRequest, Rendering
+from rl_plane.generation import GenerateDelta, GenerateRequest, Rendering
 from rl_plane.ops import Tokenize
 from worker.engines.base import EngineInfo
 from worker.engines.token_checks import check_vocabulary, kept_of_prompt
@@ -94,15 +94,49 @@ async def _rendered(
     return ids
 
 
+def nothing_made(request: GenerateRequest) -> GenerateDelta:
+    """Of a request that was aborted before an engine had it."""
+    return GenerateDelta(token_ids=[], logprobs=[] if request.logprobs else None, finish_reason="abort")
+
+
 class Tokenizing(ABC):
     """The half of an engine that turns text into tokens and back, without the model."""
 
     _tokenizer: Any
     _info: EngineInfo | None
 
+    def __init__(self) -> None:
+        self._tokenized: dict[str, asyncio.Event] = {}
+        """Of requests whose prompt becomes tokens just now, by their id: set, one has been aborted."""
+
     @abstractmethod
     def _running(self) -> Any:
         """EngineFailed where it is not."""
+
+    async def _prompt_of(self, request: GenerateRequest) -> list[int] | None:
+        """None: it was aborted meanwhile. No engine knows the request yet, and many prompts may wait for a thread."""
+        if request.prompt_token_ids is not None:
+            return await prompt_tokens(self._tokenizer, request)  # which waits for nothing
+        if request.id in self._tokenized:
+            raise InvalidRequest(f"request {request.id} is running already", field="id", fix="use a fresh id")
+        aborted = self._tokenized[request.id] = asyncio.Event()
+        work = asyncio.create_task(prompt_tokens(self._tokenizer, request))
+        until = asyncio.create_task(aborted.wait())
+        try:
+            await asyncio.wait((work, until), return_when=asyncio.FIRST_COMPLETED)
+            return None if aborted.is_set() else work.result()
+        finally:
+            del self._tokenized[request.id]
+            work.cancel()
+            until.cancel()
+
+    def _abort_tokenized(self, request_ids: list[str] | None) -> int:
+        """How many it was."""
+        names = list(self._tokenized) if request_ids is None else dict.fromkeys(request_ids)
+        found = [one for name in names if (one := self._tokenized.get(name)) is not None and not one.is_set()]
+        for one in found:
+            one.set()
+        return len(found)
 
     async def tokenize(self, body: Tokenize) -> list[int]:
         self._running()

@@ -28,7 +28,7 @@ from worker.engines.tokenizing import (
     Tokenizing,
     eos_tokens,
     load_tokenizer,
-    prompt_tokens,
+    nothing_made,
 )
 from worker.engines.vllm_args import parse_arguments
 from worker.engines.vllm_memory import SLEEP_LEVEL, Call, ReleasedMemory
@@ -74,6 +74,7 @@ def build(options: EngineOptions) -> EngineAdapter:
 
 class VllmEngine(Tokenizing):
     def __init__(self, options: EngineOptions) -> None:
+        super().__init__()
         options.check_model()
         quieten()
         self._options = options
@@ -175,7 +176,10 @@ class VllmEngine(Tokenizing):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         streams, info = self._running(), self._info
         assert info is not None, "start sets it"
-        prompt = await prompt_tokens(self._tokenizer, request)
+        prompt = await self._prompt_of(request)
+        if prompt is None:
+            yield nothing_made(request)
+            return
         check_tokens(request, prompt, streams.eos, info.vocab_size, info.max_model_len)
         refuse_lacking(request, info.capabilities)
         text, spans = ReplyText(self._tokenizer, request, prompt), SpanLog()
@@ -229,9 +233,9 @@ class VllmEngine(Tokenizing):
 
     async def abort(self, request_ids: list[str] | None) -> int:
         streams = self._running()
-        ended = streams.of(request_ids)
+        before, ended = self._abort_tokenized(request_ids), streams.of(request_ids)
         await self._process.ask(streams.abort(ended))
-        return len(ended)
+        return before + len(ended)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
         """After `clear_cache` running requests have their KV computed again."""
