@@ -292,6 +292,7 @@ class AttemptByCopy(Attempt):
         assert change is not None
         if change.digest == self._unless:
             log.info("the fleet serves %s already", self._publication.version)
+            self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
             return {}
         try:
             if change.deltas is not None and self._is_kept(change.base):
