@@ -96,7 +96,6 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
             told = f"{error.message}; generation goes on by the committed version"
             raise type(error)(told, **error.facts) from error
         await let_go(plane, ask.request_id)
-        await updates.opened.close()
         if committed is None:
             return CONTINUED
         return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}

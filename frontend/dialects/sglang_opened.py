@@ -50,15 +50,10 @@ class Opened:
         return await self._in_pause(await self._read())
 
     async def end(self) -> None:
-        """What was begun is over."""
+        """What was begun is over. (A pause ends with the fleet's own.)"""
         entry = await self._read()
         if entry.begun_until:
             await self._write(replace(entry, begun_until=0.0))
-
-    async def close(self) -> None:
-        """All of it."""
-        if await self._read() != _Entry():
-            await self._write(_Entry())
 
     async def _in_pause(self, entry: _Entry) -> bool:
         if not entry.pause:
