@@ -101,7 +101,11 @@ async def test_weights_from_disk(plane: Plane) -> None:
         assert fine(await update(2, token_step=7, abort_all_requests=True))["weight_version"] == "step_7"
         refused(await update(2, token_step=1 << 70), 400)
         updates = fine(await http.get("/v1/rl/updates"))["updates"]
-        assert [(one["label"], one.get("step")) for one in updates] == [("step_7", 7), ("one", 3), ("initial", None)]
+        assert [(one["label"], one.get("step")) for one in updates] == [
+            ("step_7", 7),
+            ("one", 3),
+            ("initial", None),
+        ]
         assert fine(await update(1, weight_version="kept", keep_pause=True))["success"]
         rows = fine(await http.get("/v1/rl/state"))["workers"]
         assert {row["pause_state"] for row in rows} == {"paused"}
