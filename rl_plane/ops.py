@@ -128,6 +128,10 @@ class DescribeReply(TypedDict):
     dtype: str
     device: str
     world_size: int
+    tp_size: int
+    """Of its ranks, those of tensor parallelism."""
+    pp_size: int
+    """And the stages of its pipeline."""
     vocab_size: int
     max_model_len: int
     transports: list[str]

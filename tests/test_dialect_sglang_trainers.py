@@ -268,6 +268,23 @@ async def _verl(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
     await replay.post("/unload_lora_adapter", {"lora_name": "verl"})
 
 
+OF_SIX_RANKS = """
+import worker.engines.fake as fake
+described = fake.EngineInfo
+fake.EngineInfo = lambda **info: described(**info | {"world_size": 6, "tp_size": 2, "pp_size": 3})
+"""
+
+
+async def test_the_sizes_of_a_worker(plane: Plane) -> None:
+    """A trainer lays its own stages over the engine's."""
+    plane.spawn_copies(WORKERS, patch=OF_SIX_RANKS)
+    async with facade(plane) as http:
+        told = fine(await http.get("/server_info"))
+        assert (told["num_gpus"], told["tp_size"], told["pp_size"], told["dp_size"]) == (12, 2, 3, WORKERS)
+        plane.spawn()
+        assert refused(await http.get("/server_info"), 409)["field"] == "tp_size"
+
+
 async def test_tensors_that_come_at_once(plane: Plane) -> None:
     """Each is told how many are held with its own; the one that makes the update whole has committed all."""
     plane.spawn_copies(WORKERS)

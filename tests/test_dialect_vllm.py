@@ -280,7 +280,7 @@ async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: htt
     assert again["version"] == reply["version"]
     # Named between start and finish.
     fine(await http.post("/start_weight_update", json={"is_checkpoint_format": True}))
-    fine(await http.post("/update_weights", json={"update_info": [{"weight_dir": str(plane.model(2))}]}))
+    fine(await http.post("/update_weights", json={"update_info": [{"weight_dir": str(plane.model(2))}] * 3}))
     named = fine(await http.post("/update_weight_version", json={"new_version": "step_2"}))
     assert named == {"success": True, "new_version": "step_2"}
     fine(await http.post("/finish_weight_update", content=b"null"))

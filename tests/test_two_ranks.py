@@ -81,7 +81,7 @@ def _ranks(mixed: Mixed) -> tuple[Spawned, list[psutil.Process], list[psutil.Pro
 
 async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     (state,) = (await client.run("describe"))["workers"]
-    assert state["world_size"] == 2
+    assert (state["world_size"], state["tp_size"], state["pp_size"]) == (2, 2, 1)
     await proven(http, mixed, "initial", mixed.first)
     await client.run("update_weights", update_of(mixed.tiny(1), "one"))
     await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(1))})

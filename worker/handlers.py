@@ -144,6 +144,8 @@ class OpHandlers:
             dtype=self._info.dtype,
             device=self._info.device,
             world_size=self._info.world_size,
+            tp_size=self._info.tp_size,
+            pp_size=self._info.pp_size,
             vocab_size=self._info.vocab_size,
             max_model_len=self._info.max_model_len,
             transports=self._member_info["transports"],

@@ -112,11 +112,10 @@ def mount_info(app: FastAPI, plane: DialectPlane) -> None:
 
 async def _server_info(plane: DialectPlane) -> dict[str, Any]:
     rows = await rows_of_all(plane, "describe")
-    ranks = same_of_all(rows, "world_size")
     return {
         "num_gpus": sum(int(row["world_size"]) for row in rows),
-        "tp_size": ranks,
-        "pp_size": 1,
+        "tp_size": same_of_all(rows, "tp_size"),
+        "pp_size": same_of_all(rows, "pp_size"),
         "dp_size": len(rows),
         "ep_size": 1,
         "nnodes": 1,

@@ -105,6 +105,10 @@ class EngineInfo:
     """That may be loaded at once. None: as many as there is memory for."""
     max_lora_rank: int | None = None
     """None: any."""
+    tp_size: int = 1
+    """Of `world_size`, those of tensor parallelism."""
+    pp_size: int = 1
+    """And the stages of its pipeline."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""

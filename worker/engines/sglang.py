@@ -167,6 +167,8 @@ class SglangEngine(Tokenizing):
             dtype=str(config.dtype).removeprefix("torch."),
             device=str(arguments.device),
             world_size=arguments.tp_size * arguments.pp_size,
+            tp_size=arguments.tp_size,
+            pp_size=arguments.pp_size,
             vocab_size=config.vocab_size,
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,

@@ -123,6 +123,8 @@ class VllmEngine(Tokenizing):
             dtype=str(model.dtype).removeprefix("torch."),
             device=current_platform.device_type,
             world_size=parallel.world_size,
+            tp_size=parallel.tensor_parallel_size,
+            pp_size=parallel.pipeline_parallel_size,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             capabilities=self._lacking(),
