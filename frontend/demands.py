@@ -26,7 +26,7 @@ class DemandFields(BaseModel):
     min_version: int | str | None = None
     """The oldest version that may make a token: its sequence, or its label, of the base or of the request's adapter."""
     max_lag: int | None = Field(None, ge=0)
-    """How many sequences the version of any token may be behind the committed one, until the choice has ended."""
+    """How many sequences the version of any token may be behind the committed one, until it is delivered."""
     one_version: bool | None = None
     """All tokens of a choice are made by one version."""
     on_stale: OnStale | None = None

@@ -19,7 +19,8 @@ from starlette.responses import Response
 from frontend.caller_ids import CallerIds
 from frontend.committed import Committed
 from frontend.continuation import SoFar
-from frontend.engine_client import EngineClient, Event
+from frontend.demands import Demands, at_delivery, point_of
+from frontend.engine_client import Cut, EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
 from frontend.native_replies import SglangChunks, VllmChunks, sglang_whole, vllm_whole
@@ -224,10 +225,32 @@ class Generation:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         choices[index].take(event)
+                self._check_lag(plan, choices)
             except PlaneError as error:
                 _add_partial(error, choices)
                 raise
         return dialect.whole(plan, choices, model, created)
+
+    def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
+        """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
+        record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
+        if record is None or demands.max_lag is None:
+            return
+        for choice in choices:
+            spans = choice.labelled()
+            if not spans or choice.cut is not None:
+                continue
+            adapter = spans[0].adapter.name if spans[0].adapter is not None else None
+            unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
+            if unmet is None:
+                continue
+            if plan.demands.on_stale != "cut":
+                error = unmet.error()
+                _of_choice(error, plan, choice.index)
+                raise error
+            self._engines.moves["cut"] += 1
+            choice.take(Cut(unmet.demand, unmet.message))
+            choice.take(GenerateDelta(token_ids=[], finish_reason="abort", spans=spans))
 
     async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False

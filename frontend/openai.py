@@ -43,6 +43,7 @@ class StreamOptions(BaseModel):
     """A last chunk with the usage and no choices."""
 
 
+MAX_EXTRA_FIELDS = 32
 TOLD = ("instance_id", "incarnation", "weight_version", "adapter")
 """Of `extra_fields`: what a reply's `nvext` has anyway."""
 TOKENS_TOLD = ("completion_token_ids", "token_ids")
@@ -61,7 +62,7 @@ class NvExt(DemandFields):
     return_token_ids: bool | None = None
     return_prompt_logprobs: bool | None = None
     return_routed_experts: bool | None = None
-    extra_fields: list[str] | None = Field(None, max_length=32)
+    extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
     """What the reply's `nvext` is to have: `completion_token_ids`, `token_ids` (the prompt's); the rest is there."""
 
 
@@ -133,6 +134,8 @@ class GenerationBody(SamplingBody, DemandFields):
     """The same, as Dynamo's clients say it; also in `nvext`."""
     return_routed_experts: bool | None = None
     """Which experts each token of the prompt and of a choice was sent to; also in `nvext`."""
+    extra_fields: list[str] | None = Field(None, max_length=MAX_EXTRA_FIELDS)
+    """As in `nvext`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -268,13 +271,13 @@ def without(
     return kept
 
 
-def tells_tokens(nvext: NvExt) -> bool:
-    """Whether `extra_fields` asks for tokens."""
-    for number, name in enumerate(nvext.extra_fields or ()):
-        field = f"nvext.extra_fields.{number}"
+def tells_tokens(names: list[str] | None, where: str) -> bool:
+    """Whether `extra_fields` asks for tokens. `where`: its name, as the caller has it."""
+    for number, name in enumerate(names or ()):
+        field = f"{where}.{number}"
         if name in _REFUSED_EXTRA_FIELDS:
             raise unsupported(field, _REFUSED_EXTRA_FIELDS[name], what=name)
         if name not in TOLD + TOKENS_TOLD:
             known = ", ".join(TOLD + TOKENS_TOLD)
             raise InvalidRequest(f"a reply's nvext has no {name[:64]!r}", field=field, fix=f"name some of {known}")
-    return any(name in TOKENS_TOLD for name in nvext.extra_fields or ())
+    return any(name in TOKENS_TOLD for name in names or ())

@@ -252,7 +252,11 @@ def _plan(
             f"prompt_logprobs: {body.prompt_logprobs}",
         )
     nvext, chat = body.nvext or NvExt(), isinstance(body, ChatBody)
-    tokens_out = tells_tokens(nvext) or bool(body.return_token_ids or nvext.return_token_ids)
+    told = [
+        tells_tokens(body.extra_fields, "extra_fields"),
+        tells_tokens(nvext.extra_fields, "nvext.extra_fields"),
+    ]
+    tokens_out = any(told) or bool(body.return_token_ids or nvext.return_token_ids)
     own = {
         "id": request_id,
         "max_tokens": max_tokens,

@@ -288,7 +288,7 @@ class GenerateDelta(BaseModel):
     """Of all tokens so far: on the first delta with tokens, on one whose tokens begin another span, and on the last.
     On the others it is empty: their tokens lengthen the last span."""
     prompt_token_ids: list[int] | None = None
-    """On the first delta: the prompt as the engine saw it."""
+    """On the first delta: the prompt as the engine saw it. A long one may come ahead of the tokens, alone."""
     prompt_logprobs: list[float | None] | None = None
     """On the first delta, if that has tokens and they were asked for: one for each token of the prompt, None for the
     first. By the weights of the first span."""
@@ -298,5 +298,5 @@ class GenerateDelta(BaseModel):
 
     @property
     def is_ahead(self) -> bool:
-        """Nothing but rows of experts."""
+        """Nothing but rows of experts, or the prompt."""
         return not self.token_ids and not self.text and self.finish_reason is None

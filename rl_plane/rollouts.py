@@ -36,6 +36,8 @@ OWN = frozenset(
 """Fields of a request that this module sets, or that it can't go on from."""
 OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_prompt_logprobs"})
 """Fields that would mean another thing where the prompt has a part of the completion."""
+OF_ONE_PART = frozenset({"one_version"})
+"""Fields that a part could keep to, and the completion not: what is served then makes the next part."""
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`; the status and the reply."""
@@ -66,13 +68,17 @@ class Rollout:
     that part was stopped before an engine told."""
 
     def __post_init__(self) -> None:
-        for name in sorted((OWN | OF_ONE_PROMPT) & self.options.keys()):
-            fix = (
-                "leave it out: a rollout sets it"
-                if name in OWN
-                else "leave it out: a part's prompt is another one"
-            )
-            raise InvalidRequest(f"a rollout's options can't have {name}", field=name, fix=fix)
+        barred = {
+            **dict.fromkeys(OWN, "a rollout sets it"),
+            **dict.fromkeys(OF_ONE_PROMPT, "a part's prompt is another one"),
+            **dict.fromkeys(OF_ONE_PART, "its parts may be of several versions, as weight_versions tells"),
+        }
+        in_nvext = (self.options.get("nvext") or {}).keys() - OWN
+        for name in sorted({*self.options, *(f"nvext.{one}" for one in in_nvext)}):
+            if (why := barred.get(name.removeprefix("nvext."))) is not None:
+                raise InvalidRequest(
+                    f"a rollout's options can't have {name}", field=name, fix=f"leave it out: {why}"
+                )
         if self.max_tokens < 1 or not self.prompt_token_ids:
             empty = "max_tokens" if self.prompt_token_ids else "prompt_token_ids"
             raise InvalidRequest(

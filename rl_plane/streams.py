@@ -6,6 +6,7 @@ numbers its messages, keeps those that are not confirmed, and stops when a windo
 still there. After a gap or a reconnect the receiver asks for what it has missed.
 
     open    → {kind: open, id, request, …}                      reply subject = the receiver's inbox
+              again, if nothing came: then the request, or all that was sent so far, was lost
             ← {n: 0, …} {n: 1, …} … {n: last, end: true, …}
     credit  → {kind: credit, id, consumed: n, have: n, resend: bool}
             ← {gone: true}  of a stream that the sender has given up, while the receiver stood still

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from frontend import committed
+from frontend.replies import Choice
 from rl_plane.generation import AdapterSpan
 from tests.scripted_worker import Script, Stream
 from tests.test_frontend_committed import record, rolling, span
@@ -444,6 +445,49 @@ async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
     assert partial == tokens_under(digest, 0, len(partial))
     assert partial
     await until_running(plane, client, worker.instance_id, 0)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
+async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str
+) -> None:
+    """One ends under the first version, the other waits, and is made by the second: they are delivered together."""
+    go, ended = asyncio.Event(), asyncio.Event()
+    take = Choice.take
+
+    def taken(choice: Choice, event: Any) -> None:
+        take(choice, event)
+        if choice.finish_reason is not None:
+            ended.set()
+
+    async def script(stream: Stream) -> None:
+        if stream.body["id"].endswith("-0"):
+            await stream.send([1], span(1, 0, 1), end=True)
+        else:
+            await go.wait()
+            await stream.send([2], span(2, 0, 1), end=True)
+
+    monkeypatch.setattr(Choice, "take", taken)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(stage.ask(n=2, max_lag=0, on_stale=on_stale))
+        async with asyncio.timeout(10):
+            await ended.wait()
+        await plane.until(lambda: len(worker.requests) == 2)
+        await stage.decide(record(2))
+        await worker.hold(record(2))
+        go.set()
+        reply = (await asking).json()
+    if on_stale == "cut":
+        first, second = reply["choices"]
+        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", "max_lag")
+        assert (second["finish_reason"], "cut" in second) == ("length", False)
+    else:
+        assert (reply["error"]["code"], reply["error"]["index"]) == ("demand_unmet", 0)
+        first, second = reply["error"]["partials"]
+    assert [one["weight_versions"][0]["sequence"] for one in (first, second)] == [1, 2]
+    assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
 
 
 async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(

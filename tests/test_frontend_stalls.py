@@ -17,8 +17,19 @@ from rl_plane.record import DecisionRecord
 from rl_plane.streams import WINDOW, IncomingStream, StreamSender
 from tests.scripted_worker import Stream
 from tests.test_frontend_committed import record, span
-from tests.test_frontend_generation import PROMPT, ask, frontend, next_event, tokens_under, until_running, update
+from tests.test_frontend_generation import (
+    PROMPT,
+    ask,
+    frontend,
+    next_event,
+    state_of,
+    tokens_under,
+    until_running,
+    update,
+)
 from tests.test_frontend_labels import staged
+from worker.engines.fake import fake_token
+from worker.generation import MAX_TOKENS
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -28,6 +39,16 @@ TOPS = 20
 """Of each token: some 750 bytes of JSON, so of all tokens ten times what all buffers take."""
 SOCKET_BYTES = 1 << 15
 """Of each end: Linux would buffer more than the whole reply."""
+MANY = 40_000
+NARROW = """
+import rl_plane.streams as streams
+import worker.generation as generation
+streams.WINDOW = 16
+generation.StreamSender = lambda publish, most: streams.StreamSender(publish, most // 4)
+"""
+"""A worker most of whose tokens wait for a reader: few messages are out, and each carries 11,000 at most."""
+VOCAB_SIZE = 1 << 20
+MADE_S = 60.0
 OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
@@ -166,3 +187,40 @@ async def test_an_update_takes_nothing_from_one_that_stands_still(
         assert events[-1]["error"]["code"] == "stale_weights"
         assert made == list(range(len(made)))
         assert 0 < len(made) < TOKENS
+
+
+async def test_what_one_message_could_not_carry_comes_in_several(
+    plane: Plane, few: httpx.AsyncHTTPTransport
+) -> None:
+    """Tokens that waited in the worker for a reader, and a prompt that is as long."""
+    worker = plane.spawn(max_model_len=2 * MANY, vocab_size=VOCAB_SIZE, patch=NARROW)
+    digest = (await update(plane, 1))["digest"]
+    client = await plane.client()
+    asked = {"prompt_token_ids": PROMPT, "max_tokens": MANY, "stream": True, "return_token_ids": True}
+    async with (
+        frontend(plane) as http,
+        httpx.AsyncClient(base_url=http.base_url, timeout=60, transport=few) as slow,
+    ):
+        async with slow.stream("POST", "/v1/completions", json=asked) as response:
+            lines = response.aiter_lines()
+            events = [await next_event(lines)]
+
+            async def all_made() -> bool:
+                state = await state_of(client, worker.instance_id)
+                return int(state["running"]) + int(state["waiting"]) == 0
+
+            await plane.until(all_made, MADE_S)
+            events += [json.loads(line[6:]) async for line in lines if line not in ("", "data: [DONE]")]
+        assert "error" not in events[-1], events[-1]["error"]["message"]
+        choices = [choice for event in events for choice in event["choices"]]
+        made = [fake_token(digest, PROMPT, position, VOCAB_SIZE) for position in range(MANY)]
+        assert [token for choice in choices for token in choice["token_ids"]] == made
+        assert "".join(choice["text"] for choice in choices) == "".join(f" t{token}" for token in made)
+        assert max(len(choice["token_ids"]) for choice in choices) >= MAX_TOKENS, "so much had waited"
+
+        prompt = [5 + number % 500 for number in range(MANY)]
+        asked |= {"prompt_token_ids": prompt, "max_tokens": 2}
+        async with http.stream("POST", "/v1/completions", json=asked) as response:
+            first = await next_event(response.aiter_lines())
+        assert first["prompt_token_ids"] == prompt
+        assert first["choices"][0]["token_ids"]

@@ -405,9 +405,11 @@ def test_tokens_come_in_either_field() -> None:
     assert completion(prompt=None, prompt_token_ids=[3]).requests[0].prompt_token_ids == [3]
     plan = chat(messages=[], prompt_token_ids=[3])
     assert (plan.requests[0].prompt_token_ids, plan.requests[0].messages) == ([3], None)
-    for nvext in ({"return_token_ids": True}, {"extra_fields": ["weight_version", "completion_token_ids"]}):
-        for plan in (completion(nvext=nvext, logprobs=None), chat(nvext=nvext, logprobs=False)):
-            assert (plan.return_token_ids, plan.logprobs) == (True, True)
+    for asked in ({"return_token_ids": True}, {"extra_fields": ["weight_version", "completion_token_ids"]}):
+        for body in (asked, {"nvext": asked}):
+            for plan in (completion(**body, logprobs=None), chat(**body, logprobs=False)):
+                assert (plan.return_token_ids, plan.logprobs) == (True, True)
+    assert not completion(extra_fields=["instance_id"]).return_token_ids
     assert not completion(nvext={"extra_fields": ["instance_id"], "return_routed_experts": False}).return_token_ids
     for told in ({"return_routed_experts": True}, {"nvext": {"return_routed_experts": True}}):
         assert (completion(**told).routed_experts, chat(**told).routed_experts) == (True, True)
@@ -575,6 +577,9 @@ def test_a_batch_of_prompts() -> None:
         ({"nvext": {"token_data": []}}, "nvext.token_data"),
         ({"nvext": {"token_data": [3]}, "prompt_token_ids": [3]}, "prompt_token_ids"),
         ({"nvext": {"extra_fields": "token_ids"}}, "nvext.extra_fields"),
+        ({"extra_fields": "token_ids"}, "extra_fields"),
+        ({"extra_fields": ["token_ids", "foo"]}, "extra_fields.1"),
+        ({"extra_fields": ["token_ids"], "nvext": {"extra_fields": ["foo"]}}, "nvext.extra_fields.0"),
         ({"nvext": {"extra_fields": ["token_ids", "foo"]}}, "nvext.extra_fields.1"),
         ({"nvext": []}, "nvext"),
         ({"messages": []}, "messages"),
@@ -651,6 +656,7 @@ def test_a_known_field_that_is_not_served_is_never_ignored(plan: Callable[..., P
         (completion, {"prompt_logprobs": 2}, "prompt_logprobs"),
         (chat, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (chat, {"nvext": {"extra_fields": ["routed_experts"]}}, "nvext.extra_fields.0"),
+        (completion, {"extra_fields": ["timing"]}, "extra_fields.0"),
         (chat, {"nvext": {"backend_instance_id": 0}}, "nvext.backend_instance_id"),
         (completion, {"echo": 0}, "echo"),
         (completion, {"best_of": True}, "best_of"),

@@ -7,7 +7,7 @@ import pytest
 
 from rl_plane.deltas import merged
 from rl_plane.generation import GenerateDelta, VersionSpan
-from worker.generation import MAX_TOP_ROWS, _in_parts
+from worker.generation import MAX_PROMPT_BESIDE, MAX_TEXT, MAX_TOKENS, MAX_TOP_ROWS, _in_parts
 
 
 def span(start: int, end: int) -> VersionSpan:
@@ -38,3 +38,38 @@ def test_top_logprobs_of_many_tokens_go_in_several_messages(count: int) -> None:
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert [part.prompt_token_ids for part in parts] == [[1]] + [None] * (len(parts) - 1)
     assert merged(parts).model_copy(update={"spans": whole.spans}) == whole
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("word", ["", " word", "…" * 30])
+def test_many_tokens_go_in_several_messages(logprobs: bool, word: str) -> None:
+    count, made = 200_000, 100
+    whole = GenerateDelta(
+        token_ids=[(1 << 31) - 1 - one for one in range(count)],
+        logprobs=[-float(one) for one in range(count)] if logprobs else None,
+        text=word * count,
+        finish_reason="length",
+        spans=[span(0, 40), span(40, made + count)],
+    )
+    parts = list(_in_parts(whole, made))
+    told = made
+    for part in parts:
+        assert len(msgpack.packb({"delta": part.model_dump()})) < 900_000
+        assert len(part.token_ids) <= MAX_TOKENS
+        assert len(part.text) <= MAX_TEXT + len(word)
+        told += len(part.token_ids)
+        assert part.spans[-1].end == told
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert merged(parts).model_copy(update={"spans": whole.spans}) == whole
+
+
+@pytest.mark.parametrize("length", [MAX_PROMPT_BESIDE, MAX_PROMPT_BESIDE + 1])
+def test_a_long_prompt_goes_ahead_of_its_tokens(length: int) -> None:
+    whole = GenerateDelta(token_ids=[1, 2], spans=[span(0, 2)], prompt_token_ids=[7] * length)
+    *ahead, last = _in_parts(whole, 0)
+    assert [(one.is_ahead, one.prompt_token_ids) for one in ahead] == (
+        [(True, [7] * length)] if length > MAX_PROMPT_BESIDE else []
+    )
+    assert merged([*ahead, last]) == whole
+    scored = whole.model_copy(update={"prompt_logprobs": [None] + [-1.0] * (length - 1)})
+    assert list(_in_parts(scored, 0)) == [scored]

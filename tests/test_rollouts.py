@@ -18,7 +18,7 @@ from rl_plane import (
     WorkerLost,
     gather_enough,
 )
-from rl_plane.rollouts import OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
+from rl_plane.rollouts import OF_ONE_PART, OF_ONE_PROMPT, OWN, SEED_STEP, TRIES, Call
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -104,11 +104,20 @@ def test_with_its_last_token_a_rollout_has_ended() -> None:
     assert taken(Rollout([5], 2), [], "abort").finish_reason is None
 
 
-@pytest.mark.parametrize("name", sorted(OWN | OF_ONE_PROMPT))
+@pytest.mark.parametrize("name", sorted(OWN | OF_ONE_PROMPT | OF_ONE_PART))
 def test_what_a_part_would_mean_otherwise_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Rollout([5], 2, {name: 1})
     assert caught.value.facts["field"] == name
+    assert caught.value.facts["fix"]
+
+
+def test_what_nvext_would_mean_otherwise_is_refused_too() -> None:
+    for name in ("one_version", "return_prompt_logprobs"):
+        with pytest.raises(InvalidRequest) as caught:
+            Rollout([5], 2, {"nvext": {name: True}})
+        assert caught.value.facts["field"] == f"nvext.{name}"
+    assert Rollout([5], 2, {"nvext": {"return_token_ids": True, "max_lag": 1}}).options
 
 
 @pytest.mark.parametrize(("prompt", "budget", "field"), [([], 4, "prompt_token_ids"), ([5], 0, "max_tokens")])

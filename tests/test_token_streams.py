@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import pytest
@@ -23,6 +23,9 @@ from rl_plane.errors import DeadlineExceeded
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
 from worker.engine_loop import EngineLoop
+
+if TYPE_CHECKING:
+    from tests.conftest import Plane
 
 BOUND_S = 30.0
 STREAMS, MESSAGES = 20, 150
@@ -116,6 +119,33 @@ async def test_streams_that_send_at_once_share_messages(nats: NatsServer) -> Non
         read_all = await asyncio.gather(*map(read, range(STREAMS)))
         assert read_all == [list(range(MESSAGES + 1))] * STREAMS
         assert counted["messages"] < STREAMS * MESSAGES / 2
+
+
+async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that the receiver can do is to send its request again: it knows of nothing that came."""
+    lost: list[dict[str, Any]] = []
+    put = IncomingStream.put
+
+    def lossy(stream: IncomingStream, body: dict[str, Any]) -> bool:
+        if not lost:
+            lost.append(body)
+            return False
+        return put(stream, body)
+
+    # It is not to begin anew after it has given up the first one.
+    worker = plane.spawn(patch="import rl_plane.streams as streams; streams.ABANDONED_AFTER_S = 600")
+    client = await plane.client()
+    receiver = StreamReceiver(client.bus)
+    await receiver.start()
+    monkeypatch.setattr(IncomingStream, "put", lossy)
+    body = {"request": {"prompt_token_ids": [5], "max_tokens": 3, "ignore_eos": True}}
+    stream = await receiver.open(client.subjects().generate(worker.instance_id), "r1", body)
+    async with asyncio.timeout(BOUND_S):
+        first, *others = [message async for message in stream.messages()]
+    await receiver.stop()
+    assert lost[0]["n"] == 0
+    assert first["accepted"]["instance_id"] == worker.instance_id
+    assert sum(len(one["delta"]["token_ids"]) for one in others) == 3
 
 
 async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:

@@ -28,6 +28,12 @@ from worker.state import TokenShare, WorkerState
 log = logging.getLogger("worker.generation")
 
 GONE = msgpack.packb({"gone": True})
+MAX_TOKENS = 1 << 13
+"""Of one message, with their logprobs 14 bytes each: an eighth of what it carries."""
+MAX_TEXT = 1 << 15
+"""Characters of one message, of four bytes at most: likewise."""
+MAX_PROMPT_BESIDE = 1 << 14
+"""Tokens of a prompt in a message with other tokens: a twelfth."""
 MAX_TOP_ROWS = 1 << 15
 """Top logprobs of one message, 15 bytes for each: half of what it carries."""
 MAX_ROUTED_ALONE = 1 << 19
@@ -73,7 +79,7 @@ class GenerationService:
             log.warning("a malformed message on %s", message.subject)
             return
         if kind == "open":
-            self._open(stream_id, body, message.reply)
+            await self._open(stream_id, body, message.reply)
         elif kind == "credit":
             sender = self._senders.get(stream_id)
             if sender is not None:
@@ -84,10 +90,11 @@ class GenerationService:
         elif kind == "abort" and (task := self._tasks.get(stream_id)):
             task.cancel()
 
-    def _open(self, stream_id: str, body: dict[str, Any], reply: str) -> None:
-        if stream_id in self._tasks:
-            return  # sent twice: the first one is answering
-
+    async def _open(self, stream_id: str, body: dict[str, Any], reply: str) -> None:
+        if (sender := self._senders.get(stream_id)) is not None:
+            # Sent twice: the first one is answering, and nothing of that has come.
+            await sender.credit(0, 0, resend=True)
+            return
         publish = partial(self._outbox.publish, reply)
         sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)
         task = self._tasks[stream_id] = asyncio.create_task(self._serve(stream_id, body, sender))
@@ -171,28 +178,36 @@ async def _send(delta: GenerateDelta, sender: StreamSender) -> None:
 def _in_parts(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
     """As many as a message's size asks for: a reader that was slow may find much of many tokens. `made`: tokens before
     it."""
-    rows = delta.routed_experts
+    rows, prompt = delta.routed_experts, delta.prompt_token_ids
     if rows is not None and len(rows.data) > MAX_ROUTED_BESIDE:
         count = max(1, MAX_ROUTED_ALONE // rows.row)
         for start in range(0, rows.tokens, count):
             yield GenerateDelta(token_ids=[], routed_experts=rows.cut(start, start + count))
         delta = delta.model_copy(update={"routed_experts": None})
-    yield from _with_few_tops(delta, made)
+    # With its logprobs it is the first token's, and that comes alone.
+    if prompt is not None and len(prompt) > MAX_PROMPT_BESIDE and delta.prompt_logprobs is None:
+        yield GenerateDelta(token_ids=[], prompt_token_ids=prompt)
+        delta = delta.model_copy(update={"prompt_token_ids": None})
+    yield from _of_few_tokens(delta, made)
 
 
-def _with_few_tops(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
-    tops = delta.top_logprobs or []
-    size = MAX_TOP_ROWS // max(1, len(tops[0])) if tops else 0
-    if len(tops) <= size:
+def _of_few_tokens(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
+    count, tops, text = len(delta.token_ids), delta.top_logprobs or [], delta.text
+    size = MAX_TOKENS
+    if tops:
+        size = min(size, MAX_TOP_ROWS // max(1, len(tops[0])))
+    if len(text) > MAX_TEXT:
+        size = min(size, max(1, count * MAX_TEXT // len(text)))
+    if count <= size:
         yield delta
         return
-    logprobs = delta.logprobs or []
-    for start in range(0, len(tops), size):
-        end = min(start + size, len(tops))
+    for start in range(0, count, size):
+        end = min(start + size, count)
         fields: dict[str, Any] = {
             "token_ids": delta.token_ids[start:end],
-            "logprobs": logprobs[start:end],
-            "top_logprobs": tops[start:end],
+            "logprobs": delta.logprobs and delta.logprobs[start:end],
+            "top_logprobs": delta.top_logprobs and tops[start:end],
+            "text": text[len(text) * start // count : len(text) * end // count],
             "spans": [
                 span.model_copy(update={"end": min(span.end, made + end)})
                 for span in delta.spans
@@ -201,6 +216,6 @@ def _with_few_tops(delta: GenerateDelta, made: int) -> Iterator[GenerateDelta]:
         }
         if start:
             fields |= {"prompt_token_ids": None, "prompt_logprobs": None, "routed_experts": None}
-        if end < len(tops):
-            fields |= {"text": "", "finish_reason": None, "stop_string": None}
+        if end < count:
+            fields |= {"finish_reason": None, "stop_string": None}
         yield delta.model_copy(update=fields)

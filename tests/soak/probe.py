@@ -39,6 +39,6 @@ def listen(listener: socket.socket, *args: int) -> None:
 listen_large = socket.socket.listen
 
 if __name__ == "__main__":
-    socket.socket.listen = listen  # type: ignore[method-assign, assignment]
+    socket.socket.listen = listen  # type: ignore[method-assign,assignment]
     signal.signal(signal.SIGUSR1, count)
     sys.exit(run())
