@@ -103,6 +103,8 @@ class FleetStatus:
         self._client = client
         self._view = view
         self._known: dict[str, WorkerStatus] = {}
+        self._last_told: dict[str, WorkerStatus] = {}
+        """Kept while it is asked again: a worker does not go back to weights that it has left."""
         self._refused_until: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._ask_now = asyncio.Event()
@@ -160,7 +162,7 @@ class FleetStatus:
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:
         """Whether this worker may still make tokens by these weights: False once it has told that it holds others."""
-        status = self._known.get(member.instance_id)
+        status = self._last_told.get(member.instance_id)
         return status is None or status.incarnation != member.incarnation or status.holds(span)
 
     def refused(self, instance_id: str) -> None:
@@ -197,7 +199,7 @@ class FleetStatus:
     def _take(self, instance_id: str, status: WorkerStatus) -> None:
         before = self._known.get(instance_id)
         refused = self._refused_until.pop(instance_id, None)
-        self._known[instance_id] = status
+        self._known[instance_id] = self._last_told[instance_id] = status
         self.on_status(instance_id, status)
         self.on_load(instance_id, status)
         # Nobody waits for another load, which changes all the time.
@@ -208,6 +210,7 @@ class FleetStatus:
         if change.after is None:
             assert change.before is not None
             self._known.pop(change.before.instance_id, None)
+            self._last_told.pop(change.before.instance_id, None)
             self._refused_until.pop(change.before.instance_id, None)
         else:
             self._ask_now.set()

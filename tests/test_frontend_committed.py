@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from frontend.committed import MAX_HISTORY, STALE_AFTER_S, History, Labels, key_of
-from frontend.fleet_status import WorkerStatus
+from frontend.fleet_status import FleetStatus, WorkerStatus
 from rl_plane.bus import Bus
 from rl_plane.errors import StaleWeights, Unlabelled
 from rl_plane.fanout import Gather
 from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan
+from rl_plane.membership import Changed, Member
 from rl_plane.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.subjects import Subjects
 from rl_plane.versions import WeightVersion
@@ -325,6 +326,23 @@ def test_a_worker_tells_which_weights_it_holds(held: DecisionRecord | None, made
     admission = {"open": True, "reasons": []}
     status = WorkerStatus.from_wire({**wire, "admission": admission, "running": 0, "waiting": 0}, "i", 0.0)
     assert status.holds(made) == same
+
+
+async def test_what_a_worker_has_left_it_does_not_make_again() -> None:
+    """Also while a frontend that was cut off asks it anew. Another process says nothing of it."""
+    known: Any = FleetStatus(Any, Any)  # type: ignore[arg-type]
+    admission = {"open": True, "reasons": []}
+    one, other = (Member("w", incarnation, "s", 1, 0, {}) for incarnation in ("i", "j"))
+    assert known.may_make(one, span(1, 0, 4))
+    for held in (record(1), record(2)):
+        wire = {**held.held.to_wire(), "admission": admission, "running": 0, "waiting": 0}
+        known._take("w", WorkerStatus.from_wire(wire, "i", 0.0))
+        assert known.may_make(one, span(1, 0, 4)) == (held == record(1))
+    await known._reconnected()
+    assert not known.may_make(one, span(1, 0, 4))
+    assert known.may_make(other, span(1, 0, 4))
+    known._member_changed(Changed(one, None))
+    assert known.may_make(one, span(1, 0, 4))
 
 
 def test_an_adapters_update_is_nothing_to_the_base() -> None:
