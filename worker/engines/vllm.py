@@ -475,9 +475,8 @@ class VllmEngine(Tokenizing):
             case "sleep":
                 await self._process.ask(llm.sleep(level=SLEEP_LEVEL, mode="keep"))
             case "release_kv_cache_memory":
-                await self._freeze(
-                    "keep"
-                )  # it wants a scheduler that has nothing to do: an abort leaves it something
+                # It wants a scheduler that has nothing to do: an abort leaves it something.
+                await self._freeze("keep")
                 await self._process.ask(llm.release_kv_cache_memory())
             case "wake_up":
                 await self._process.ask(llm.wake_up(sorted(call.tags)))
