@@ -66,6 +66,7 @@ class Attempts:
         self._committed = committed
         self._router = router
         self._streams: dict[str, set[IncomingStream]] = {}
+        self._given_up: Callable[[], PlaneError] | None = None
 
     def lost(self, instance_id: str) -> None:
         """This worker died or left: whatever it was asked ends."""
@@ -73,7 +74,8 @@ class Attempts:
             stream.fail(WorkerLost("the worker died or left", instance_id=instance_id))
 
     def give_up(self, error: Callable[[], PlaneError]) -> None:
-        """All of them end."""
+        """All of them end, and those that are on their way."""
+        self._given_up = error
         for streams in self._streams.values():
             for stream in streams:
                 stream.fail(error())
@@ -100,6 +102,8 @@ class Attempts:
             now = self._view.member(member.instance_id)
             if now is None or now.incarnation != member.incarnation:
                 stream.fail(WorkerLost("the worker left just now", instance_id=member.instance_id))
+            if self._given_up is not None:
+                stream.fail(self._given_up())
             async with aclosing(self._events(stream, request, labels)) as events:
                 async for event in events:
                     if isinstance(event, GenerateDelta) and event.token_ids:

@@ -241,7 +241,8 @@ class IncomingStream:
         self._window = ReceiveWindow()
         self._queue: asyncio.Queue[tuple[float, dict[str, Any]] | Exception] = asyncio.Queue()
         self.arrived = 0.0
-        """When the last message that was taken came, however late its reader took it; loop seconds."""
+        """When the last message that was taken came, however late its reader took it; loop seconds. A batch has one
+        time: what came early is taken for as late as what came last with it."""
         self._ended = False
         self._silence_s = silence_s
         self._waits_since = math.inf
