@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
@@ -61,6 +62,11 @@ async def serve(client: RlClient, label: str) -> bool:
     with contextlib.suppress(BusUnreachable):
         return await all_serve(client, label)
     return False
+
+
+async def all_keep(client: RlClient, model: Path) -> bool:
+    rows = (await client.run("workers"))["workers"]
+    return {row.get("kept") for row in rows} == {model_digest(model)}
 
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
@@ -228,12 +234,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
         assert (newest["label"], newest["encoding"]) == (f"step {model}", encoding)
         # A worker that offers what it keeps loads nixl, and with it torch: on a busy machine it is late once.
         await plane.until(lambda: serve(client, f"step {model}"), BOUND_S)
-
-        async def kept() -> bool:
-            rows = (await client.run("workers"))["workers"]
-            return {row.get("kept") for row in rows} == {model_digest(models[model])}
-
-        await plane.until(kept, BOUND_S)
+        await plane.until(lambda: all_keep(client, models[model]), BOUND_S)
 
     for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
         await publish(model, encoding)
@@ -295,7 +296,9 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
         assert newest["label"] == f"step {model}"
         return str(newest["encoding"])
 
-    assert [await publish(0), await publish(1)] == ["full", "delta"]
+    for model, encoding in enumerate(("full", "delta")):
+        assert await publish(model) == encoding
+        await plane.until(functools.partial(all_keep, client, models[model]), BOUND_S)
     worker.kill()
     if root is not None:
         for version in root.iterdir():
@@ -304,9 +307,30 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
     again = plane.spawn(instance_id=worker.instance_id, patch=alone)
     await until_behind(plane, client, again.instance_id)
     assert [await publish(2 + number) for number in range(len(encodings))] == encodings
-    assert await serve(client, f"step {1 + len(encodings)}")
-    assert await publish(2 + len(encodings)) == "delta"
-    assert await serve(client, f"step {2 + len(encodings)}")
+    last = 2 + len(encodings)
+    await plane.until(lambda: serve(client, f"step {last - 1}"), BOUND_S)
+    await plane.until(lambda: all_keep(client, models[last - 1]), BOUND_S)
+    assert await publish(last) == "delta"
+    await plane.until(lambda: serve(client, f"step {last}"), BOUND_S)
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plane: Plane) -> None:
+    """It would be refused each time, and the full version sent after it."""
+    plane.spawn()
+    # Its model ties tensors, say.
+    plane.spawn(patch="import worker.receiver; worker.receiver.as_kept = lambda *_: None")
+    models = [plane.model(1)]
+    models += [nudged(plane, models[0], number) for number in (1, 2)]
+    client, source = await plane.client(), Changing()
+    publisher = WeightPublisher(source, client, root=root_of(plane), encoding="auto", workers=2)
+    for number, source.path in enumerate(models):
+        await publisher.publish_async(f"step {number}")
+        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
+    assert None in {row.get("kept") for row in (await client.run("workers"))["workers"]}
+    told = (await client.run("updates"))["updates"]
+    sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
+    assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
     await asyncio.to_thread(publisher.close)
 
 

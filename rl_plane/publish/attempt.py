@@ -318,12 +318,16 @@ class AttemptByCopy(Attempt):
         return label is not None and self._way.digest_of(label) == digest
 
     def _is_kept(self, base: str | None) -> bool:
-        """By all workers; or by some, and the others can fetch it: they would be left out of the update."""
+        """By all workers; or by some, and the others can fetch it: they would be left out of the update. To fetch it
+        does not help who serves it and does not keep it: its model ties tensors, say, so that it never will."""
         self._way.ready_sender()
         if self._way.changes_sender:
             return False  # what it is a delta of would go with the sender before
-        keeping = [row.get("kept") == base for row in self._way.workers()]
-        return all(keeping) or (any(keeping) and self._way.is_refetchable(base))
+        workers = self._way.workers()
+        lacking = [row for row in workers if row.get("kept") != base]
+        if any((row.get("version") or {}).get("digest") == base for row in lacking):
+            return False
+        return not lacking or (len(lacking) < len(workers) and self._way.is_refetchable(base))
 
     def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
         # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
