@@ -250,7 +250,7 @@ async def test_skyrls_calls_on_the_drop_in_of_the_examples(plane: Plane) -> None
 
 
 async def test_what_our_client_over_nats_says_before_anybody_is_touched(
-    plane: Plane, caplog: pytest.LogCaptureFixture
+    plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plane.spawn_copies(2)
     caplog.set_level(logging.WARNING, "rl_plane.publish")
@@ -264,6 +264,17 @@ async def test_what_our_client_over_nats_says_before_anybody_is_touched(
             await asyncio.to_thread(client.update_weights, [update])
         with pytest.raises(Conflict, match="no update is started"):
             await asyncio.to_thread(client.update_weights, [update] * 2)
+    run = sync.run
+
+    def with_one_that_has_left(op: str, *more: Any, **how: Any) -> dict[str, Any]:
+        reply = run(op, *more, **how)
+        reply["workers"].append({"instance_id": "left", "status": "error"})
+        return reply
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sync, "run", with_one_that_has_left)
+        with pytest.raises(InvalidRequest, match="1 entries, and the fleet has 2 ranks"):
+            await asyncio.to_thread(client.update_weights, [update])
     told = "the field %r has no effect: it is not known here, and is dropped"
     assert caplog.messages == [told % name for name in ("init_info.colour", "update_info.colour")]
     await asyncio.to_thread(sync.close)

@@ -7,10 +7,12 @@ import errno
 import random
 import signal
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -32,6 +34,7 @@ from rl_plane.publish import nixl_wire
 from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
 from rl_plane.publish.sender import KeepingSender, LendingSender
+from rl_plane.publish.senders import is_passed_over
 from rl_plane.versions import HostTensor, TensorSpec
 from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
@@ -450,7 +453,8 @@ def test_a_wrong_request_names_its_field(
 def test_an_address_that_is_none_of_ours_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="can't listen") as caught:
         NixlSender("192.0.2.1")
-    assert caught.value.facts["field"] == "host"
+    assert caught.value.facts["field"] == "options.host"
+    assert is_passed_over(caught.value)
 
 
 @needs_nixl
@@ -806,6 +810,29 @@ def test_without_nixl_a_sender_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PlaneError) as caught:
         NixlSender()
     assert "rl-plane[nixl]" in caught.value.facts["fix"]
+
+
+def _without_ucx(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no UCX")
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (None, "import of nixl halted"),
+        (SimpleNamespace(nixl_agent_config=dict, nixl_agent=_without_ucx), "no UCX"),
+    ],
+)
+def test_a_nixl_that_does_not_work_is_passed_over(
+    module: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_wire, "have_nixl", lambda: True)  # it is found
+    monkeypatch.setitem(sys.modules, "nixl", module)
+    with pytest.raises(Unsupported, match=words) as caught:
+        NixlSender()
+    assert caught.value.facts["field"] == "transport.backend"
+    assert caught.value.__cause__ is not None
+    assert is_passed_over(caught.value)
 
 
 # ---- real models ----

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -61,6 +62,11 @@ async def serve(client: RlClient, label: str) -> bool:
     with contextlib.suppress(BusUnreachable):
         return await all_serve(client, label)
     return False
+
+
+async def all_keep(client: RlClient, model: Path) -> bool:
+    rows = (await client.run("workers"))["workers"]
+    return {row.get("kept") for row in rows} == {model_digest(model)}
 
 
 async def served(plane: Plane) -> set[tuple[str, str, int]]:
@@ -228,12 +234,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
         assert (newest["label"], newest["encoding"]) == (f"step {model}", encoding)
         # A worker that offers what it keeps loads nixl, and with it torch: on a busy machine it is late once.
         await plane.until(lambda: serve(client, f"step {model}"), BOUND_S)
-
-        async def kept() -> bool:
-            rows = (await client.run("workers"))["workers"]
-            return {row.get("kept") for row in rows} == {model_digest(models[model])}
-
-        await plane.until(kept, BOUND_S)
+        await plane.until(lambda: all_keep(client, models[model]), BOUND_S)
 
     for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
         await publish(model, encoding)
@@ -295,7 +296,9 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
         assert newest["label"] == f"step {model}"
         return str(newest["encoding"])
 
-    assert [await publish(0), await publish(1)] == ["full", "delta"]
+    for model, encoding in enumerate(("full", "delta")):
+        assert await publish(model) == encoding
+        await plane.until(functools.partial(all_keep, client, models[model]), BOUND_S)
     worker.kill()
     if root is not None:
         for version in root.iterdir():
@@ -304,9 +307,30 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
     again = plane.spawn(instance_id=worker.instance_id, patch=alone)
     await until_behind(plane, client, again.instance_id)
     assert [await publish(2 + number) for number in range(len(encodings))] == encodings
-    assert await serve(client, f"step {1 + len(encodings)}")
-    assert await publish(2 + len(encodings)) == "delta"
-    assert await serve(client, f"step {2 + len(encodings)}")
+    last = 2 + len(encodings)
+    await plane.until(lambda: serve(client, f"step {last - 1}"), BOUND_S)
+    await plane.until(lambda: all_keep(client, models[last - 1]), BOUND_S)
+    assert await publish(last) == "delta"
+    await plane.until(lambda: serve(client, f"step {last}"), BOUND_S)
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plane: Plane) -> None:
+    """It would be refused each time, and the full version sent after it."""
+    plane.spawn()
+    # Its model ties tensors, say.
+    plane.spawn(patch="import worker.receiver; worker.receiver.as_kept = lambda *_: None")
+    models = [plane.model(1)]
+    models += [nudged(plane, models[0], number) for number in (1, 2)]
+    client, source = await plane.client(), Changing()
+    publisher = WeightPublisher(source, client, root=root_of(plane), encoding="auto", workers=2)
+    for number, source.path in enumerate(models):
+        await publisher.publish_async(f"step {number}")
+        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
+    assert None in {row.get("kept") for row in (await client.run("workers"))["workers"]}
+    told = (await client.run("updates"))["updates"]
+    sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
+    assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
     await asyncio.to_thread(publisher.close)
 
 
@@ -704,6 +728,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     await asyncio.to_thread(begin, "initial")  # as the fleet calls what nobody has published
     assert await served(plane) == {("initial", model_digest(plane.model(1)), 1)}
     await asyncio.to_thread(begin, "step_0")
+    assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     count = source.taken
     await asyncio.to_thread(begin, "step_0")  # a trainer that starts again
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
@@ -716,6 +741,7 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     # What a trainer before has sent may be gone with it, so the next version is no delta of that.
     third = Gathering(plane.model(3))
     await asyncio.to_thread(begin, "step_0", third, encoding="auto")
+    assert await served(plane) == {("step_0", model_digest(plane.model(3)), 4)}
     await asyncio.to_thread(begin, "step_0", third, "step_1", encoding="auto")
     told = (await (await plane.fleet()).run("updates"))["updates"]
     assert [(one["label"], one["encoding"]) for one in told[:2]] == [("step_1", "full"), ("step_0", "full")]
@@ -725,6 +751,78 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     with pytest.raises(InvalidRequest, match="would block") as refused:
         WeightPublisher(source, await plane.fleet(), initial="step_1")
     assert refused.value.facts["field"] == "initial"
+
+
+async def test_what_is_committed_and_not_served_is_sent_from_the_start(plane: Plane) -> None:
+    """Trainer and worker have ended, and what would bring the version is gone."""
+    worker, client, model = plane.spawn(), await plane.client(), plane.model(1)
+    told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+
+    def begin() -> None:
+        WeightPublisher(model, plane.url, initial="step_0", **told).close()
+
+    await asyncio.to_thread(begin)
+    assert await served(plane) == {("step_0", model_digest(model), 1)}
+    worker.kill()
+    root_of(plane).rename(plane.tmp / "away")
+    assert await (await client.view()).wait_until(lambda now: len(now) == 0, BOUND_S)
+    again = plane.spawn(instance_id=worker.instance_id)
+    await until_behind(plane, client, again.instance_id)
+    await asyncio.to_thread(begin)
+    assert await served(plane) == {("step_0", model_digest(model), 2)}
+
+
+async def test_what_came_while_it_was_compared_does_not_stay(plane: Plane) -> None:
+    plane.spawn()
+    fleet, model = await plane.fleet(), plane.model(1)
+    told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+
+    def begin(source: Any) -> None:
+        WeightPublisher(source, plane.url, initial="step_0", **told).close()
+
+    await asyncio.to_thread(begin, model)
+    assert await served(plane) == {("step_0", model_digest(model), 1)}
+    source = Held(model)
+    beginning = asyncio.create_task(asyncio.to_thread(begin, source))
+    assert await asyncio.to_thread(source.begun.wait, BOUND_S)
+    body = {"version": "other", "transport": {"backend": "filesystem", "path": str(plane.model(2))}}
+    await fleet.run("update_weights", body)
+    source.go.set()
+    await beginning
+    assert await served(plane) == {("step_0", model_digest(model), 3)}
+
+
+async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender holds on to what it was lent: the copy would stay as long as the trainer."""
+    plane.spawn()
+    lent: list[int] = []
+
+    class Lending(FilesystemSender):
+        def lend(self, tensors: Mapping[str, Any]) -> Collection[int]:
+            lent.append(len(tensors))
+            return ()
+
+    monkeypatch.setattr(ways, "make_sender", lambda backend, around: Lending(around.root))
+    told: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+
+    def begin(seed: int) -> None:
+        WeightPublisher(plane.model(seed), plane.url, initial="step_0", **told).close()
+
+    def publish() -> None:
+        with WeightPublisher(plane.model(3), plane.url, encoding="auto", **told) as publisher:
+            publisher.publish("step_1")
+
+    await asyncio.to_thread(begin, 1)
+    assert await served(plane) == {("step_0", model_digest(plane.model(1)), 1)}
+    lent.clear()
+    await asyncio.to_thread(begin, 2)  # other weights, which go from the copy
+    assert await served(plane) == {("step_0", model_digest(plane.model(2)), 2)}
+    assert not lent
+    await asyncio.to_thread(publish)  # by the publisher's own copy, which stays
+    assert await served(plane) == {("step_1", model_digest(plane.model(3)), 3)}
+    assert lent
 
 
 async def test_an_adapter_that_is_served_from_the_start_is_compared_too(plane: Plane) -> None:
@@ -739,6 +837,7 @@ async def test_an_adapter_that_is_served_from_the_start_is_compared_too(plane: P
         await asyncio.to_thread(publisher.close)
         made = (await fleet.run("state"))["adapters"]["a"]
         assert (made["digest"], made["sequence"]) == (adapter_digest(adapter), sequence)
+        await served(plane)  # else it would be sent again
 
 
 # ---- the choice ----

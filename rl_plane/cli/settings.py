@@ -265,7 +265,7 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting(
             "options",
-            "an option of the transport's own, key=value",
+            "an option of the transport's own, key=value: as JSON where the value is that, else a word",
             parse.pair,
             (),
             "--option",

@@ -290,7 +290,7 @@ class AttemptByCopy(Attempt):
             raise self._error
         change = self._change
         assert change is not None
-        if change.digest == self._unless:
+        if change.digest == self._unless and self._is_served(change.digest):
             log.info("the fleet serves %s already", self._publication.version)
             self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
             return {}
@@ -312,17 +312,28 @@ class AttemptByCopy(Attempt):
                 self._copy.take_back(change)
             raise
 
+    def _is_served(self, digest: str) -> bool:
+        """Under the publication's label, asked anew: since it was asked first, another version may have come."""
+        label = self._publication.version
+        return label is not None and self._way.digest_of(label) == digest
+
     def _is_kept(self, base: str | None) -> bool:
-        """By all workers; or by some, and the others can fetch it: they would be left out of the update."""
+        """By all workers; or by some, and the others can fetch it: they would be left out of the update. To fetch it
+        does not help who serves it and does not keep it: its model ties tensors, say, so that it never will."""
         self._way.ready_sender()
         if self._way.changes_sender:
             return False  # what it is a delta of would go with the sender before
-        keeping = [row.get("kept") == base for row in self._way.workers()]
-        return all(keeping) or (any(keeping) and self._way.is_refetchable(base))
+        workers = self._way.workers()
+        lacking = [row for row in workers if row.get("kept") != base]
+        if any((row.get("version") or {}).get("digest") == base for row in lacking):
+            return False
+        return not lacking or (len(lacking) < len(workers) and self._way.is_refetchable(base))
 
     def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
-        # The copy changes with the next publication, which waits for the end of this one.
-        attempt = Attempt(self._way, self._source, self._publication, None, more, lends=True)
+        # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
+        # for this comparison is to go with it, and a sender holds on to what it was lent.
+        lends = self._unless is None
+        attempt = Attempt(self._way, self._source, self._publication, None, more, lends=lends)
         try:
             attempt._send(taken)
         except BaseException as error:

@@ -46,7 +46,7 @@ class Desk:
         except OSError as error:
             raise InvalidRequest(
                 f"can't listen at {host}:{port}: {error.strerror or error}",
-                field="host",
+                field="options.host",
                 fix="give an address of this machine, and a free port or 0",
             ) from error
         self.port: int = self._listener.getsockname()[1]

@@ -36,14 +36,21 @@ def make_agent(name: str) -> Any:
     if not have_nixl():
         raise Unsupported("nixl is not installed here", field="transport.backend", fix=EXTRA)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # else it writes to stdout, which is not its own
-    import nixl
+    try:
+        import nixl
 
-    agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
-    config = nixl._bindings.nixlAgentConfig()  # the public one can't set the delay
-    config.useProgThread = True
-    config.pthrDelay = WAKE_US
-    agent.agent = nixl._bindings.nixlAgent(name, config)
-    agent.create_backend("UCX")
+        agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=[]))
+        config = nixl._bindings.nixlAgentConfig()  # the public one can't set the delay
+        config.useProgThread = True
+        config.pthrDelay = WAKE_US
+        agent.agent = nixl._bindings.nixlAgent(name, config)
+        agent.create_backend("UCX")
+    except Exception as error:  # nixl's errors have no root of their own, and a broken install raises any
+        raise Unsupported(
+            f"nixl does not work here: {error}",
+            field="transport.backend",
+            fix=f"install it anew ({EXTRA}), or use another transport",
+        ) from error
     return agent
 
 

@@ -74,9 +74,9 @@ class WeightPublisher:
         may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
         for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
         torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
-        is now under that label. Where it serves an update of that label already, the source is read into host memory,
-        and sent from there only if it is another version. `stays` False: this process ends soon, so `auto` first takes
-        what lasts without it, and `nixl` promises no copy."""
+        is now under that label. Where every worker serves an update of that label already, the source is read into host
+        memory, and sent from there only if it is another version, or if the fleet has changed meanwhile. `stays` False:
+        this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
+from rl_plane.publish.sender import members, world_size
 from rl_plane.sync import SyncRlClient
 from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.vllm_bodies import (
@@ -101,8 +102,8 @@ class FleetWeightSyncClient:
         nothing of it is left anywhere."""
         info = one_of_all(update_info)
         if isinstance(update_info, list):
-            rows = self._fleet.run("workers", {})["workers"]
-            check_entries(update_info, sum(int(row["world_size"]) for row in rows))
+            workers = members(self._fleet.run("workers", {}))
+            check_entries(update_info, world_size(workers) - 1)  # without the trainer's rank
         part = parse_update(info)
         self._tell_unknown("update_info", UpdateInfo, info)
         self._fleet.run("feed_weights_update", {**self._meant(), **feed_body(part, self._formed())})

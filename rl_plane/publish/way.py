@@ -73,8 +73,8 @@ class Way:
         return members(self.fleet.run("workers", {"min_workers": self.told.workers, "wait_s": self.told.wait_s}))
 
     def digest_of(self, label: str) -> str | None:
-        """Of what is committed, if an update has brought it under that label. None too where the fleet can't say: to
-        publish tells why."""
+        """Of what is committed, if an update has brought it under that label and every worker serves it: one that does
+        not may have nowhere to fetch it from. None too where the fleet can't say: to publish tells why."""
         try:
             self.workers()
             state = self.fleet.run("state", {})
@@ -82,7 +82,7 @@ class Way:
             return None
         adapter = self.told.adapter
         version = state["version"] if adapter is None else state["adapters"].get(adapter)
-        brought = version is not None and version["label"] == label and version["sequence"] > 0
+        brought = state["ready"] and version is not None and version["label"] == label and version["sequence"] > 0
         return str(version["digest"]) if brought else None
 
     def is_refetchable(self, digest: str | None) -> bool:
