@@ -135,7 +135,15 @@ def witnessed(seed: int, token: int, count: int) -> list[int]:
 
 
 async def ends_while_tokenized(engine: Any, request: GenerateRequest, patch: pytest.MonkeyPatch) -> None:
-    """`request`, of text, by an abort while its prompt waits for the tokenizer."""
+    """`request`, of text, by an abort, or a pause with one, while its prompt waits for the tokenizer."""
+    await _ends_while_tokenized(engine, request, patch, pauses=False)
+    await _ends_while_tokenized(engine, request, patch, pauses=True)
+    await engine.resume()
+
+
+async def _ends_while_tokenized(
+    engine: Any, request: GenerateRequest, patch: pytest.MonkeyPatch, pauses: bool
+) -> None:
     begun, go, encode = threading.Event(), threading.Event(), engine._tokenizer.encode
 
     def held(*args: Any, **more: Any) -> Any:
@@ -148,8 +156,11 @@ async def ends_while_tokenized(engine: Any, request: GenerateRequest, patch: pyt
         asked = asyncio.create_task(anext(engine.generate(request)))
         try:
             assert await asyncio.to_thread(begun.wait, BOUND_S)
-            assert await engine.abort(["another"]) == 0
-            assert await engine.abort([request.id]) == 1
+            if pauses:
+                await engine.pause("abort", False)
+            else:
+                assert await engine.abort(["another"]) == 0
+                assert await engine.abort([request.id]) == 1
             async with asyncio.timeout(BOUND_S):
                 delta = await asked
         finally:

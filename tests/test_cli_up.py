@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 from rl_plane.cli import main
+from rl_plane.cli.children import Printer
 from rl_plane.cli.settings import SETTINGS
-from rl_plane.cli.supervisor import MAX_PAUSE_S, exit_words, pause_before
+from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
 from worker.engines.fake import make_fake_model
+from worker.exit_codes import ENGINE_DEAD, ENGINE_HUNG
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -253,6 +256,42 @@ def test_a_second_signal_kills_at_once(fleet: Callable[..., tuple[Started, dict[
     up.process.send_signal(signal.SIGINT)
     up.process.wait(GONE_S)
     assert up.marked() == set()
+
+
+FIRST = """
+import json, sys, time
+from pathlib import Path
+if not Path(sys.argv[1]).exists():
+    Path(sys.argv[1]).touch()
+    sys.exit(int(sys.argv[2]))
+print(json.dumps({"ready": "worker"}), flush=True)
+time.sleep(600)
+"""
+"""A process that ends so the first time, before it is ready."""
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize(("code", "comes_back"), [(ENGINE_DEAD, True), (ENGINE_HUNG, True), (1, False)])
+async def test_an_engine_that_fails_at_the_first_start_is_started_again(
+    tmp_path: Path, code: int, comes_back: bool, restart: bool
+) -> None:
+    printer = Printer()
+    supervisor = Supervisor(
+        printer, lambda words, **facts: None, lambda name, line, fd: None, lambda restarts: 0.0
+    )
+    argv = [sys.executable, "-c", FIRST, str(tmp_path / "was here"), str(code)]
+    kept = Kept("worker-1", argv, dict(os.environ), restart=restart)
+    supervisor.keep(kept)
+    over = [asyncio.create_task(event.wait()) for event in (kept.ready, supervisor.end)]
+    try:
+        await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        assert kept.ready.is_set() is (comes_back and restart)
+        assert (supervisor.failed is None) is (comes_back and restart)
+    finally:
+        for task in over:
+            task.cancel()
+        await supervisor.stop([([kept.name], GONE_S)])
+        printer.flush()
 
 
 def test_what_can_not_start_ends_up_with_the_reason(start: Callable[..., Started], tmp_path: Path) -> None:

@@ -106,6 +106,21 @@ async def test_running_requests_wait_for_all_memory_whatever_is_resumed(plane: P
     assert await all_serve(fleet.client, "step_2")
 
 
+async def test_a_wait_lets_no_frozen_request_run_while_memory_is_released(plane: Plane) -> None:
+    one = plane.spawn(token_delay_s=0.01)
+    fleet = await plane.fleet()
+    stream = Stream(fleet.client, one.instance_id, PROMPT, 60)
+    await stream.until(tokens=3)
+    await fleet.run("pause", {"mode": "keep"})
+    await fleet.run("release_memory", {"tags": ["kv_cache"]})
+    await fleet.run("pause", {"mode": "wait"})
+    assert stream.finish_reason is None
+    assert [state["running"] for state in (await states(fleet.client)).values()] == [1]
+    await fleet.run("resume_memory", {"tags": ["kv_cache"]})
+    await fleet.run("resume")
+    assert (await stream.end()).finish_reason == "length"
+
+
 async def test_a_pause_outlasts_the_memory_that_comes_back(plane: Plane) -> None:
     plane.spawn()
     fleet = await plane.fleet()

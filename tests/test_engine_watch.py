@@ -6,7 +6,9 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -14,8 +16,11 @@ from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
 from tests.test_plane_update import update_of
 from worker import exit_codes
+from worker.engine_loop import EngineLoop
 from worker.engine_watch import MAX_BLOCKED_S, EngineWatch
+from worker.follower import RecordFollower
 from worker.handlers import LIVENESS_TIMEOUT_S
+from worker.state import WorkerState
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -76,6 +81,21 @@ def test_the_silence_of_one_load_is_no_excuse_for_the_next() -> None:
         assert not watch.silent(54.0)
         assert watch.silent(6.0)
     watch.answered()
+    with watch.blocking():
+        assert not watch.silent(90.0)
+
+
+async def test_a_pause_that_is_answered_ends_the_silence_before_it() -> None:
+    """Of a step that took long: the swap behind the pause has its excuse."""
+    watch, adapter = EngineWatch(60.0), AsyncMock()
+    core: Any = SimpleNamespace(state=WorkerState("w", "1", digest="d"))
+    nothing: Any = None
+    follower = RecordFollower(
+        nothing, nothing, core, adapter, EngineLoop(), watch, nothing, nothing, "", lambda: None
+    )
+    assert not watch.silent(6.0)
+    await follower._freeze("keep", None)
+    adapter.pause.assert_awaited_once_with("keep", False)
     with watch.blocking():
         assert not watch.silent(90.0)
 

@@ -823,6 +823,29 @@ async def test_a_pause_that_is_cancelled_leaves_the_engine_as_it_was(
     assert (await one.end()).tokens == witnessed(1, 7, 300)
 
 
+@pytest.mark.parametrize("was_frozen", [False, True])
+async def test_a_pause_that_fails_leaves_the_engine_as_it_was(
+    start: Start, models: Models, monkeypatch: pytest.MonkeyPatch, was_frozen: bool
+) -> None:
+    engine = await start(models.witness[1])
+    loop: Any = engine._loop
+    if was_frozen:
+        await engine.pause("keep", clear_cache=False)
+
+    def no_flush() -> bool:
+        raise RuntimeError("no flush")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "flush", no_flush)
+        with pytest.raises(EngineFailed, match="no flush"):
+            await engine.pause("keep", clear_cache=True)
+    await engine.liveness()
+    assert loop.frozen is was_frozen
+    if was_frozen:
+        await engine.resume()
+    assert (await run(engine, ask([7]))).tokens == witnessed(1, 7, 16)
+
+
 async def test_waits_and_other_pauses(start: Start, models: Models) -> None:
     engine = await start(models.witness[1])
     one = Run(engine, ask([7], max_tokens=2000))

@@ -31,6 +31,7 @@ from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.streams import StreamReceiver
 from rl_plane.versions import TensorSpec
+from tests.faults import Stream
 from worker.engines.fake import fake_token
 from worker.staging import model_digest
 
@@ -596,6 +597,92 @@ async def test_keep_pause_leaves_the_fleet_paused(plane: Plane) -> None:
     assert (await states(fleet.client))[joiner.instance_id]["pause"]["lease_left_s"] > 0
     await fleet.run("resume")
     assert await paused(fleet.client) == [False, False]
+
+
+FROZEN_WHEN_LABELLED = """
+import worker.engines.fake as fake
+really = fake.FakeEngine.set_version
+def set_version(self, version):
+    if version.sequence and not self._frozen:
+        Path({folder!r}, "ran").touch()
+    really(self, version)
+fake.FakeEngine.set_version = set_version
+"""
+
+
+async def test_equal_bytes_are_labelled_when_the_worker_is_paused(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    plane.spawn(patch=FROZEN_WHEN_LABELLED.format(folder=str(plane.tmp)))
+    await fleet.run("update_weights", update_of(plane.model(0), "same bytes", keep_pause=True))
+    assert await paused(fleet.client) == [True]
+    assert await all_serve(fleet.client, "same bytes")
+    assert not (plane.tmp / "ran").exists()
+
+
+NO_TIME_TO_FREEZE = """
+import worker.follower
+worker.follower.FREEZE_S = 0.0
+"""
+
+
+@pytest.mark.parametrize("staging", ["host", "none"])
+async def test_running_requests_have_as_long_as_the_policy_gives_them(plane: Plane, staging: str) -> None:
+    """Not as long as a worker that changes by itself."""
+    fleet = await plane.fleet()
+    worker = plane.spawn(patch=NO_TIME_TO_FREEZE, token_delay_s=0.01)
+    stream = Stream(fleet.client, worker.instance_id, [5, 6], 60)
+    await stream.more()
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", staging=staging, pause_mode="wait"))
+    assert reply["excluded"] == []
+    await stream.end()
+    assert (stream.finish_reason, [span["version"] for span in stream.spans]) == ("length", ["initial"])
+    assert await all_serve(fleet.client, "one")
+
+
+async def test_an_unstaged_update_gives_up_running_requests_with_its_deadline(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    worker = plane.spawn(token_delay_s=0.01)
+    stream = Stream(fleet.client, worker.instance_id, [5, 6], 3000)
+    await stream.more()
+    slow = update_of(plane.model(1), "one", staging="none", pause_mode="wait", prepare_timeout_s=0.5)
+    with pytest.raises(UpdateAborted):
+        await fleet.run("update_weights", slow)
+    await stream.more()
+    assert await all_serve(fleet.client, "initial")
+    await fleet.run("update_weights", update_of(plane.model(1), "one", staging="none"))
+    await stream.until(spans=2)
+    stream.stop()
+
+
+CUT_OFF = """
+import asyncio, worker.engines.fake as fake
+really, asked = fake.FakeEngine.resume, []
+async def resume(self):
+    await really(self)
+    if not asked:
+        asked.append(True)
+        await asyncio.Event().wait()
+fake.FakeEngine.resume = resume
+"""
+
+
+@pytest.mark.parametrize("staging", ["host", "none"])
+async def test_an_engine_that_a_cut_off_resume_has_reached_is_paused_for_a_swap(
+    plane: Plane, staging: str
+) -> None:
+    """The worker says that it is paused, and its engine runs."""
+    fleet = await plane.fleet()
+    worker = plane.spawn(patch=CUT_OFF)
+    await fleet.run("pause")
+    with pytest.raises(PlaneError):
+        await fleet.client.call(worker.instance_id, "resume", timeout_s=0.5)
+    assert await paused(fleet.client) == [True]
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", staging=staging))
+    assert reply["excluded"] == []
+    assert await paused(fleet.client) == [True]
+    assert await all_serve(fleet.client, "one")
+    await fleet.run("resume")
+    assert len(await generated(fleet.client, worker.instance_id, [5, 6], 4)) == 4
 
 
 async def test_a_pause_ends_with_its_lease(plane: Plane) -> None:

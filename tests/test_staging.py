@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 import rl_plane.checkpoint as checkpoint
-from rl_plane.checkpoint import write_manifest
+from rl_plane.checkpoint import open_published, write_manifest
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.versions import HostTensor, TensorSpec, tensors_digest
@@ -29,7 +30,7 @@ from worker.staging import (
     receive_adapter,
 )
 from worker.transports.base import Delivery, Places
-from worker.transports.filesystem import FilesystemTransport
+from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
 NONE: frozenset[str] = frozenset()
@@ -356,6 +357,27 @@ async def test_bytes_that_are_not_the_manifests(tmp_path: Path) -> None:
     with pytest.raises(InvalidWeights, match="its publisher stated"):
         receive(FakeHolder(engine), delivery, cast=False, expected_digest=None, cancelled=lambda: False)
     await engine.close()
+
+
+class Derived(FilesystemDelivery):
+    """Somebody else's: it tells of each tensor that it has the digest that its publisher stated."""
+
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        assert self.tensor_digests is not None
+        for name, tensor in super().tensors():
+            yield name, replace(tensor, digest=self.tensor_digests[name])
+
+
+def test_a_derived_delivery_is_not_believed(tmp_path: Path) -> None:
+    new = make_fake_model(tmp_path / "new", 2)
+    write_manifest(new)
+    make_fake_model(new, 3)
+    delivery = Derived(*open_published(str(new), [tmp_path], "base"))
+    try:
+        with pytest.raises(InvalidWeights, match="its publisher stated"):
+            list(DigestingStream(delivery, expected_digest=None))
+    finally:
+        delivery.close()
 
 
 # the digest of a model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from rl_plane.errors import EngineFailed
 from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineOptions
-from worker.engines.vllm import VllmEngine
+from worker.engines.vllm import VllmEngine, _Lora
 
 VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
 
@@ -29,6 +30,7 @@ class Llm:
         self.lets_go.set()
         self.resuming = asyncio.Event()
         self.fails: set[str] = set()
+        self.flushes = True
 
     def _is_asked(self, method: str, *details: Any) -> None:
         self.asked.append((method, *details))
@@ -50,6 +52,14 @@ class Llm:
 
     async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
         self._is_asked("flush", reset_running_requests, reset_connector)
+        return self.flushes
+
+    async def add_lora(self, lora: _Lora) -> bool:
+        self._is_asked("add_lora", lora.number)
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        self._is_asked("remove_lora", number)
         return True
 
     async def update_weight_version(self, name: str) -> None:
@@ -72,6 +82,9 @@ class Process:
         self.llm = llm
         self.ranks = self
 
+    def check_alive(self) -> None:
+        pass
+
     async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 
@@ -79,7 +92,17 @@ class Process:
         return [{"rank": 0}]
 
     def rows(self, op: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"rank": 0}]
+        return [{"rank": 0, "path": f"/nowhere/{body['staging']}"}]
+
+
+class Streams:
+    """None."""
+
+    def of_adapter(self, name: str) -> list[Any]:
+        return []
+
+    async def abort(self, streams: list[Any]) -> None:
+        pass
 
 
 def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmEngine, Llm]:
@@ -88,6 +111,9 @@ def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmE
     engine, llm = VllmEngine(EngineOptions(directory)), Llm()
     monkeypatch.setattr(engine, "_process", Process(llm))
     monkeypatch.setattr(engine, "_no_sleep", lambda: None)
+    monkeypatch.setattr(engine, "_info", SimpleNamespace(check_place=lambda name, loaded: None))
+    monkeypatch.setattr(engine, "_streams", Streams())
+    monkeypatch.setattr(_Lora, "request", lambda lora, anew: lora)
     return engine, llm
 
 
@@ -130,3 +156,36 @@ async def test_a_flush_takes_what_is_kept_beside_the_cache_too(
     await engine.pause("keep", False)
     await engine.swap("staging", VERSION)
     assert [asked for asked in llm.asked if asked[0] == "flush"] == [("flush", False, True), ("flush", True, True)]
+
+
+async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An adapter's part is its own by its number, which the next one of its name takes over."""
+    engine, llm = standing_in(tmp_path, monkeypatch)
+    await engine.pause("keep", False)
+    llm.flushes = False
+    with pytest.raises(EngineFailed, match="did not flush"):
+        await engine.swap("staging", VERSION)
+    assert engine._state.base is None
+    assert await engine.swap_adapter("x", "first", VERSION) is False
+    before = engine._loras["x"]
+    with pytest.raises(EngineFailed, match="did not flush"):
+        await engine.swap_adapter("x", "second", VERSION)
+    assert engine._loras["x"] == before
+    assert llm.asked[-1] == ("add_lora", before.number), "the old one is back"
+    assert await engine.swap_adapter("x", None, None) is False
+    assert engine._loras == {}
+
+
+async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = standing_in(tmp_path, monkeypatch)
+    await engine.pause("keep", False)
+    for name in ("a", "b", "c"):
+        await engine.swap_adapter(name, name, VERSION)
+        if name != "c":
+            await engine.swap_adapter(name, None, None)
+    assert engine._state.adapters == {"c": VERSION}
+    await engine.swap_adapter("c", None, None)
+    await engine.swap("staging", VERSION)
+    assert engine._state.adapters == {}

@@ -63,8 +63,8 @@ SESSION_GRACE_S = 3.0
 """A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
 behind, decides what is still staged."""
 FREEZE_S = ops.OPS["commit_update"].timeout_s
-"""As long as a commit may take, of which it is the first part: with `wait` running requests end first. A worker by
-itself tries again."""
+"""How long a worker that changes by itself waits for its engine to pause: with `wait` running requests end first. It
+tries again. What a coordinator asks for waits until that one's deadline."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -253,7 +253,7 @@ class RecordFollower:
                 pause_s = max(pause_s, ops.DEFAULT_PAUSE_LEASE_S)
             if self._core.next(time.monotonic()) != instruction:
                 return
-            await self._step(instruction, pause_s)
+            await self._step(instruction, pause_s, FREEZE_S)
 
     async def _fetch(self, fetch: Fetch) -> None:
         """From the recorded source into staging; over the served weights where they don't fit twice."""
@@ -276,7 +276,7 @@ class RecordFollower:
             return
         async with self.changing:
             if self._core.next(time.monotonic()) == fetch:
-                await self._overwrite(wanted, "keep")
+                await self._overwrite(wanted, "keep", FREEZE_S)
 
     async def _staged(self, wanted: Wanted, refetchable: bool) -> None:
         """From the recorded source, or from a worker that keeps the same weights."""
@@ -309,13 +309,22 @@ class RecordFollower:
             with self._watch.blocking() if blocks else contextlib.nullcontext():
                 yield
 
-    async def _freeze(self, mode: PauseMode) -> None:
-        """The caller has its turn."""
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> bool:
+        """The caller has its turn. Whether the cache was cleared. In an engine that may not run, no request can end:
+        there what is frozen stays so, whatever is asked."""
+        if mode == "wait" and not self._state.may_run:
+            mode = "keep"
+        return await self._engine.run(self._adapter.pause(mode, clear_cache))
+
+    async def _freeze(self, mode: PauseMode, bound_s: float | None) -> None:
+        """The caller has its turn. Where all should stand still already, too: a resume that was cut off may have
+        reached the engine. `bound_s`: None: until the caller's deadline, which the dispatcher keeps."""
         try:
-            async with asyncio.timeout(FREEZE_S):
-                await self._engine.run(self._adapter.pause(mode, False))
+            async with asyncio.timeout(bound_s):
+                await self.pause(mode if self._state.pause_mode is None else "keep", False)
         except TimeoutError as error:
-            raise EngineFailed(f"the engine did not pause within {FREEZE_S:g} s") from error
+            raise EngineFailed("the engine did not pause in time") from error
+        self._watch.answered()  # after a long step: what blocks it next is not to be taken for a part of that
 
     async def resume(self) -> None:
         """The caller has its turn. An engine that may not run stays frozen until it may."""
@@ -334,7 +343,7 @@ class RecordFollower:
             return await self._updates.prepare(wanted)
         async with self.turn(fence):
             self._state.check_weights_here()
-            return await self._overwrite(wanted, body.pause_mode)
+            return await self._overwrite(wanted, body.pause_mode, None)
 
     async def arm(self, body: update_bodies.Prepare, fence: int) -> update_bodies.ArmedReply:
         """As `prepare`, but answers as soon as every rank listens."""
@@ -371,20 +380,37 @@ class RecordFollower:
             for digest, source in before.chain(base)
         ]
 
-    async def _overwrite(self, wanted: Wanted, mode: PauseMode) -> update_bodies.PreparedReply:
-        """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written."""
+    async def _overwrite(
+        self, wanted: Wanted, mode: PauseMode, bound_s: float | None
+    ) -> update_bodies.PreparedReply:
+        """The caller has its turn, and keeps it to the end: nobody may resume an engine that is half written.
+        `bound_s`: of the pause before it, as `_freeze` has it."""
+        freezing: asyncio.Task[None] | None = None
+        waits = True
 
         async def taint() -> None:
-            if self._state.pause_mode is None:
-                await self._freeze(mode)
+            nonlocal freezing
+            freezing = asyncio.create_task(self._freeze(mode, bound_s)) if waits else None
+            if freezing is not None:
+                await asyncio.wait([freezing])
+            if freezing is None or freezing.cancelled():
+                raise EngineFailed("the deadline has passed, and the engine was not paused")
+            freezing.result()
+            if waits:
+                blocks.enter_context(self._watch.blocking())  # from here on only: a pause is answered
             self._core.overwriting()
             self.look()  # for a caller that is gone when it ends
             self._tell()
 
         try:
-            with self._watch.blocking():
+            with contextlib.ExitStack() as blocks:
+                if self._updates.busy_with == wanted.update_id:  # asked again
+                    blocks.enter_context(self._watch.blocking())
                 return await self._updates.prepare(wanted, taint)
         except BaseException:
+            waits = False
+            if freezing is not None:
+                freezing.cancel()  # the receive outlives its caller, whose deadline bounds this
             if self._state.digest is None:
                 self._core.overwrite_failed()
             self.look()
@@ -401,7 +427,7 @@ class RecordFollower:
             ):  # else told twice, or it was faster itself
                 done = update_bodies.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
-                done = await self._step(step, body.pause_s) or done
+                done = await self._step(step, body.pause_s, None) or done
         self.look()
         self._tell()
         return done
@@ -443,7 +469,7 @@ class RecordFollower:
             staged, done = self._core.staged, None
             if staged is not None and staged.update_id == wanted.update_id:
                 swap = Swap(wanted.update_id, None, record.version, body.policy.pause_mode)
-                done = await self._step(swap, ops.DEFAULT_PAUSE_LEASE_S if body.policy.keep_pause else 0.0)
+                done = await self._step(swap, ops.DEFAULT_PAUSE_LEASE_S if body.policy.keep_pause else 0.0, None)
             elif self._state.version == record.version:  # it was faster by itself
                 done = self._last_commit
         self.look()
@@ -453,32 +479,36 @@ class RecordFollower:
 
     # ---- one step ----
 
-    async def _step(self, step: Swap | Unload | Relabel, pause_s: float) -> update_bodies.CommittedReply | None:
-        """`pause_s`: generation stays paused so long, from now on; 0: it is as it was."""
+    async def _step(
+        self, step: Swap | Unload | Relabel, pause_s: float, freeze_s: float | None
+    ) -> update_bodies.CommittedReply | None:
+        """`pause_s`: generation stays paused so long, from now on; 0: it is as it was. `freeze_s`: see `_freeze`."""
         if isinstance(step, Relabel):
+            if pause_s:  # before it opens, or it would serve meanwhile
+                await self._freeze(step.record.pause_mode, freeze_s)
+            self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             self._adapter.set_version(step.record.version)
             for name, version in step.record.held.adapters.items():
                 self._adapter.set_adapter_version(name, version)
             self._core.relabelled(step.record)
-            if pause_s and self._state.pause_mode is None:
-                await self._freeze(step.record.pause_mode)
-            self._state.keep_paused(step.record.pause_mode, time.monotonic(), pause_s)
             return None
-        return await self._swap(step, pause_s)
+        return await self._swap(step, pause_s, freeze_s)
 
-    async def _swap(self, swap: Swap | Unload, pause_s: float) -> update_bodies.CommittedReply:
+    async def _swap(
+        self, swap: Swap | Unload, pause_s: float, freeze_s: float | None
+    ) -> update_bodies.CommittedReply:
         """Pause, swap, flush, resume. Generation that was paused before stays so."""
         state, core = self._state, self._core
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
-        if not was_paused:
-            try:
-                await self._freeze(swap.pause_mode)
-            except BaseException as error:  # nothing is touched: what is staged stays, and is tried again
-                core.fetch_failed(f"the engine is not paused: {why(error)}", time.monotonic())
-                self.look()
-                raise
+        try:
+            await self._freeze(swap.pause_mode, freeze_s)
+        except BaseException as error:  # nothing is touched: what is staged stays, and is tried again
+            words = "the deadline has passed" if isinstance(error, asyncio.CancelledError) else why(error)
+            core.fetch_failed(f"the engine is not paused: {words}", time.monotonic())
+            self.look()
+            raise
         try:
             with self._watch.blocking():
                 flushed = await self._exchange(swap)

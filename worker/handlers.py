@@ -171,7 +171,7 @@ class OpHandlers:
 
     async def _pause(self, body: ops.Pause, fence: int) -> ops.PauseReply:
         async with self._follower.turn(fence):
-            flushed = await self._engine.run(self._adapter.pause(body.mode, body.clear_cache))
+            flushed = await self._follower.pause(body.mode, body.clear_cache)
             self._state.pause(body.mode, time.monotonic(), body.lease_s)
         self._tell()
         return ops.PauseReply(pause_state="paused", cache_flushed=flushed)

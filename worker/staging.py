@@ -142,8 +142,8 @@ class DigestingStream:
 
     def _run(self) -> Iterator[tuple[str, HostTensor]]:
         specs, stated = self._delivery.specs, self._delivery.tensor_digests
-        # It hashes what it reads, on its own threads; any other, somebody else's too, is not believed.
-        hashed = isinstance(self._delivery, FilesystemDelivery)
+        # It hashes what it reads, on its own threads; any other, also one that somebody derives of it, is not believed.
+        hashed = type(self._delivery) is FilesystemDelivery
         self.check_stated()
         for name, tensor in self._delivery.tensors():
             if self._cancelled():

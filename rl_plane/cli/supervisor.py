@@ -40,6 +40,13 @@ def exit_words(code: int) -> str:
         return f"signal {-code}"
 
 
+def comes_back(code: int) -> bool:
+    """Whether the same process, started anew, may fare better: it was killed, or its engine has died or hung."""
+    from worker import exit_codes
+
+    return code < 0 or code in (exit_codes.ENGINE_DEAD, exit_codes.ENGINE_HUNG)
+
+
 class Kept:
     """A child by its name, over all its processes."""
 
@@ -115,7 +122,7 @@ class Supervisor:
                 return
             pid = kept.child.pid
             words = f"{kept.name} (pid {pid}) ended: {exit_words(code)}"
-            if not kept.ready.is_set() and not (kept.restart and code < 0):
+            if not kept.ready.is_set() and not (kept.restart and comes_back(code)):
                 self._fail(PlaneError(f"{words}, before it was ready", fix=f"see the lines of {kept.name} above"))
                 return
             restarts = 0 if ready_at and time.monotonic() - ready_at[0] > STEADY_S else restarts

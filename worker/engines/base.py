@@ -199,8 +199,8 @@ class EngineAdapter(Protocol):
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
         is paused (`keep` or emptied); it stays so. Running requests go on with the KV that they have, or
         with one made anew, as the engine can; no new request reuses KV made before; True if the prefix cache was
-        flushed for that. The staging is used up, also when this
-        raises."""
+        flushed for that, False only where it need not be: EngineFailed where it could not. The staging is used up,
+        also when this raises."""
 
     def offer(self) -> dict[str, Any] | None:
         """Where others may fetch the base weights that are kept here beside the model, `{digest, transport}`, until
@@ -220,8 +220,8 @@ class EngineAdapter(Protocol):
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
         nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
-        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed. The staging is used
-        up, also when this raises."""
+        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed, False only where it
+        need not be. The staging is used up, also when this raises."""
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 

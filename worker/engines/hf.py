@@ -264,10 +264,13 @@ class HfEngine(Tokenizing):
             if mode == "wait":
                 await asyncio.wrap_future(drained)
             elif mode == "abort":
+                self._abort_tokenized(None)
                 await self._call(lambda loop: loop.abort(None))
             return clear_cache and await self.flush_cache()
-        except asyncio.CancelledError:
-            loop.call(lambda: loop.go_back(before))  # not awaited: whatever comes next comes behind it
+        except BaseException:
+            # Unless another pause or a resume has ended it, and counts. Not awaited: what comes next comes behind it.
+            if drained.cancelled() or not drained.done() or drained.exception() is None:
+                loop.call(lambda: loop.go_back(before))
             raise
 
     async def resume(self) -> None:

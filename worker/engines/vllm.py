@@ -245,6 +245,8 @@ class VllmEngine(Tokenizing):
         try:
             self._paused = True
             await self._freeze(mode)
+            if mode == "abort":
+                self._abort_tokenized(None)
             return clear_cache and await self.flush_cache()
         except BaseException:
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
@@ -331,13 +333,24 @@ class VllmEngine(Tokenizing):
         await self._forget_base()
         await self._process.on_ranks("rl_plane_swap")
         await self._add_loras()
-        flushed = await self.flush_cache()
-        await self._name_state(version, dict(self._state.adapters))
+        flushed = await self._flush(stale=True)
+        await self._name_state(version, self._adapter_versions())
         return flushed
+
+    async def _flush(self, stale: bool) -> bool:
+        """`stale`: new requests would find what is in it."""
+        flushed = await self.flush_cache()
+        if stale and not flushed:
+            raise EngineFailed("vLLM did not flush its prefix cache: new requests would reuse older KV")
+        return flushed
+
+    def _adapter_versions(self) -> dict[str, WeightVersion]:
+        """Of those that are loaded: no request can name another one."""
+        return {name: version for name, version in self._state.adapters.items() if name in self._loras}
 
     async def _forget_base(self) -> None:
         """From here on its weights are of no version."""
-        await self._name_state(None, dict(self._state.adapters))
+        await self._name_state(None, self._adapter_versions())
 
     async def _add_loras(self) -> None:
         """Again: new base weights have dropped them."""
@@ -384,8 +397,9 @@ class VllmEngine(Tokenizing):
         try:
             assert version is not None, "of an adapter that is loaded"
             await self._add_lora(lora)
-            flushed = await self.flush_cache()
-            await self._name_state(self._state.base, self._state.adapters | {name: version})
+            # The cache goes by the adapters' numbers, and this one may have an old one's.
+            flushed = await self._flush(stale=before is not None)
+            await self._name_state(self._state.base, self._adapter_versions() | {name: version})
         except BaseException:
             await self._put_back(lora, before)
             raise
@@ -421,8 +435,8 @@ class VllmEngine(Tokenizing):
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
-        """What may fail comes before the adapter is gone. Its version stays in the state: no request can ask for it
-        before another adapter of this name comes with its own."""
+        """What may fail comes before the adapter is gone. Its version stays in the state until the next one: no request
+        can ask for it."""
         flushed = await self.flush_cache()
         if lora is None:
             return flushed
