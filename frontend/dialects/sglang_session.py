@@ -172,18 +172,22 @@ class Updates:
 
     async def commit_open(self) -> dict[str, Any] | None:
         """None: nothing was sent."""
-        reply = None
         try:
-            if self.held:
-                reply = await self.held.commit()
-            elif (session := await self.session()) is not None:
+            async with self.held.turn:
+                reply = await self.held.commit() if self.held else None
+            if reply is None and (session := await self.session()) is not None:
                 reply = await self.commit(session.update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
                 if not await self.is_open():
                     await self.opened.end()
             raise
-        await self.opened.end()
+        try:
+            await self.opened.end()
+        except PlaneError:
+            if reply is None:
+                raise
+            # It is committed all the same: what was begun runs out by itself.
         return reply
 
     async def is_open(self) -> bool:
