@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,12 @@ from rl_plane.safetensors_file import write_safetensors
 from rl_plane.versions import TensorSpec
 from tests.dialect_facade import (
     PROMPT,
+    Answered,
     facade,
     fine,
+    just_before,
     proven,
     refused,
-    refused_before,
     served,
     taken_before,
     witnessed,
@@ -112,7 +115,8 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
     """It waits. After a 409, which its client does not repeat, nothing is left of it that another would run into."""
     for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
         await asyncio.to_thread(one.wait_ready)
-    client, taken = await plane.client(), Locked("taken", retry_after_s=1.0)
+    client = await plane.client()
+    view = await client.view()
     with FedTrainer(plane) as trainer:
         async with facade(plane) as http:
 
@@ -123,6 +127,18 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
                 )
                 return reply
 
+            @asynccontextmanager
+            async def taken_from(op: str) -> AsyncIterator[None]:
+                """Somebody else has the fleet from this op on, and still when its update is to be dropped."""
+                async with AsyncExitStack() as stack:
+
+                    async def refuse(answered: Answered) -> None:
+                        await stack.enter_async_context(client.lock(view))
+                        raise Locked("taken", retry_after_s=1.0)
+
+                    async with just_before(op, refuse):
+                        yield
+
             group = await _init_broadcaster(trainer, http)
             async with (
                 taken_before(client, "feed_weights_update"),
@@ -130,15 +146,16 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
             ):
                 assert fine(await update("one", 1))["weight_version"] == "one"
             body, _ = _broadcast(group, plane.model(2), "two")
-            async with refused_before("feed_weights_update", taken):
+            async with taken_from("feed_weights_update"):
                 assert refused(await http.post("/update_weights", json=body), 409)["cause"] == "locked"
             group = await _init_broadcaster(trainer, http)
-            async with refused_before("complete_weights_update", taken):
-                assert refused(await update("two", 2), 409)["cause"] == "locked"
-            assert await served(http) == [(True, "one")] * 2
-            group = await _init_broadcaster(trainer, http)
             assert fine(await update("two", 2))["weight_version"] == "two"
+            async with taken_from("complete_weights_update"):
+                assert refused(await update("three", 1), 409)["cause"] == "locked"
             assert await served(http) == [(True, "two")] * 2
+            group = await _init_broadcaster(trainer, http)
+            assert fine(await update("three", 1))["weight_version"] == "three"
+            assert await served(http) == [(True, "three")] * 2
 
 
 async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:

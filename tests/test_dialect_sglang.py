@@ -12,8 +12,11 @@ import pytest
 
 from frontend.dialects import routes
 from frontend.dialects.sglang_held import read_tensors
+from frontend.dialects.sglang_opened import Opened
+from rl_plane.errors import BusUnreachable, Locked, Unavailable
+from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
-from tests.dialect_facade import PROMPT, facade, fine, refused, served
+from tests.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter, make_fake_model
@@ -21,6 +24,10 @@ from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
+
+
+OVERTAKES_S = 1.0
+"""A call that nothing holds up is answered by then."""
 
 
 @pytest.fixture(autouse=True)
@@ -260,6 +267,48 @@ async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plan
         assert await served(http) == [(True, "one")] * 2
 
 
+async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> None:
+    """The commit may not begin, and then puts back what it had taken: the part comes to that, and is not lost."""
+    plane.spawn_copies(2)
+    path = "/update_weights_from_tensor"
+    async with facade(plane) as http:
+        *parts, last = one_by_one(plane, 1)
+        fine(await http.post("/begin_weight_update", json={}))
+        for part in parts:
+            fine(await http.post(path, json=part))
+        calls = []
+
+        async def meanwhile(answered: Answered) -> None:
+            calls.append(asyncio.create_task(http.post(path, json=last)))
+            await asyncio.wait(calls, timeout=OVERTAKES_S)
+            raise Locked("taken", retry_after_s=1.0)
+
+        async with just_before("update_weights", meanwhile):
+            assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "locked"
+        (told,) = await asyncio.gather(*calls)
+        assert fine(told)["message"] == f"1 tensors are held, {len(parts) + 1} of this update"
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+
+
+async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun is over by its silence then. Where nothing was committed, the call may as well come again."""
+    plane.spawn_copies(2)
+
+    async def unreachable(opened: Opened) -> None:
+        raise BusUnreachable("NATS was away for a moment")
+
+    async with facade(plane) as http:
+        fine(await http.post("/begin_weight_update", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
+        monkeypatch.setattr(Opened, "end", unreachable)
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert await served(http) == [(True, "one")] * 2
+        assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
+
+
 def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
     return {"backend": "filesystem", "path": str(plane.model(seed))}
 
@@ -332,6 +381,10 @@ async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None
         fine(await http.get("/flush_cache"))
         assert [label for _, label in await served(http)] == ["one"] * 2
         fine(await http.post("/pause_generation", json={}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Fleet, "_on_each", on_nobody)
+            failed = await http.post("/v1/rl/pause", json={})
+        assert failed.status_code == 503, "what it would have replaced stands"
         assert not any(await send(2, "two"))
         fine(await http.get("/flush_cache"))
         assert fine(await http.post("/continue_generation", json={}))["weight_version"] == "two"
@@ -341,7 +394,15 @@ async def test_somebody_elses_pause_is_nothing_to_wait_for(plane: Plane) -> None
         fine(await http.post("/v1/rl/pause", json={}))
         assert [label for label in await send(1, "three") if label] == ["three"]
         fine(await http.post("/v1/rl/resume"))
-        assert await served(http) == [(True, "three")] * 2
+        fine(await http.post("/pause_generation", json={}))
+        fine(await http.post("/v1/rl/pause", json={}))
+        assert [label for label in await send(2, "four") if label] == ["four"], "it was replaced by another"
+        fine(await http.post("/v1/rl/resume"))
+        assert await served(http) == [(True, "four")] * 2
+
+
+async def on_nobody(*_: Any) -> Any:
+    raise Unavailable("nobody was asked")
 
 
 async def test_what_was_begun_is_known_to_any_frontend_and_ends(

@@ -17,8 +17,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from rl_plane.errors import EngineFailed, Locked
-from rl_plane.lock import read_holder
+from frontend.dialects import sglang_session
+from frontend.dialects.sglang_session import Updates
+from rl_plane.errors import BusUnreachable, EngineFailed, Locked
+from rl_plane.lock import Holder, read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_sglang import one_by_one
@@ -420,14 +422,35 @@ async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClie
     error = refused(answer, 409)
     assert (error["cause"], "end_weight_update" in error["fix"]) == ("locked", True)
     assert (await replay.post("/end_weight_update"))["weight_version"] == "two"
+    # Nor by a NATS that is away then: a 503 would bring its tensors twice.
+    fine(await replay.send("g", plane.model(1), first))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Updates, "fed_standing", _unreachable)
+        async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
+            answer = await replay.send("g", plane.model(1), last, weight_version="one")
+    assert refused(answer, 409)["cause"] == "locked"
+    assert (await replay.post("/end_weight_update"))["weight_version"] == "one"
+
+
+async def _unreachable(*_: Any) -> Any:
+    raise BusUnreachable("NATS was away for a moment")
 
 
 async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -> None:
     """`ready` is said when every rank listens, and not before."""
     http, buckets = replay.http, parts_of(plane.model(1), 2)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
+    looks: list[object] = []
+
+    async def once_unreachable(*asked: Any) -> Holder | None:
+        looks.append(asked)
+        return await (_unreachable() if len(looks) == 1 else read_holder(*asked))
+
     async with taken_before(client, "feed_weights_update", lambda body: not body.get("check_only")):
-        assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sglang_session, "read_holder", once_unreachable)
+            assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
+        assert len(looks) > 1
         holder = await read_holder(client.bus, (await client.view()).subjects.state)
     assert holder is not None
     assert "update_id" in holder, "who has the fleet is its feed"
@@ -444,6 +467,7 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
     assert await replay.post("/complete_weights_update", asked) == done, "its answer was lost"
     error = refused(await http.post("/complete_weights_update", json={"weight_version": "x"}), 409)
     assert error["field"] == "weight_version"
+    assert await replay.post("/complete_weights_update") == done, "it keeps its label"
     assert await served(http) == [(True, "three")] * 2
     await replay.post("/update_weights_from_disk", {"model_path": str(plane.model(2))})
     error = refused(await http.post("/complete_weights_update", json=asked), 409)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -13,12 +14,16 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import begun, check_world, joined, members, world_size
 from frontend.dialects.routes import Ask, Fields, add_route, take
 from rl_plane.bodies import PRINTABLE
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import InvalidRequest, Locked, PlaneError, Unsupported
+from rl_plane.fleet import FORM_WAIT_S
 
 DEFAULT_GROUP = "weight_update_group"
 MAX_GROUP_CHARS = 256
 MAX_KNOWN = 256
 """Groups whose backend is remembered; more were formed by a client that makes names up."""
+
+TURN_WAIT_S = 2 * FORM_WAIT_S
+"""For the groups that are formed before: so long does one take at most, which waits for the fleet's lock first."""
 
 
 class GroupFields(Fields):
@@ -40,14 +45,42 @@ class GroupName(Fields):
     group_name: str = Field(DEFAULT_GROUP, min_length=1, max_length=MAX_GROUP_CHARS, pattern=PRINTABLE)
 
 
+class _Line:
+    """Calls that form groups, one after another, as they came: they are formed by the same ranks, and each has its
+    whole time."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.failure: PlaneError | None = None
+        """Of the first that failed: its trainer has most likely died, and those who stand here are its other calls.
+        Each would wait as long, and then take the workers out of routing anew."""
+
+    @asynccontextmanager
+    async def in_turn(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(TURN_WAIT_S):
+                await self.turn.acquire()
+        except TimeoutError:
+            raise Locked(
+                f"other groups are formed here for {TURN_WAIT_S:g} s already",
+                retry_after_s=1.0,
+                fix="ask again when their trainers have come, or have given up",
+            ) from None
+        try:
+            if self.failure is not None:
+                raise type(self.failure)(self.failure.message, **self.failure.facts) from self.failure
+            yield
+        finally:
+            self.turn.release()
+
+
 class Groups:
     """Which backend a trainer's groups have."""
 
     def __init__(self, plane: DialectPlane) -> None:
         self._plane = plane
         self._backends: dict[str, str] = {}
-        self._forming = asyncio.Lock()
-        """One after another, as their calls came: they are formed by the same ranks, and each has its whole time."""
+        self._line = _Line()
 
     async def backend_of(self, name: str) -> str:
         """Of one that was formed by way of another frontend: what every worker has."""
@@ -71,9 +104,16 @@ class Groups:
             "rank_offset": fields.rank_offset,
             "timeout_s": self._plane.feed_timeout_s,
         }
-        async with self._forming:
-            with begun():
-                reply = await self._plane.calls.run("init_transport", body, request_id)
+        line = self._line
+        async with line.in_turn():
+            try:
+                with begun():
+                    reply = await self._plane.calls.run("init_transport", body, request_id)
+            except (InvalidRequest, Unsupported):
+                raise  # this call's own
+            except PlaneError as error:
+                line.failure, self._line = error, _Line()  # who comes from here on is tried
+                raise
         while len(self._backends) >= MAX_KNOWN:
             del self._backends[next(iter(self._backends))]
         self._backends[fields.group_name] = fields.backend

@@ -100,6 +100,9 @@ class HeldTensors:
     """Those of an update that is not whole yet."""
 
     def __init__(self, plane: DialectPlane, store: Store) -> None:
+        self.turn = asyncio.Lock()
+        """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun
+        puts back what it took before another call adds to it. As long as a commit, which has its own bounds."""
         self._plane = plane
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
@@ -184,6 +187,7 @@ class HeldTensors:
         return found[:SHOWN]
 
     async def commit(self) -> dict[str, Any]:
+        """In its `turn`."""
         tensors, policy, label, number = dict(self._tensors), self._policy, self._label, self._number
         self.drop()
         with begun((Locked, *NOT_POSSIBLE)):

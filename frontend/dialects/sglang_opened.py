@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 from frontend.dialects import DialectPlane
-from rl_plane.record import pause_of
-from rl_plane.subjects import OPENED, PAUSE
+from rl_plane.record import read_pause
+from rl_plane.subjects import OPENED
 from rl_plane.update import SESSION_IDLE_S
 
 
@@ -18,8 +18,9 @@ from rl_plane.update import SESSION_IDLE_S
 class _Entry:
     begun_until: float = 0.0
     """Unix seconds: `begin_weight_update` came, and its trainer may be silent until then. 0: it did not, or is over."""
-    pause: int = 0
-    """The sequence of the desired pause that `pause_generation` made; at another one, the fleet's pause is not its."""
+    pause: str = ""
+    """The desired pause that `pause_generation` made, as it is written; at another one, the fleet's pause is not its.
+    (Its end makes it one of its kind; its sequence would not: a call that fails to replace it writes it anew.)"""
 
 
 class Opened:
@@ -34,8 +35,8 @@ class Opened:
 
     async def pause(self) -> None:
         """The fleet was paused just now."""
-        entry = await self._bus.get(self._state, PAUSE)
-        await self._write(replace(await self._read(), pause=entry.sequence if entry is not None else 0))
+        pause = await read_pause(self._bus, self._state)
+        await self._write(replace(await self._read(), pause=pause.encode().decode()))
 
     async def takes_more(self) -> bool:
         """A part has come: will more come, or an end? What was begun waits for it anew."""
@@ -58,8 +59,8 @@ class Opened:
     async def _in_pause(self, entry: _Entry) -> bool:
         if not entry.pause:
             return False
-        now = await self._bus.get(self._state, PAUSE)
-        return now is not None and now.sequence == entry.pause and pause_of(now).left_s(time.time()) > 0
+        now = await read_pause(self._bus, self._state)
+        return now.encode().decode() == entry.pause and now.left_s(time.time()) > 0
 
     async def _read(self) -> _Entry:
         found = await self._bus.get(self._state, OPENED)

@@ -27,7 +27,7 @@ from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_opened import Opened
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import Conflict, InvalidRequest, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
@@ -95,7 +95,7 @@ class Updates:
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
         self._label: tuple[str, str] | None = None
-        """An update's id, and what it is called by now."""
+        """An update's id, and what it is called by now; once it is committed, what it stays called."""
         self._preparing = asyncio.Lock()
         self._receiving: _Receiving | None = None
         """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
@@ -147,8 +147,9 @@ class Updates:
         try:
             return await self.commit(update_id)
         except PlaneError as error:
-            if await self.fed_standing() == update_id:  # this very call would bring its tensors twice
-                error.facts["fix"] = "all of it is here: end_weight_update commits it"
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                if await self.fed_standing() == update_id:  # this very call would bring its tensors twice
+                    error.facts["fix"] = "all of it is here: end_weight_update commits it"
             raise
 
     async def _prepare(self, group: str, fields: Update) -> str:
@@ -172,18 +173,22 @@ class Updates:
 
     async def commit_open(self) -> dict[str, Any] | None:
         """None: nothing was sent."""
-        reply = None
         try:
-            if self.held:
-                reply = await self.held.commit()
-            elif (session := await self.session()) is not None:
+            async with self.held.turn:
+                reply = await self.held.commit() if self.held else None
+            if reply is None and (session := await self.session()) is not None:
                 reply = await self.commit(session.update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
                 if not await self.is_open():
                     await self.opened.end()
             raise
-        await self.opened.end()
+        try:
+            await self.opened.end()
+        except PlaneError:
+            if reply is None:
+                raise
+            # It is committed all the same: what was begun runs out by itself.
         return reply
 
     async def is_open(self) -> bool:
@@ -197,6 +202,8 @@ class Updates:
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
+        if self._label == (update_id, label):
+            self._label = (update_id, reply["version"]["label"])  # it keeps that one
         check_label(reply, label)
         return reply
 
@@ -279,9 +286,10 @@ class Updates:
         the wait."""
         bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
         while not task.done():
-            holder = await read_holder(bus, state)
-            if holder is not None and holder.get("update_id") == update_id:
-                return
+            with contextlib.suppress(BusUnreachable):  # the feed goes on; given up here, it would be nobody's
+                holder = await read_holder(bus, state)
+                if holder is not None and holder.get("update_id") == update_id:
+                    return
             await asyncio.sleep(POLL_S)
         task.result()
 

@@ -55,9 +55,6 @@ class AdapterFields(Fields):
 
 def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
     held = updates.held
-    one_by_one = asyncio.Lock()
-    """Calls that come at once: each is answered by what it has made of the update, and a commit that has not begun puts
-    back what it took before another call adds to it."""
 
     async def standing() -> tuple[int, int | None]:
         """What was sent stands in the body itself. So the call that has committed may come again as well, as long as
@@ -73,7 +70,7 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         _check_format(fields.load_format)
         report_unused(ask, fields)
         tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
-        async with one_by_one:
+        async with held.turn:
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"

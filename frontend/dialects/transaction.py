@@ -6,7 +6,6 @@ group its trainer has formed, and so how the next update comes.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
 from frontend.dialects.routes import report
-from rl_plane.errors import Conflict, Locked, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.record import read_session
 from rl_plane.update import SESSION_IDLE_S
 from rl_plane.vllm_bodies import (
@@ -45,7 +44,7 @@ class _Current:
     finished: bool = False
     label: str | None = None
     failed: bool = False
-    """What was to come did not."""
+    """What was to come did not, or it was to be dropped."""
     started_at: float = field(default_factory=time.monotonic)
 
 
@@ -94,6 +93,8 @@ class Transactions:
             if before.update_id == request_id:
                 return  # its answer was lost
             raise under_way(before.update_id)
+        if before is not None and before.failed:
+            await self.drop()
         if self.transfer is not None:
             await self._prepare(current, self.transfer.transport)
         self._current = current
@@ -185,8 +186,12 @@ class Transactions:
         """A trainer that begins anew has left what it had started."""
         current, self._current = self._current, None
         if current is not None and current.prepared and not current.finished:
-            with contextlib.suppress(PlaneError):
+            try:
                 await self._plane.calls.run("abort_weights_update", {"update_id": current.update_id})
+            except (Locked, BusUnreachable):  # it stands yet, and would keep its trainer's next one out
+                current.failed, self._current = True, current
+            except PlaneError:
+                pass  # nothing is left of it
 
     async def _prepare(self, current: _Current, transport: dict[str, Any]) -> None:
         try:
