@@ -86,8 +86,7 @@ from rl_plane.update_steps import (
 )
 
 SESSION_IDLE_S = 120.0
-"""So long a trainer may be silent before its next call of a prepared update. With what that call may then wait for
-the lock, or for bytes, it is the update's limit: its staging is a model's worth of memory."""
+"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
 LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody serves the version before, whoever could not be told."""
 OPEN_BY_THEMSELVES_S = 30.0
@@ -111,8 +110,8 @@ Steps = Generator[Instruction, Any, Result]
 
 
 def _idle_s(body: UpdateWeights) -> float:
-    """How long an update waits for its trainer's next call, and for what that waits for itself."""
-    return SESSION_IDLE_S + body.policy.prepare_timeout_s
+    """How long an update waits for its trainer's next call."""
+    return SESSION_IDLE_S + (body.policy.prepare_timeout_s if body.pushed else 0.0)
 
 
 @contextmanager

@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
-PREPARED_S = 2.0
-"""A small model is staged by then; and a session lives so much longer than its trainer may be silent."""
-
-
 def update_of(directory: Path, version: str | None = None, **policy: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(directory)}}
     if version is not None:
@@ -363,8 +359,7 @@ async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rl_plane.update, "SESSION_IDLE_S", 0.5)
     fleet = await plane.fleet()
     plane.spawn()
-    body = update_of(plane.model(1), "one", prepare_timeout_s=PREPARED_S)
-    prepared = await fleet.run("prepare_weights_update", body)
+    prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
 
     async def dropped() -> bool:
         return all(state["staged"] is None for state in (await states(fleet.client)).values())

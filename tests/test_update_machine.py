@@ -677,8 +677,6 @@ def prepare(**fields: Any) -> Call:
 
 
 SESSION = session_of(prepare())
-PATIENCE = SESSION.body["policy"]["prepare_timeout_s"]
-"""`complete` waits so long for the lock."""
 COMPLETE, ABORT = Call("complete", "u9"), Call("abort", "u9")
 
 
@@ -693,7 +691,7 @@ def test_prepared_it_waits_for_another_call() -> None:
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
     assert driver.one(Note, "session").session == prepared.session
-    assert prepared.session == session_of(prepare(), NOW + SESSION_IDLE_S + PATIENCE)
+    assert prepared.session == session_of(prepare(), NOW + SESSION_IDLE_S)
     assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
 
 
@@ -783,7 +781,8 @@ def test_what_is_pushed_is_only_listened_for() -> None:
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
     assert driver.one(Ask).op == "arm_update"
-    assert prepared.session == replace(ARMED, expires_at=NOW + SESSION_IDLE_S + PATIENCE)
+    patience = ARMED.body["policy"]["prepare_timeout_s"]
+    assert prepared.session == replace(ARMED, expires_at=NOW + SESSION_IDLE_S + patience)
     assert (prepared.digest, prepared.ready) == ("", MEMBERS)
 
 
@@ -1215,7 +1214,8 @@ def test_a_part_goes_to_all_that_listen() -> None:
     assert asked.timeout_s > 7.0
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
     assert told.items() <= asked.body.items()
-    assert fed.session == replace(FEEDING, expires_at=NOW + SESSION_IDLE_S + PATIENCE), "it waits for the next one"
+    patience = FEEDING.body["policy"]["prepare_timeout_s"]
+    assert fed.session == replace(FEEDING, expires_at=NOW + SESSION_IDLE_S + patience), "it waits for the next one"
 
 
 @pytest.mark.parametrize(
