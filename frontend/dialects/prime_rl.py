@@ -159,10 +159,7 @@ def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
             )
         if not isinstance(path, str) or len(fields.args) > 1:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
-        if fields.timeout is not None:
-            report(ask.path, "timeout", "each phase of an update has its own")
-        for name in fields.named:
-            report(ask.path, f"kwargs.{name}")
+        fields.report_unused(ask.path, fields.named)
         ranks = await world_size(plane)
         await _unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
         return {"results": [None] * ranks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,6 +33,13 @@ class RpcFields(Fields):  # type: ignore[no-redef]  # mypy's model of __init__ h
     timeout: float | None = None
     """Not read: each phase has its own."""
 
+    def report_unused(self, path: str, unused: Iterable[str]) -> None:
+        """`unused`: of `kwargs`."""
+        if self.timeout is not None:
+            report(path, "timeout", "each phase of an update has its own")
+        for name in unused:
+            report(path, f"kwargs.{name}")
+
 
 def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:
     async def rpc(ask: Ask) -> Any:
@@ -44,10 +52,7 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
                 fix=f"one of {', '.join(METHODS)}; or a route of its own",
             )
         given = {**dict(zip(known, fields.args, strict=False)), **fields.named}
-        if fields.timeout is not None:
-            report(ask.path, "timeout", "each phase of an update has its own")
-        for name in given.keys() - set(known):
-            report(ask.path, f"kwargs.{name}")
+        fields.report_unused(ask.path, given.keys() - set(known))
         for name in set(known) - given.keys():
             raise InvalidRequest(f"{fields.method} needs {name}", field=f"kwargs.{name}", fix="add it")
         ranks = await world_size(plane)
