@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import mmap
 import os
 import random
@@ -102,7 +103,9 @@ def sender_of(receivers: int, **bounds: Any) -> Iterator[tuple[IpcSender, dict[s
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
-    """What a process has open, without the files that come and go."""
+    """What a process has open, without the files that come and go, and what tracebacks of expected errors hold."""
+    if pid == "self":
+        gc.collect()
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
@@ -111,6 +114,8 @@ def descriptors(pid: int | str = "self") -> list[str]:
 
 
 def maps(pid: int | str = "self") -> list[str]:
+    if pid == "self":
+        gc.collect()
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:rl-plane-ipc" in line]
 
 
