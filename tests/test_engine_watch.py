@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ import pytest
 
 from rl_plane.client import RlClient
 from rl_plane.errors import PlaneError
+from tests.conftest import START_S
 from tests.test_plane_update import update_of
 from worker import exit_codes
 from worker.engine_loop import EngineLoop
@@ -21,6 +25,7 @@ from worker.engine_watch import MAX_BLOCKED_S, EngineWatch
 from worker.follower import RecordFollower
 from worker.handlers import LIVENESS_TIMEOUT_S
 from worker.state import WorkerState
+from worker.worker import LIVENESS_INTERVAL_S
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -83,6 +88,19 @@ def test_the_silence_of_one_load_is_no_excuse_for_the_next() -> None:
     watch.answered()
     with watch.blocking():
         assert not watch.silent(90.0)
+
+
+@pytest.mark.parametrize("end", [asyncio.CancelledError, TimeoutError])
+def test_what_its_caller_gave_up_is_an_excuse_until_the_engine_answers(end: type[BaseException]) -> None:
+    """A sound load that takes longer than a commit's deadline goes on in the engine."""
+    watch = EngineWatch(60.0)
+    with pytest.raises(end), watch.blocking():
+        raise end
+    assert not watch.silent(90.0)
+    assert watch.silent(MAX_BLOCKED_S)
+    watch.answered()
+    assert not watch.silent(54.0)
+    assert watch.silent(6.0)
 
 
 async def test_a_pause_that_is_answered_ends_the_silence_before_it() -> None:
@@ -184,3 +202,105 @@ async def test_an_engine_that_hangs_while_its_worker_starts_ends_it(plane: Plane
     late = hanging(plane)
     await plane.until((plane.tmp / "pause").exists)
     await until_it_has_ended(plane, late)
+
+
+DYING = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineDied
+def _dying(name):
+    async def method(self, *arguments):
+        if name == {at!r} or self.has_died:
+            self.has_died = True
+            raise EngineDied("it has died")
+        return await really(self, *arguments)
+    really = getattr(fake.FakeEngine, name)
+    setattr(fake.FakeEngine, name, method)
+fake.FakeEngine.has_died = False
+for _name in ("liveness", "pause", "resume", "abort", "swap"):
+    _dying(_name)
+"""
+"""From the first call of that method on."""
+
+
+@pytest.mark.parametrize(("at", "follows"), [("swap", "update_weights"), ("pause", "pause")])
+async def test_an_engine_that_dies_while_its_worker_starts_ends_it_as_at_any_time(
+    plane: Plane, at: str, follows: str
+) -> None:
+    plane.spawn()
+    client = await plane.client()
+    await client.wait_for(1)
+    await client.run(follows, update_of(plane.model(1), "step_1") if follows == "update_weights" else {})
+    late = plane.spawn(ready=False, patch=DYING.format(at=at))
+    await plane.until(lambda: late.process.poll() is not None, START_S)
+    assert late.process.returncode == exit_codes.ENGINE_DEAD, late.log.read_text()
+
+
+LOADED = """
+import worker.engines.fake as fake
+really = fake.FakeEngine.load
+def load(self):
+    if Path({folder!r}, "fails").exists():
+        raise RuntimeError("as it should")
+    return really(self)
+fake.FakeEngine.load = load
+"""
+
+
+async def test_a_worker_whose_own_part_fails_ends(plane: Plane) -> None:
+    """It would never see that its engine has died, and say nothing."""
+    one = plane.spawn(patch=LOADED.format(folder=str(plane.tmp)))
+    (plane.tmp / "fails").touch()
+    await plane.until(lambda: one.process.poll() is not None, 3 * LIVENESS_INTERVAL_S + START_S)
+    assert one.process.returncode == exit_codes.FAILED
+    assert "as it should" in one.log.read_text()
+
+
+def _fake() -> tuple[Callable[[], object], dict[str, Any]]:
+    from worker.engines.fake import FakeEngine
+
+    engine = FakeEngine.__new__(FakeEngine)
+    engine._requests = {}
+    return engine.load, engine._requests
+
+
+def _vllm() -> tuple[Callable[[], object], dict[str, Any]]:
+    from worker.engines.vllm_streams import Streams
+
+    streams = Streams(None, frozenset())
+    return streams.load, streams._streams
+
+
+def _sglang() -> tuple[Callable[[], object], dict[str, Any]]:
+    from worker.engines.sglang import SglangEngine
+
+    engine: Any = SglangEngine.__new__(SglangEngine)
+    engine._feeder = SimpleNamespace(streams={})
+    return engine.load, engine._feeder.streams
+
+
+@pytest.mark.parametrize("of", [_fake, _vllm, _sglang])
+def test_the_load_can_be_asked_for_while_requests_come_and_go(
+    of: Callable[[], tuple[Callable[[], object], dict[str, Any]]],
+) -> None:
+    load, requests = of()
+    one, end = SimpleNamespace(admitted=True, begun=True, submitted=True), threading.Event()
+    requests |= {str(number): one for number in range(64)}
+
+    def come_and_go() -> None:
+        for number in itertools.count(64):
+            requests[str(number)] = one
+            del requests[str(number - 64)]
+            if end.is_set():
+                return
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(20_000):
+            load()
+    finally:
+        end.set()
+        thread.join()
+        sys.setswitchinterval(before)

@@ -271,6 +271,27 @@ async def test_who_gives_work_up_goes_when_it_has_undone_what_it_began(
     assert ended.is_set()
 
 
+async def test_work_that_goes_to_its_end_is_waited_for(
+    engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
+) -> None:
+    engine, its_loop = engine_loop
+    begun, may_end, ended = threading.Event(), asyncio.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        await may_end.wait()
+        ended.set()
+
+    caller = asyncio.create_task(engine.run(work(), to_its_end=True))
+    assert await asyncio.to_thread(begun.wait, 30)
+    caller.cancel()
+    here = asyncio.get_running_loop()
+    here.call_soon(lambda: its_loop.call_soon_threadsafe(may_end.set))  # behind the cancellation
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
 async def test_work_that_does_not_end_lets_its_caller_go(
     engine_loop: tuple[EngineLoop, asyncio.AbstractEventLoop],
     monkeypatch: pytest.MonkeyPatch,
@@ -291,5 +312,5 @@ async def test_work_that_does_not_end_lets_its_caller_go(
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    assert "stubborn is cancelled, and does not end" in caplog.text
+    assert "stubborn has no caller any more, and does not end" in caplog.text
     engine_loop[1].call_soon_threadsafe(may_end.set)

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.errors import InvalidRequest, WorkerLost
+from rl_plane.errors import InvalidRequest, PlaneError, WorkerLost
 from rl_plane.streams import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.versions import WeightVersion
 from tests.faults import Stream
@@ -309,3 +309,43 @@ async def test_an_engine_that_does_not_pause_loses_nothing_until_it_does(plane: 
     await stream.until(spans=2)
     assert [span["version"] for span in stream.spans] == ["initial", "step_1"]
     stream.stop()
+
+
+SLOW_THAW = """
+import asyncio, worker.engines.fake as fake
+really = fake.FakeEngine.resume
+async def resume(self):
+    while not Path({folder!r}, "go").exists():
+        Path({folder!r}, "resumes").touch()
+        await asyncio.sleep(0.01)
+    await really(self)
+fake.FakeEngine.resume = resume
+"""
+
+
+async def test_a_deadline_in_the_middle_of_the_thaw_leaves_no_frozen_engine(plane: Plane) -> None:
+    """The worker is open by then: nobody would thaw it later."""
+    slow = plane.spawn(patch=SLOW_THAW.format(folder=str(plane.tmp)))
+    client = await plane.client()
+    await client.wait_for(1)
+    calling = asyncio.create_task(
+        client.run("update_weights", update_of(plane.model(1), "step_1", commit_timeout_s=0.5))
+    )
+    await plane.until((plane.tmp / "resumes").exists)
+    await asyncio.wait([calling])
+    (plane.tmp / "go").touch()
+    await until_open(plane, client, slow.instance_id, "step_1", 20)
+    assert await generated(client, slow.instance_id, [5, 6], 3)
+
+
+async def test_memory_that_was_taken_back_to_a_frozen_engine_is_asked_for_again(plane: Plane) -> None:
+    slow = plane.spawn(patch=SLOW_THAW.format(folder=str(plane.tmp)))
+    client = await plane.client()
+    await client.wait_for(1)
+    await client.run("release_memory", {"tags": ["kv_cache"]})
+    with pytest.raises(PlaneError):
+        await client.call(slow.instance_id, "resume_memory", {"tags": ["kv_cache"]}, timeout_s=1.0)
+    assert (plane.tmp / "resumes").exists()
+    (plane.tmp / "go").touch()
+    await client.call(slow.instance_id, "resume_memory", {"tags": ["kv_cache"]})
+    assert await generated(client, slow.instance_id, [5, 6], 3)

@@ -27,9 +27,9 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._ferries: dict[asyncio.AbstractEventLoop, _Ferry] = {}
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Cancelling the caller cancels the work, and lets go when that has ended: until then it is the caller's turn
-        still, and whoever comes next finds the engine as the work has left it."""
+    async def run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
+        """Cancelling the caller cancels the work (but for `to_its_end`), and lets go when that has ended: until then it
+        is the caller's turn still, and whoever comes next finds the engine as the work has left it."""
         here, ended = asyncio.get_running_loop(), asyncio.Event()
         begun: list[asyncio.Task[T]] = []
 
@@ -48,12 +48,13 @@ class EngineLoop:
         try:
             await ended.wait()
         except asyncio.CancelledError:
-            self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
+            if not to_its_end:
+                self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
             try:
                 async with asyncio.timeout(UNDO_S):
                     await ended.wait()
             except TimeoutError:
-                log.warning("%s is cancelled, and does not end", getattr(work, "__qualname__", work))
+                log.warning("%s has no caller any more, and does not end", getattr(work, "__qualname__", work))
             raise
         return begun[0].result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ class EngineWatch:
     _blocked_s: float = 0.0
     _blocks: bool = False
     """Something that blocks is under way."""
+    _cut: bool = False
+    """Something was given up by its caller, and may go on in the engine until that answers."""
     _blocked: bool = False
     """Something was, since the last round trip."""
 
@@ -34,18 +37,21 @@ class EngineWatch:
         self._blocks = self._blocked = True
         try:
             yield
+        except (asyncio.CancelledError, TimeoutError):
+            self._cut = True
+            raise
         finally:
             self._blocks = False
 
     def answered(self) -> None:
         self._free_s = self._blocked_s = 0.0
-        self._blocked = self._blocks
+        self._blocked, self._cut = self._blocks, False
 
     def silent(self, seconds: float) -> bool:
         """So long nothing came back; whether that makes it a hang."""
-        if self._blocked:
+        if self._blocked or self._cut:
             self._blocked_s += seconds
         else:
             self._free_s += seconds
-        self._blocked = self._blocks
+        self._blocked = self._blocks or self._cut
         return self._free_s >= self.hang_s or self._blocked_s >= MAX_BLOCKED_S

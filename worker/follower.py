@@ -222,7 +222,8 @@ class RecordFollower:
                 words = self._core.does_not_fit(instruction, words)
             self._core.fetch_failed(words, time.monotonic())
             if self._state.digest is None:  # frozen requests could wait for ever
-                await self._engine.run(self._adapter.abort(None))
+                with contextlib.suppress(PlaneError):  # a dead engine's have ended, and its worker will
+                    await self._engine.run(self._adapter.abort(None))
             self._tell()
             return self._core.next(time.monotonic()) != instruction
         self._tell()
@@ -512,6 +513,7 @@ class RecordFollower:
         try:
             with self._watch.blocking():
                 flushed = await self._exchange(swap)
+                self._watch.answered()
             core.swapped(swap, time.monotonic())
             swapped = True
         except BaseException as error:
@@ -521,7 +523,8 @@ class RecordFollower:
         finally:
             self._updates.exchanged()
             if not was_paused and not (pause_s and swapped) and state.may_run:
-                await self._engine.run(self._adapter.resume())
+                # The worker is open by now: a frozen engine under it would be nobody's to thaw.
+                await self._engine.run(self._adapter.resume(), to_its_end=True)
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         await self._updates.swapped()
         record = core.record

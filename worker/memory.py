@@ -87,9 +87,9 @@ class EngineMemory:
         await self._engine.run(self._adapter.resume_memory(list(tags)))
         if "weights" in state.released & set(tags):
             await self.weights_are_gone("the weights were released")  # a deep sleep discards them
+        if state.released <= set(tags) and state.digest is not None and state.pause_mode is None:
+            await self._engine.run(self._adapter.resume())  # first: cut or failed, it is asked for again
         state.take_back(tags)
-        if state.may_run and state.pause_mode is None:
-            await self._engine.run(self._adapter.resume())
         self._follower.look()
         self._tell()
 

@@ -19,7 +19,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from rl_plane.bus import SERVICE_CONNECT_S, Bus
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import EngineDied, InvalidRequest, PlaneError
 from rl_plane.process import exit_within, spare_collector
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.tasks import end_tasks
@@ -175,7 +175,14 @@ class WorkerProcess:
                 if not starting.done():
                     await end_tasks([starting])
                     return
-                await starting
+                try:
+                    await starting
+                except PlaneError as error:
+                    if isinstance(error, EngineDied):
+                        self._failed(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
+                    elif self._exit_code == exit_codes.OK:  # else its watch has said already why it ends
+                        raise
+                    return
             spare_collector()
             self._on_ready([worker.state.instance_id for worker in workers])
             if not self._end_wanted.is_set():

@@ -119,12 +119,12 @@ class Worker:
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
         await self._lock.start()
-        self._spawn(self._watch_engine())  # it may die or hang while the worker takes the committed weights
+        # It may die or hang while the worker takes the committed weights.
+        self._spawn(self._watch_engine(), lasting=True)
         await self._registration.start()
         await self._follower.settle()
-        self._spawn(self._follower.run())
-        self._spawn(self._follower.keep_lease())
-        self._spawn(self._ticks())
+        for work in (self._follower.run(), self._follower.keep_lease(), self._ticks()):
+            self._spawn(work, lasting=True)
 
     async def _follow_fleet(self) -> None:
         """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
@@ -164,10 +164,18 @@ class Worker:
             await self._updates.drop(None)
         await self.bus.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], *, lasting: bool = False) -> None:
+        """`lasting`: a worker can't do without it, so one that fails ends it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if lasting and not task.cancelled() and (error := task.exception()) is not None:
+                log.error("%s has failed", task.get_name(), exc_info=error)
+                self._on_end(f"{task.get_name()} has failed: {type(error).__name__}", exit_codes.FAILED)
+
+        task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def _ticks(self) -> None:
         while True:

@@ -83,7 +83,7 @@ class Process:
 class InlineEngine:
     """EngineLoop's interface on the one loop of the simulation."""
 
-    async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def run(self, work: Coroutine[Any, Any, Any], *, to_its_end: bool = False) -> Any:
         return await work
 
     async def stream(self, source: Any) -> Any:

@@ -158,7 +158,7 @@ class EngineAdapter(Protocol):
         """Drops the prefix cache; True only if it happened."""
 
     def load(self) -> tuple[int, int]:
-        """(running, waiting) requests, without asking the engine."""
+        """(running, waiting) requests, without asking the engine. Called on another thread than the rest."""
 
     async def tokenize(self, body: Tokenize) -> list[int]:
         """As `generate` makes a prompt's tokens. InvalidRequest for messages that the chat template refuses."""

@@ -397,8 +397,9 @@ class FakeEngine:
         return True
 
     def load(self) -> tuple[int, int]:
-        admitted = sum(running.admitted for running in self._requests.values())
-        return admitted, len(self._requests) - admitted
+        requests = list(self._requests.values())
+        admitted = sum(running.admitted for running in requests)
+        return admitted, len(requests) - admitted
 
     # weights
 

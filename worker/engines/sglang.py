@@ -319,8 +319,9 @@ class SglangEngine(Tokenizing):
     def load(self) -> tuple[int, int]:
         if self._feeder is None:
             return 0, 0
-        running = len(self._feeder.submitted())
-        return running, len(self._feeder.streams) - running
+        streams = list(self._feeder.streams.values())
+        running = sum(stream.submitted for stream in streams)
+        return running, len(streams) - running
 
     # weights
 

@@ -74,8 +74,9 @@ class Streams:
 
     def load(self) -> tuple[int, int]:
         """(running, waiting)."""
-        running = sum(stream.begun for stream in self._streams.values())
-        return running, len(self._streams) - running
+        streams = list(self._streams.values())
+        running = sum(stream.begun for stream in streams)
+        return running, len(streams) - running
 
     def of(self, request_ids: Iterable[str] | None) -> list[Stream]:
         """None: all."""
