@@ -897,6 +897,22 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, mod
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
+async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
+    engine: EngineAdapter, models: Models
+) -> None:
+    """vLLM drops the adapters with the weights, and would look for the files of the first one."""
+    await load_adapter(engine, "x", models.adapters[1])
+    one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS))
+    await one.reach(3)
+    await load_adapter(engine, "x", models.adapters[2])
+    await engine.check_weights("reset_tensors")
+    if one.result.finish is None:
+        await one.reach(len(one.result.tokens) + 3)
+    await engine.liveness()
+    await engine.abort(None)
+    assert (await one.end()).finish == "abort"
+
+
 async def test_a_request_on_its_way_when_its_adapter_goes(
     kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -466,11 +466,23 @@ class VllmEngine(Tokenizing):
         info = self._info
         assert info is not None, "start sets it"
         if action == "reset_tensors":
-            await self._forget_base()
-        elif info.device != "cpu":
+            return await self._reset()
+        if info.device != "cpu":
             return await asyncio.to_thread(self._process.ranks.rows, "check", {"action": action})
         # On a CPU a check runs the packed layers, which are the running steps' too.
         return await self._process.on_ranks("rl_plane_check", action)
+
+    async def _reset(self) -> list[dict[str, Any]]:
+        """Frozen meanwhile: the adapters are dropped with the weights, and a step that lacked one would look for the
+        files that its request began with, which may have gone."""
+        was_paused = self._paused
+        await self._freeze("keep")
+        await self._forget_base()
+        rows = await self._process.on_ranks("rl_plane_check", "reset_tensors")
+        await self._add_loras()
+        if not was_paused:
+            await self.resume()
+        return rows
 
     async def release_memory(self, tags: list[str]) -> None:
         """Frozen requests lose their KV, which is computed again when they go on."""
