@@ -115,7 +115,7 @@ async def load_adapter(engine: EngineAdapter, name: str, path: Path, sequence: i
     assert reply["digest"] == adapter_digest(path)
     await engine.pause("keep", False)
     try:
-        assert await engine.swap_adapter(name, staging, adapter_version(sequence, path)) is True
+        await engine.swap_adapter(name, staging, adapter_version(sequence, path))
     finally:
         await engine.resume()
 

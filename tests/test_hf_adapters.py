@@ -133,7 +133,7 @@ def adapter_version(sequence: int, path: Path) -> WeightVersion:
 async def load(engine: HfEngine, name: str, path: Path, sequence: int = 1, cast: bool = False) -> None:
     staged = await staged_adapter(engine, path, cast)
     await engine.pause("keep", False)
-    assert await engine.swap_adapter(name, staged, adapter_version(sequence, path)) is True
+    assert await engine.swap_adapter(name, staged, adapter_version(sequence, path)) is False
     await engine.resume()
 
 

@@ -346,7 +346,7 @@ class HfEngine(Tokenizing):
                 loop.put_adapter(name, staged, version)
 
         await self._call(between_two_steps)
-        return True  # its own part of the prefix cache: nobody finds that any more
+        return False  # it has its own part of the prefix cache, which nobody finds any more
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         versions = self._running().adapter_versions

@@ -408,7 +408,7 @@ class SglangEngine(Tokenizing):
         the old one, which goes when that has worked; where it can't go, the new one does."""
         self._check_paused()
         await self._process.ask(self._swap_adapter(name, staging, version))
-        return True
+        return False  # nobody finds what is in the old one's
 
     async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         old = self._adapters.get(name)
