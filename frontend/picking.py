@@ -203,9 +203,12 @@ class Picker:
         check_instance_id("nvext.instance_id", pinned)
         if self._view.member(pinned) is None:
             await self._view.barrier()
-        if self._view.member(pinned) is None:
+        member = self._view.member(pinned)
+        if member is None or member.stage is not None:
             raise NotFound(
-                f"no worker {pinned} is in the fleet",
+                f"no worker {pinned} is in the fleet"
+                if member is None
+                else f"{pinned} is a stage: {member.stage}",
                 field="nvext.instance_id",
                 fix="leave it out, or take one from GET /v1/rl/workers",
             )

@@ -256,7 +256,7 @@ class RlClient:
         held: HeldLock | None = None,
         request_id: str = "",
     ) -> FanOut:
-        """Asks every member (or those named), each directly, and returns a row for each: errors are rows.
+        """Asks every engine (or those named), each directly, and returns a row for each: errors are rows.
 
         `epoch`, `fingerprint`: MembershipChanged unless the fleet is that one, before and after.
         `timeout_s` bounds each of 1 + `retries` attempts (None: the op's default). `empty`: what no worker
@@ -416,6 +416,8 @@ def _row(member: Member, answer: Answer, timeout_s: float) -> WorkerRow:
     try:
         wire = decode(answer)
         failure = wire.get("error")
+        if wire["status"] == "skipped" and member.stage is None:
+            raise ValueError("an engine skips nothing")
         return WorkerRow(
             member.instance_id,
             wire["incarnation"],
@@ -451,12 +453,12 @@ def check_pin(snapshot: Snapshot, epoch: int | None, fingerprint: str | None) ->
 
 
 def select_members(snapshot: Snapshot, workers: Sequence[str] | None) -> Sequence[Member]:
-    """All, or those named: NotFound for one that is not there."""
+    """The engines: all, or of those named. NotFound for one that is not there."""
     if workers is None:
         return snapshot.members
-    by_id = {member.instance_id: member for member in snapshot.members}
+    by_id = {member.instance_id: member for member in (*snapshot.members, *snapshot.stages)}
     for instance_id in workers:
         check_instance_id("workers", instance_id)
         if instance_id not in by_id:
             raise not_a_member(instance_id)
-    return [by_id[instance_id] for instance_id in dict.fromkeys(workers)]
+    return [by_id[key] for key in dict.fromkeys(workers) if by_id[key].stage is None]

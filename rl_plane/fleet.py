@@ -32,6 +32,7 @@ from rl_plane.fleet_replies import (
     Call,
     adapters_of,
     change_error,
+    check_engines,
     common,
     facts_of,
     group_places,
@@ -39,7 +40,9 @@ from rl_plane.fleet_replies import (
     in_order,
     is_serving,
     join,
+    listed,
     merged,
+    with_stages,
 )
 from rl_plane.fleet_updates import FleetUpdates
 from rl_plane.history import read_history
@@ -67,6 +70,8 @@ LOST_RETRIES = 3
 """A changing call repeats itself on the rest when a member dies under it; so many deaths in a row are a storm."""
 UNTOUCHED = (InvalidRequest, Unsupported, StaleFence, WrongIncarnation)
 """Errors of a worker that has done nothing of what it was asked."""
+LISTS = ("workers", "state")
+"""Ops that tell of stages, too, where there are no engines."""
 DISABLED = b"disabled"
 """Of an admission key; empty: enabled."""
 
@@ -127,7 +132,7 @@ class Fleet:
         if len(calls) > 1 and spec.method == "POST":
             for call in calls:
                 await self._members(call)
-        replies = [await handler(call) for call in calls]
+        replies = [with_stages(call, await handler(call)) for call in calls]
         return replies[0] if len(replies) == 1 else join(names, replies)
 
     # ---- who ----
@@ -141,8 +146,9 @@ class Fleet:
         # Reading asks whom this view knows; what changes the fleet or names it means the fleet as it is.
         snapshot = await view.barrier() if pinned or call.op.method == "POST" else view.snapshot()
         if len(snapshot) < select.min_workers:
+            beside = f", beside {len(snapshot.stages)} stages that skip what engines do" if snapshot.stages else ""
             raise NoWorkers(
-                f"{len(snapshot)} of {select.min_workers} workers are there after {select.wait_s:g} s",
+                f"{len(snapshot)} of {select.min_workers} workers are there after {select.wait_s:g} s{beside}",
                 field="min_workers",
                 fix="start workers (`rl-plane worker`), or wait longer (wait_s)",
                 epoch=snapshot.epoch,
@@ -151,6 +157,8 @@ class Fleet:
             )
         check_pin(snapshot, select.epoch, select.fingerprint)
         select_members(snapshot, select.workers)
+        if call.op.name not in LISTS:
+            check_engines(call, snapshot)
         return snapshot
 
     async def _ask(self, call: Call, op: str, body: dict[str, Any] | None = None, **more: Any) -> FanOut:
@@ -235,9 +243,7 @@ class Fleet:
         out = await self._ask(call, "state")
         reply = merged(call, out)
         for row, member in zip(reply["workers"], in_order(snapshot, out), strict=True):
-            row.update({"namespace": call.view.subjects.namespace, "component": call.view.subjects.component})
-            if member is not None:
-                row.update(member.info)
+            row.update(listed(call, member))
         return reply
 
     async def _weight_version(self, call: Call) -> dict[str, Any]:
@@ -323,6 +329,7 @@ class Fleet:
             )
         if out.failed:
             raise change_error(call, op, out)
+        check_engines(call, out.snapshot)  # the last one may have died meanwhile
         return merged(call, out)
 
     async def check_memory(
@@ -368,6 +375,7 @@ class Fleet:
         own = call.body.get("form") == "torch"
         async with self.client.lock(call.view, FORM_WAIT_S if own else DEFAULT_LOCK_WAIT_S) as held:
             snapshot = await call.view.barrier()
+            check_engines(call, snapshot)
             places = group_places(snapshot, call.body)
             start = time.monotonic()
             body = {**call.body, **places}

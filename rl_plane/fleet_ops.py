@@ -44,8 +44,10 @@ class WorkerReply(BaseModel):
 
     instance_id: str
     incarnation: str
-    status: Literal["ok", "error"]
+    status: Literal["ok", "error", "skipped"]
     error: dict[str, Any] | None = None
+    reason: str | None = None
+    """Why it was skipped: the worker is beside a stage of a pipeline that has no weights and generates nothing."""
 
 
 class FleetReply(BaseModel):

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.client import FanOut
-from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, PlaneError
+from rl_plane.client import FanOut, select_members
+from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, NoWorkers, PlaneError, Unsupported
 from rl_plane.fleet_ops import FleetOp, Select
 from rl_plane.history import UpdateEntry
 from rl_plane.judge import serves
-from rl_plane.membership import Snapshot
+from rl_plane.membership import Member, Snapshot
 from rl_plane.record import DecisionRecord
-from rl_plane.rows import WorkerRow
+from rl_plane.rows import WorkerRow, skipped_row
 from rl_plane.update_steps import Outcome
 from rl_plane.view import MembershipView
 
@@ -60,6 +60,47 @@ def head(call: Call, snapshot: Snapshot) -> dict[str, Any]:
 
 def merged(call: Call, out: FanOut, **fields: Any) -> dict[str, Any]:
     return {**head(call, out.snapshot), **fields, "workers": [row.to_wire() for row in out.rows]}
+
+
+def listed(call: Call, member: Member | None) -> dict[str, Any]:
+    """What `workers` tells of a member."""
+    subjects, info = call.view.subjects, member.info if member is not None else {}
+    return {"namespace": subjects.namespace, "component": subjects.component, **info}
+
+
+def with_stages(call: Call, reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply names every worker: those that are beside a stage, too."""
+    if call.op.name == "updates":  # it tells of the past
+        return reply
+    rows = [
+        {**skipped_row(stage).to_wire(), **(listed(call, stage) if call.op.name == "workers" else {})}
+        for stage in _stages(call, call.view.snapshot())
+    ]
+    return {**reply, "workers": [*reply["workers"], *rows]}
+
+
+def _stages(call: Call, snapshot: Snapshot) -> list[Member]:
+    named = call.select.workers
+    return [stage for stage in snapshot.stages if named is None or stage.instance_id in named]
+
+
+def check_engines(call: Call, snapshot: Snapshot) -> None:
+    """An error where only stages are meant: each would skip the op, and what nobody has done is no success."""
+    stages, named = _stages(call, snapshot), call.select.workers
+    if not stages or select_members(snapshot, named):
+        return
+    if named is None and call.op.name == "abort_requests":
+        return  # what waits in the frontends ends all the same
+    kind = NoWorkers if named is None else Unsupported
+    raise kind(
+        f"{call.op.name} is for engines, and only stages are meant, which skip it: "
+        f"{stages[0].instance_id}: {stages[0].stage}",
+        field="workers",
+        fix="start a worker beside an engine" if kind is NoWorkers else "leave workers out, or name engines",
+        epoch=snapshot.epoch,
+        fingerprint=snapshot.fingerprint,
+        workers=[skipped_row(stage).to_wire() for stage in stages],
+    )
 
 
 def updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[str, Any]:

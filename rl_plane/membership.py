@@ -29,6 +29,11 @@ class Member:
     info: Mapping[str, Any]
     """engine, model, model_path, host, pid, world_size, transports."""
 
+    @property
+    def stage(self) -> str | None:
+        """Of a stage before or after the model: why it skips what engines are asked. None: an engine."""
+        return self.info.get("stage")
+
     def to_record(self) -> bytes:
         packed: bytes = msgpack.packb(
             {
@@ -60,7 +65,11 @@ class Snapshot:
 
     epoch: int
     fingerprint: str
+    """Of `members`."""
     members: tuple[Member, ...]
+    """The engines: whoever is asked, counted and routed to."""
+    stages: tuple[Member, ...] = ()
+    """Beside them, for no more than a row in each reply."""
 
     def __iter__(self) -> Any:
         return iter(self.members)
@@ -115,7 +124,9 @@ class MembershipCore:
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
             ordered = tuple(self.members[key] for key in sorted(self.members))
-            self._snapshot = Snapshot(self.epoch, fingerprint(ordered), ordered)
+            engines = tuple(member for member in ordered if member.stage is None)
+            stages = tuple(member for member in ordered if member.stage is not None)
+            self._snapshot = Snapshot(self.epoch, fingerprint(engines), engines, stages)
         return self._snapshot
 
     def feed(self, entry: Entry) -> list[Instruction]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plane.errors import PlaneError, WorkerLost
+from rl_plane.membership import Member
 from rl_plane.wire import Status
 
 
@@ -43,3 +44,14 @@ class WorkerRow:
         if self.rank_results is not None:
             wire["rank_results"] = self.rank_results
         return wire
+
+
+def skipped_row(stage: Member) -> WorkerRow:
+    """It is not asked: its registration says that it skips what engines are asked, and why. So one that hangs or dies
+    keeps nobody waiting."""
+    return WorkerRow(stage.instance_id, stage.incarnation, "skipped", {"reason": stage.stage})
+
+
+def engine_rows(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a fleet's reply, without those of stages, which have done nothing."""
+    return [row for row in reply["workers"] if row.get("status") != "skipped"]

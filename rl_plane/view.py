@@ -284,7 +284,7 @@ class MembershipView:
             due = time.monotonic()
 
     async def _sweep(self) -> None:
-        members = self._core.snapshot().members
+        members = list(self._core.members.values())
         self._probes.keep_only(set(self._core.members))
         targets = [(self.subjects.rl_direct(member.instance_id), PING) for member in members]
 

@@ -27,7 +27,8 @@ MAX_INTEGER = 1 << 53
 """What JSON carries exactly in every language; sequences, epochs and Unix ms stay far below."""
 
 Format = Literal["msgpack", "json"]
-Status = Literal["ok", "error"]
+Status = Literal["ok", "error", "skipped"]
+"""`skipped`: a stage's; its body has the `reason`."""
 
 _JSON_START = b"{ \t\r\n"
 

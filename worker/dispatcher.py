@@ -32,6 +32,7 @@ from rl_plane.wire import (
     Format,
     Reply,
     Request,
+    Status,
     decode,
     encode,
     format_of,
@@ -45,6 +46,9 @@ log = logging.getLogger("worker.dispatcher")
 
 MAX_OPS = 256
 """Ops under way in one worker; a control plane that has more is broken, and is told so."""
+
+OF_STAGES = ("ping", "liveness")
+"""The ops that a stage does not skip."""
 
 MAX_TOKENIZING = 8
 """Of those below, which anybody may ask for: they leave the rest of MAX_OPS to the control plane."""
@@ -69,16 +73,23 @@ class Handler(Protocol):
 
 
 class Dispatcher:
-    """`handlers`: op → handler, plain for what is answered at once, a coroutine function for the rest."""
+    """`handlers`: op → handler, plain for what is answered at once, a coroutine function for the rest. `stage`: why
+    this is none of an engine (`EngineInfo.stage`)."""
 
     def __init__(
-        self, state: WorkerState, lock: LockWatch, handlers: Mapping[str, Handler], revision: Callable[[], int]
+        self,
+        state: WorkerState,
+        lock: LockWatch,
+        handlers: Mapping[str, Handler],
+        revision: Callable[[], int],
+        stage: str | None = None,
     ) -> None:
         assert handlers.keys() | {"ping"} == OPS.keys()
         self._state = state
         self._lock = lock
         self._handlers = with_holds(handlers, state.instance_id)
         self._revision = revision
+        self._stage = stage
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenizing: set[asyncio.Task[None]] = set()
 
@@ -108,9 +119,14 @@ class Dispatcher:
                 return
             op = op_named(request.op)
             request.check_deadline()
-            if op.changes:
+            skips = self._stage is not None and op.name not in OF_STAGES
+            if op.changes and not skips:
                 self._state.check_changing(request)
             body = parse_body(op.request, request.body)
+            if skips:
+                skipped = self._reply(request, start, {"reason": self._stage}, "skipped")
+                await self._answer(bus, message, skipped, form)
+                return
             if op.name == "ping":
                 await self._answer(bus, message, self._reply(request, start, {"revision": self._revision()}), form)
                 return
@@ -188,11 +204,11 @@ class Dispatcher:
             return op.timeout_s
         return max(0.0, request.deadline / 1000 - time.time())
 
-    def _reply(self, request: Request, start: float, body: Mapping[str, Any]) -> Reply:
+    def _reply(self, request: Request, start: float, body: Mapping[str, Any], status: Status = "ok") -> Reply:
         return Reply(
             request.op or "ping",
             request.id,
-            "ok",
+            status,
             body,
             None,
             self._state.instance_id,

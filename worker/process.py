@@ -99,7 +99,8 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
             infos = [await adapter.start() for adapter in adapters]
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
-        digest = await asyncio.to_thread(model_digest, options.model)
+        engines = any(info.stage is None for info in infos)
+        digest = await asyncio.to_thread(model_digest, options.model) if engines else ""
         return await process.serve(adapters, infos, digest)
     finally:
         for adapter in adapters:
@@ -209,10 +210,11 @@ class WorkerProcess:
                 "model_path": str(options.model.resolve()),
                 "host": platform.node(),
                 "pid": os.getpid(),
-                "world_size": info.world_size,
+                "world_size": info.world_size if info.stage is None else 0,  # trainers sum it
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
+                **({} if info.stage is None else {"stage": info.stage}),
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,

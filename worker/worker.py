@@ -63,6 +63,7 @@ class Worker:
         self.core = WorkerCore(self.state, model_digest)
         self._adapter = adapter
         self._engine = engine
+        self._stage = info.stage
         self._on_end = on_end
         self._watch = EngineWatch(engine_hang_s)
         peers = Peers(bus, subjects, adapter, info.transports)
@@ -107,14 +108,20 @@ class Worker:
         )
         self._lock = LockWatch(bus, subjects.state, self.state)
         self._dispatcher = Dispatcher(
-            self.state, self._lock, self._handlers.table(), lambda: self._registration.revision
+            self.state, self._lock, self._handlers.table(), lambda: self._registration.revision, info.stage
         )
         self._told = b""
         self._lasting: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listed, and settled on the committed version or known to be behind it."""
+        """Listed, and settled on the committed version or known to be behind it. A stage is only listed: it neither
+        reads nor fixes what is committed, and nothing is asked of it."""
+        if self._stage is not None:
+            await self._dispatcher.listen(self.bus, self.subjects)
+            self._spawn(self._watch_engine())
+            await self._registration.start()
+            return
         await self._follower.start()
         await self._dispatcher.listen(self.bus, self.subjects)
         await self._generation.start(self.subjects.generate(self.state.instance_id))
@@ -128,6 +135,8 @@ class Worker:
 
     async def _follow_fleet(self) -> None:
         """Does as the fleet does: at the start, and whenever this worker was away and may have missed it."""
+        if self._stage is not None:
+            return
         disabled = await self.bus.get(self.subjects.state, ADMISSION_PREFIX + self.state.instance_id)
         if disabled is not None and disabled.value:
             self.state.close("disabled")
@@ -228,6 +237,8 @@ class Worker:
 
     def _tell(self) -> None:
         """Publishes what changed, for the frontends' routing."""
+        if self._stage is not None:
+            return
         state = self.state
         lasting: dict[str, Any] = {
             "admission": state.admission(),

@@ -11,6 +11,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.routes import SHOWN, by_worker
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 from rl_plane.history import read_history
+from rl_plane.rows import engine_rows
 
 MEMORY = ("weights", "kv_cache")
 """What can be released."""
@@ -62,7 +63,16 @@ async def tell_paused(plane: DialectPlane, error: PlaneError) -> None:
 
 def joined(reply: dict[str, Any], text: str) -> str:
     """One message of all workers."""
-    return by_worker([(row["instance_id"], text) for row in reply["workers"]])
+    rows = reply["workers"]
+    return by_worker(
+        [(row["instance_id"], f"skipped: {row['reason']}" if row["status"] == "skipped" else text) for row in rows]
+    )
+
+
+def skipped(plane: DialectPlane) -> dict[str, Any]:
+    """Of a reply: the stages that have nothing to do with it, and why. Empty without any."""
+    told = {stage.instance_id: stage.stage for stage in plane.view.snapshot().stages}
+    return {"skipped": told} if told else {}
 
 
 async def served_version(plane: DialectPlane) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def check_label(reply: dict[str, Any], label: str | None) -> None:
 
 
 async def members(plane: DialectPlane) -> list[dict[str, Any]]:
-    """Every worker's row of `workers`: what it is, and its state. A worker that did not answer is an error: what is
+    """Every engine's row of `workers`: what it is, and its state. A worker that did not answer is an error: what is
     told of the fleet is told of all."""
     return await rows_of_all(plane, "workers")
 
@@ -118,7 +128,7 @@ async def rows_of_all(plane: DialectPlane, op: str) -> list[dict[str, Any]]:
     """Of an op that reads. Most clients ask once: a worker that is busy for a moment is asked again."""
     rows: list[dict[str, Any]] = []
     for _ in range(TRIES):
-        rows = (await plane.calls.run(op, {}))["workers"]
+        rows = engine_rows(await plane.calls.run(op, {}))
         silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
         if not silent:
             return rows
@@ -139,7 +149,7 @@ async def checksum_each(plane: DialectPlane) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for member in await members(plane):
         asked = {"action": "checksum", "closed": True, "workers": [member["instance_id"]]}
-        rows += (await plane.calls.run("check_weights", asked))["workers"]
+        rows += engine_rows(await plane.calls.run("check_weights", asked))
     return rows
 
 

@@ -11,11 +11,12 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, tell_paused
+from frontend.dialects.common import MEMORY, checksum_each, joined, let_go, skipped, tell_paused
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.sglang_held import IDLE_S, HeldTensors
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError
+from rl_plane.rows import engine_rows
 
 FLUSH_AGAIN_S = 0.2
 MAX_FLUSH_S = 300.0
@@ -75,7 +76,7 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     async def pause(ask: Ask) -> Any:
         await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
         await updates.opened.pause()
-        return PAUSED
+        return {**PAUSED, **skipped(plane)}
 
     async def go_on(ask: Ask) -> Any:
         """What was sent while the fleet was paused is committed first: nobody generates by a part of it."""
@@ -97,8 +98,9 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
             raise type(error)(told, **error.facts) from error
         await let_go(plane, ask.request_id)
         if committed is None:
-            return CONTINUED
-        return {**CONTINUED, "weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
+            return {**CONTINUED, **skipped(plane)}
+        version = {"weight_version": committed["version"]["label"], "excluded": committed["excluded"]}
+        return {**CONTINUED, **version, **skipped(plane)}
 
     async def abort(ask: Ask) -> Any:
         fields = take(SglangAbortFields, ask)
@@ -201,7 +203,7 @@ async def _check(plane: DialectPlane, action: str) -> Any:
     if action == "checksum":
         rows = await checksum_each(plane)
     else:
-        rows = (await plane.calls.run("check_weights", {"action": action}))["workers"]
+        rows = engine_rows(await plane.calls.run("check_weights", {"action": action}))
     ranks = [{"instance_id": row["instance_id"], **rank} for row in rows for rank in row["ranks"]]
     differing = [rank["instance_id"] for rank in ranks if rank.get("match") is False]
     if differing:

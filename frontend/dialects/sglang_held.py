@@ -22,6 +22,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.ops import MANIFEST_PAGE
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
+from rl_plane.rows import engine_rows
 from rl_plane.safetensors_file import parse_header
 from rl_plane.versions import HostTensor
 
@@ -169,13 +170,13 @@ class HeldTensors:
 
     async def is_whole(self) -> bool:
         with begun(NOT_POSSIBLE):
-            rows = (await self._plane.calls.run("describe", {}))["workers"]
+            rows = engine_rows(await self._plane.calls.run("describe", {}))
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         return len(self._tensors) >= self._wanted
 
     async def missing(self) -> list[str]:
         """The first few names that are the model's and are not held."""
-        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        rows = engine_rows(await self._plane.calls.run("describe", {}))
         largest = sorted(rows, key=lambda row: int(row.get("tensors", 0)))[-1:]
         found: list[str] = []
         for start in range(0, self._wanted, MANIFEST_PAGE) if largest else ():

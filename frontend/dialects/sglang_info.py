@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import members, rows_of_all, same_of_all, served_version
+from frontend.dialects.common import members, rows_of_all, same_of_all, served_version, skipped
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from rl_plane.errors import Conflict, InvalidRequest
 
@@ -51,6 +51,7 @@ def mount_info(app: FastAPI, plane: DialectPlane) -> None:
             "weight_version": (await served_version(plane))["label"],
             "has_image_understanding": False,
             "has_audio_understanding": False,
+            **skipped(plane),
         }
 
     async def weight_version(ask: Ask) -> Any:

@@ -17,6 +17,7 @@ from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_wor
 from frontend.dialects.routes import report
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.record import read_session
+from rl_plane.rows import engine_rows
 from rl_plane.update import SESSION_IDLE_S
 from rl_plane.vllm_bodies import (
     InitInfo,
@@ -64,7 +65,7 @@ class Transactions:
         for name in unknown_of(InitInfo, given):
             report(where, f"init_info.{name}")
         info = parse_part(InitInfo, given, "init_info")
-        rows = (await self._plane.calls.run("describe", {}))["workers"]
+        rows = engine_rows(await self._plane.calls.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         check_world(info.world_size, info.rank_offset, await world_size(self._plane))
         await self.drop()

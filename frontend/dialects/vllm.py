@@ -26,6 +26,7 @@ from frontend.http import MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unavailable, Unsupported
 from rl_plane.record import PauseMode
+from rl_plane.rows import engine_rows
 from rl_plane.vllm_bodies import GROUP
 
 LARGEST_RANK = 512
@@ -144,7 +145,7 @@ def _asleep(row: dict[str, Any]) -> bool:
 
 async def _config(plane: DialectPlane) -> dict[str, Any]:
     """What clients read of a `VllmConfig`: one engine with the ranks of all workers."""
-    rows = (await plane.calls.run("describe", {}))["workers"]
+    rows = engine_rows(await plane.calls.run("describe", {}))
     silent = [row["instance_id"] for row in rows if row["status"] != "ok"]
     if silent:
         raise Unavailable(f"{', '.join(silent[:8])} did not answer", workers=rows, retry_after_s=1.0)
@@ -194,7 +195,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
             {"request_ids": plane.generation.caller_ids.made_of(fields.request_ids)} if fields.request_ids else {}
         )
         reply = await plane.calls.run("abort_requests", body, ask.request_id)
-        count = sum(int(row["aborted"]) for row in reply["workers"])
+        count = sum(int(row["aborted"]) for row in engine_rows(reply))
         return {"status": "aborted", "aborted": count + reply["waiting"]}
 
     async def reset_prefix_cache(ask: Ask) -> Any:
@@ -240,7 +241,7 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     async def wake_up(ask: Ask) -> Any:
         fields = take(WakeFields, ask)
         reply = await plane.calls.run("resume_memory", {"tags": fields.tags or list(MEMORY)}, ask.request_id)
-        awake = not any(row["tags"] for row in reply["workers"])
+        awake = not any(row["tags"] for row in engine_rows(reply))
         if awake:
             await let_go(plane)
         return {"status": "awake" if awake else "sleeping", "tags": fields.tags}

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from rl_plane.cli.output import counted, one_line, table
+from rl_plane.rows import engine_rows
 
 Reply = Mapping[str, Any]
 
@@ -94,6 +95,11 @@ def _rows(reply: Reply, columns: Mapping[str, str]) -> list[str]:
         for row in rows
         if row.get("error")
     ]
+    lines += [
+        one_line(f"{row['instance_id']}: skipped: {row.get('reason')}")
+        for row in rows
+        if row.get("status") == "skipped"
+    ]
     return lines
 
 
@@ -101,6 +107,8 @@ def _flat(row: Reply) -> dict[str, Any]:
     shown = dict(row)
     if row.get("status") == "error":
         shown["ready"] = "no answer"
+    elif row.get("status") == "skipped":
+        shown["ready"] = "skipped"
     elif "ready" in row:
         shown["ready"] = "yes" if row["ready"] else "no"
     pause = row.get("pause")
@@ -170,7 +178,7 @@ def _update(one: Reply) -> dict[str, Any]:
 
 def _checked(reply: Reply, body: Reply) -> list[str]:
     rows = []
-    for row in reply["workers"]:
+    for row in engine_rows(reply):
         ranks = row.get("ranks") or [{}]
         for rank in ranks:
             match = {True: "equal", False: "differs"}.get(rank.get("match"), "")

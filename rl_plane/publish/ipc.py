@@ -22,6 +22,7 @@ from rl_plane.publish.ipc_update import Update, closed
 from rl_plane.publish.ipc_wire import BACKEND, buffer_bytes, check_platform
 from rl_plane.publish.packing import Place, Tensor
 from rl_plane.publish.sender import Surroundings, world_size
+from rl_plane.rows import engine_rows
 from rl_plane.versions import TensorSpec
 
 log = logging.getLogger("rl_plane.publish.ipc")
@@ -167,7 +168,7 @@ def build(around: Surroundings) -> IpcSender:
     around.check_options(BACKEND, "layout")
 
     def on_gpus() -> bool:
-        rows = around.run("describe", {})["workers"]
+        rows = engine_rows(around.run("describe", {}))
         return all(str(row.get("device", "")).startswith("cuda") for row in rows)
 
     layout = around.options.get("layout", "packed")

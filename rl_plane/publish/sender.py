@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest
 from rl_plane.publish.packing import Place, Tensor
+from rl_plane.rows import engine_rows
 
 Run = Callable[[str, dict[str, Any]], dict[str, Any]]
 
@@ -155,8 +156,8 @@ class Surroundings:
 
 
 def members(reply: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of a reply to `workers`, without those that have left meanwhile: only their names are known."""
-    return [row for row in reply["workers"] if "transports" in row]
+    """The engines' rows of a reply to `workers`, without those that have left meanwhile: only their names are known."""
+    return [row for row in engine_rows(reply) if "transports" in row]
 
 
 def world_size(workers: Sequence[Mapping[str, Any]]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
 from rl_plane.publish.sender import members, world_size
+from rl_plane.rows import engine_rows
 from rl_plane.sync import SyncRlClient
 from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 from rl_plane.vllm_bodies import (
@@ -70,7 +71,7 @@ class FleetWeightSyncClient:
         """Blocks until every rank of the fleet has joined; the trainer joins meanwhile."""
         self._tell_unknown("init_info", InitInfo, init_info)
         info = parse_part(InitInfo, init_info, "init_info")
-        rows = self._fleet.run("describe", {})["workers"]
+        rows = engine_rows(self._fleet.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         self._drop()
         self._transfer = None

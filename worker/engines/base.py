@@ -109,6 +109,10 @@ class EngineInfo:
     """Of `world_size`, those of tensor parallelism."""
     pp_size: int = 1
     """And the stages of its pipeline."""
+    stage: str | None = None
+    """Why this is no engine but a stage before or after the model: it has no weights and generates nothing. Its worker
+    calls `start`, `liveness` and `close` only, and skips all else with these words; it has no rank and no vote, takes
+    no update and no request. Never for what serves the model. None: an engine."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""

@@ -70,6 +70,8 @@ __all__ = [
 
 FAKE_VERSION = "1"
 
+STAGE = "a stage for trials: it has no weights and generates nothing"
+
 MEMORY_TAGS = ("weights", "kv_cache")
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -129,6 +131,8 @@ class FakeEngine:
     # life
 
     async def start(self) -> EngineInfo:
+        if self.config.stage:
+            return self._info("none", STAGE)
         weights = await asyncio.to_thread(self._load)
         if self._closed:
             raise EngineFailed("the fake engine was closed while it started")
@@ -144,11 +148,14 @@ class FakeEngine:
         for spec in self._specs.values():
             sizes[spec.dtype] += spec.nbytes
         dtype = max(sorted(sizes), key=sizes.__getitem__, default="F32")
+        return self._info(_DTYPE_NAMES.get(dtype, dtype.lower()))
+
+    def _info(self, dtype: str, stage: str | None = None) -> EngineInfo:
         return EngineInfo(
             engine="fake",
             engine_version=FAKE_VERSION,
             model=self._options.model.resolve().name,
-            dtype=_DTYPE_NAMES.get(dtype, dtype.lower()),
+            dtype=dtype,
             device="cpu",
             world_size=1,
             vocab_size=self.config.vocab_size,
@@ -156,7 +163,8 @@ class FakeEngine:
             capabilities={"generate:routed_experts": NO_EXPERTS},
             deterministic=True,
             memory_saver=True,
-            transports=self.receiver.backends,
+            transports=self.receiver.backends if stage is None else (),
+            stage=stage,
         )
 
     def _load(self) -> FakeWeights:
@@ -185,7 +193,8 @@ class FakeEngine:
         if self.hang_liveness:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
-        self._held()
+        if self._closed or not self.config.stage:
+            self._held()
 
     def _held(self) -> FakeWeights:
         if self._weights is None:

@@ -36,6 +36,8 @@ class FakeConfig:
     fail_overwrite: bool = False
     """Fails after the first tensor: the weights are then a mixture."""
     hang_liveness: bool = False
+    stage: bool = False
+    """To be no engine but a stage beside some, without weights and requests: for trials of a mixed pipeline."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> FakeConfig:
