@@ -663,6 +663,7 @@ async def test_a_swap_under_streams(engine: EngineAdapter, models: Models) -> No
         assert [span.sequence for span in result.spans] == [0, 1]
         before = 20 + number
         for span in result.spans:
+            assert span.sequence is not None
             made = result.tokens[span.start : span.end]
             assert made == witnessed(1 + span.sequence, before, len(made))
             before = made[-1]
@@ -682,6 +683,7 @@ async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -
     result = await running.end()
     assert [span.sequence for span in result.spans] == [1, 2]
     for span in result.spans:
+        assert span.sequence is not None
         before = [*prompt, 7, *result.tokens[: span.start]]
         expected, _ = logprobs_of(models.tiny[span.sequence], before, result.tokens[span.start : span.end])
         assert result.logprobs[span.start : span.end] == pytest.approx(expected, abs=LOGPROBS)

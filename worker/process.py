@@ -206,6 +206,7 @@ class WorkerProcess:
                 "max_model_len": info.max_model_len,
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
+                "witnesses": info.witnesses,
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,

@@ -101,6 +101,9 @@ class EngineInfo:
     """What its receivers can receive by."""
     deterministic: bool = False
     memory_saver: bool = False
+    witnesses: bool = True
+    """False: it can't tell which weights make its tokens. The spans of its deltas are not looked at; its tokens are
+    delivered as of `unknown` weights, to requests that demand nothing of them."""
     max_adapters: int | None = None
     """That may be loaded at once. None: as many as there is memory for."""
     max_lora_rank: int | None = None

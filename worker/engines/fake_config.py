@@ -36,6 +36,8 @@ class FakeConfig:
     fail_overwrite: bool = False
     """Fails after the first tensor: the weights are then a mixture."""
     hang_liveness: bool = False
+    witnesses: bool = True
+    """False: it can't tell which weights make its tokens, as an engine of a third party may say."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> FakeConfig:
