@@ -85,7 +85,8 @@ class Attempts:
     ) -> AsyncGenerator[Accepted | GenerateDelta, None]:
         """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Nothing is awaited before
         the request is sent: what was looked at when the worker was chosen holds for it. Closing it aborts."""
-        labels = self._committed.labels(request.adapter, partial(self._status.may_make, member))
+        may_make, witnesses = partial(self._status.may_make, member), bool(member.info.get("witnesses", True))
+        labels = self._committed.labels(request.adapter, may_make, witnesses)
         message = {
             "request": request.model_dump(exclude_defaults=True),
             "sequence": self._committed.sequence,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_plane.errors import PlaneError, StaleWeights, Unlabelled
-from rl_plane.generation import GenerateDelta, VersionSpan
+from rl_plane.generation import GenerateDelta, VersionSpan, unwitnessed
 from rl_plane.history import read_history
 from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, DecisionRecord, Held
 from rl_plane.versions import WeightVersion
@@ -28,7 +28,7 @@ MAX_LABELS = 4096
 LABELS_INTERVAL_S = 1.0
 """The history is not read more often for labels that nobody knows."""
 
-Key = tuple[str, int, str, tuple[str, int, str] | None]
+Key = tuple[str | None, int | None, str | None, tuple[str, int, str] | None]
 """What a token was made by: run, sequence and digest of the base; name, sequence and digest of the adapter."""
 
 
@@ -100,7 +100,8 @@ class History:
         return self._intervals.get(key)
 
     def knows(self, spans: Sequence[VersionSpan]) -> bool:
-        return all(key_of_span(span) in self._intervals for span in spans)
+        """All that can be known of them."""
+        return all(span.sequence is None or key_of_span(span) in self._intervals for span in spans)
 
     def check(self, spans: Sequence[VersionSpan], tokens: int, since: int) -> None:
         """Unlabelled unless the spans cover exactly these tokens, by states that were committed from place
@@ -134,13 +135,16 @@ class Labels:
         adapter: str | None,
         since: int,
         may_make: Callable[[VersionSpan], bool] = lambda span: True,
+        witnesses: bool = True,
     ) -> None:
         """`adapter`: that the request names; `since`: the history's place at which it was sent; `may_make`: whether
-        the worker may still make tokens by these weights, as far as it has told."""
+        the worker may still make tokens by these weights, as far as it has told; `witnesses`: whether its engine can
+        tell which weights make them."""
         self._history = history
         self._adapter = adapter
         self._since = since
         self._may_make = may_make
+        self._witnesses = witnesses
         self._tokens = 0
         self._spans: Sequence[VersionSpan] = ()
         self._last: Interval | None = None
@@ -152,6 +156,9 @@ class Labels:
         for a slow reader."""
         delivered = self._tokens
         self._tokens += len(delta.token_ids)
+        if not self._witnesses:
+            self._check_unknown(delta)
+            return
         if delta.spans or delta.finish_reason is not None:
             self._check(delta.spans, delivered)
         if not delta.token_ids:
@@ -167,6 +174,12 @@ class Labels:
                 digest=span.digest,
                 retry_after_s=1.0,
             )
+
+    def _check_unknown(self, delta: GenerateDelta) -> None:
+        """Nothing is delivered in silence: the worker itself says that it can't tell."""
+        due = delta.spans or delta.finish_reason is not None or self._tokens == len(delta.token_ids)
+        if due and delta.spans != unwitnessed(self._tokens):
+            raise Unlabelled("the worker's engine can't witness, and its tokens don't say so", retry_after_s=1.0)
 
     def _check(self, spans: Sequence[VersionSpan], delivered: int) -> None:
         self._history.check(spans, self._tokens, self._since)
@@ -277,9 +290,9 @@ class Committed:
             if entry.version is not None and self.record is not None and target.get("op") != "unload":
                 self._labels.add(entry.version, self.record.version.run, target.get("name"))
 
-    def labels(self, adapter: str | None, may_make: Callable[[VersionSpan], bool]) -> Labels:
-        """For a request that is sent now; `may_make` as in `Labels`."""
-        return Labels(self.history, adapter, self.history.count, may_make)
+    def labels(self, adapter: str | None, may_make: Callable[[VersionSpan], bool], witnesses: bool) -> Labels:
+        """For a request that is sent now; `may_make` and `witnesses` as in `Labels`."""
+        return Labels(self.history, adapter, self.history.count, may_make, witnesses)
 
     async def is_known(self, version: WeightVersion) -> bool:
         """Was it ever committed, as a base?"""

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import compress
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from rl_plane.errors import DemandUnmet, InvalidRequest
-from rl_plane.generation import VersionSpan
+from rl_plane.generation import UNKNOWN, VersionSpan
 from rl_plane.record import Held
 
 MAX_LABEL_CHARS = 256
+
+OF_VERSIONS = ("min_version", "max_lag", "one_version")
+"""The demands that only an engine can keep that tells which weights make its tokens."""
 
 OnStale = Literal["wait", "refuse", "cut"]
 
@@ -55,6 +59,11 @@ class Demands:
     @property
     def of_versions(self) -> bool:
         return self.min_version is not None or self.max_lag is not None or self.one_version
+
+    def named(self) -> list[str]:
+        """Those of them, by their fields."""
+        given = self.min_version is not None, self.max_lag is not None, self.one_version
+        return list(compress(OF_VERSIONS, given))
 
 
 NO_DEMANDS = Demands()
@@ -102,7 +111,10 @@ def point_of(held: Held, adapter: str | None) -> Point:
     return Point(held.version.run, newest)
 
 
-def point_of_span(span: VersionSpan) -> Point:
+def point_of_span(span: VersionSpan) -> Point | None:
+    """None: nobody knows."""
+    if span.run is None or span.sequence is None:
+        return None
     return Point(span.run, max(span.sequence, span.adapter.sequence if span.adapter is not None else 0))
 
 
@@ -138,10 +150,14 @@ def at_delivery(
 ) -> Unmet | None:
     """May all of these tokens of one choice be delivered?"""
     if demands.one_version and len(spans) > 1:
-        one, other = point_of_span(spans[0]), point_of_span(spans[1])
+        one, other = (point_of_span(span) or UNKNOWN for span in spans[:2])
         return Unmet("one_version", f"tokens from {spans[1].start} on were made by {other}, those before by {one}")
     for span in spans:
-        unmet = at_admission(demands, floor, point_of_span(span), committed)
+        point, unmet = point_of_span(span), None
+        if point is not None:
+            unmet = at_admission(demands, floor, point, committed)
+        elif demands.of_versions:
+            unmet = Unmet(demands.named()[0], "the weights that made them are unknown")
         if unmet is not None:
             return Unmet(unmet.demand, f"tokens from {span.start} on: {unmet.message}")
     return None

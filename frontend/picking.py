@@ -11,7 +11,7 @@ from frontend.committed import Committed
 from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
-from frontend.routing import NO_WISH, Router, Wish, refused_by
+from frontend.routing import NO_WISH, Router, Wish, lacks_of, refused_by
 from rl_plane.errors import NotAdmitted, NotFound, NoWorkers, Overloaded, Unavailable, Unsupported, WorkerLost
 from rl_plane.generation import GenerateRequest
 from rl_plane.membership import Member
@@ -41,7 +41,8 @@ class Aim:
 
     def given(self) -> set[str]:
         """The fields that ask for something."""
-        return {name for name, default in DEFAULTS.items() if getattr(self.request, name) != default}
+        given = {name for name, default in DEFAULTS.items() if getattr(self.request, name) != default}
+        return given.union(self.demands.named())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,12 @@ class Picker:
     def _able(self, aim: Aim, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
         """Those that are admitted, can do what is asked, and were not lost under this request."""
         admitted = self._status.admitted(self._needed(aim.request.adapter))
+        unable = self._unable(aim)
         if aim.pinned is not None:
+            if aim.pinned in unable:
+                raise _unsupported(*unable[aim.pinned])
             return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = {member.instance_id for member in lost if self.is_current(member)} | self._unable(aim).keys()
+        out = {member.instance_id for member in lost if self.is_current(member)} | unable.keys()
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
 
     def _fit(
@@ -166,7 +170,7 @@ class Picker:
         """instance id → the field that it can't do, and why. Unsupported if nobody can."""
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
-            told = {one.instance_id: one.info.get("lacks") for one in members}
+            told = {one.instance_id: lacks_of(one.info) for one in members}
             self._lacking = Lacking(members.epoch, {key: lacks for key, lacks in told.items() if lacks})
         if not self._lacking.fields:
             return {}
@@ -177,8 +181,7 @@ class Picker:
             if (found := refused_by(lacks, given)) is not None
         }
         if unable and len(unable) == len(members):
-            name, reason = next(iter(unable.values()))
-            raise Unsupported(reason, field=name, fix="leave it out, or start a worker of an engine that can")
+            raise _unsupported(*next(iter(unable.values())))
         return unable
 
     def _needed(self, adapter: str | None) -> str | None:
@@ -235,3 +238,7 @@ class Picker:
             fix="GET /v1/rl/workers tells why each one is closed",
             retry_after_s=1.0,
         )
+
+
+def _unsupported(field: str, reason: str) -> Unsupported:
+    return Unsupported(reason, field=field, fix="leave it out, or start a worker of an engine that can")

@@ -137,7 +137,7 @@ class Choice:
 
 
 def spans_of(spans: list[VersionSpan]) -> list[dict[str, Any]]:
-    return [span.model_dump(exclude_none=True) for span in spans]
+    return [span.model_dump(exclude=None if span.adapter is not None else {"adapter"}) for span in spans]
 
 
 def token_name(token_id: int) -> str:
@@ -193,7 +193,7 @@ def usage(plan: Plan, choices: list[Choice]) -> dict[str, int]:
 
 
 def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
-    """Of the first choice; `weight_version` is null unless one state of the weights made every token. `adapter` is
+    """Of the first choice; `weight_version` is null unless one known state made every token. `adapter` is
     there if that has one. `completion_token_ids` is a list for each choice if there are several."""
     made = {
         (span.run, span.sequence, span.version, span.digest, span.adapter) for one in choices for span in one.spans
@@ -205,7 +205,7 @@ def _nvext(plan: Plan, choices: list[Choice]) -> dict[str, Any]:
         told["completion_token_ids"] = each[0] if len(each) == 1 else each
         prompts = [one.prompt_token_ids for one in choices[:: plan.n]]
         told["token_ids"] = prompts if plan.batch and len(choices) > 1 else prompts[0]
-    if len(made) != 1:
+    if len(made) != 1 or any(run is None for run, *_ in made):
         return {**told, "weight_version": None}
     *version, adapter = made.pop()
     told["weight_version"] = dict(zip(("run", "sequence", "label", "digest"), version, strict=True))

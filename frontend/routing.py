@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from frontend.demands import OF_VERSIONS
 from frontend.prefixes import Beginnings, PrefixTable
 from rl_plane.generation import MAX_STREAMS, TOGETHER
 
@@ -27,6 +28,8 @@ PREFIX_SLACK = REQUEST_TOKENS
 """Likewise for a prompt that a worker has computed before; what need not be computed again is added to the slack."""
 MAX_SESSIONS = 65_536
 """Conversations that are remembered, the latest ones: some 20 MB."""
+
+NO_WITNESS = "the engine can't tell which weights make its tokens"
 
 NOTHING = 0, 0
 
@@ -194,6 +197,12 @@ class Router:
         self._own_requests[turn.instance_id] -= 1
         if not self._own_requests[turn.instance_id]:
             del self._own_requests[turn.instance_id], self._own_weight[turn.instance_id]
+
+
+def lacks_of(info: Mapping[str, Any]) -> dict[str, str]:
+    """The fields of a request that a worker can't do, and why not, as its member tells."""
+    lacks: dict[str, str] = dict(info.get("lacks") or {})
+    return lacks if info.get("witnesses", True) else lacks | dict.fromkeys(OF_VERSIONS, NO_WITNESS)
 
 
 def refused_by(lacks: Mapping[str, str], given: Collection[str]) -> tuple[str, str] | None:

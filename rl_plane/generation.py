@@ -38,6 +38,8 @@ MAX_STREAMS = 4096
 """Requests in one worker, running and waiting: beyond it an engine only queues."""
 TOGETHER = "+"
 """Between fields of a request that an engine can't do together, as its member tells."""
+UNKNOWN = "unknown"
+"""The label of tokens whose engine can't witness which weights make them."""
 CHARS_PER_TOKEN = 4
 """Of a text whose tokens are not counted yet: right for English within a third, which is enough to weigh by."""
 RESERVED = frozenset(
@@ -259,12 +261,19 @@ class VersionSpan(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     version: str
-    sequence: int
-    digest: str
-    run: str
+    """Its label; `unknown` without a sequence where the engine can't witness."""
+    sequence: int | None
+    digest: str | None
+    run: str | None
     start: int
     end: int
     adapter: AdapterSpan | None = None
+
+
+def unwitnessed(tokens: int) -> list[VersionSpan]:
+    """Of all tokens so far of an engine that can't tell which weights make them."""
+    span = VersionSpan(version=UNKNOWN, sequence=None, digest=None, run=None, start=0, end=tokens)
+    return [span] if tokens else []
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]

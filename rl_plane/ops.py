@@ -141,6 +141,8 @@ class DescribeReply(TypedDict):
     """The same tokens whatever else is in the batch."""
     memory_saver: bool
     """Memory can be released and resumed."""
+    witnesses: bool
+    """Each token is labelled with the weights that made it; false: with `unknown`."""
     max_adapters: int | None
     """That may be loaded at once; None: as many as there is memory for."""
     max_lora_rank: int | None

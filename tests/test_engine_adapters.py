@@ -663,6 +663,7 @@ async def test_a_swap_under_streams(engine: EngineAdapter, models: Models) -> No
         assert [span.sequence for span in result.spans] == [0, 1]
         before = 20 + number
         for span in result.spans:
+            assert span.sequence is not None
             made = result.tokens[span.start : span.end]
             assert made == witnessed(1 + span.sequence, before, len(made))
             before = made[-1]
@@ -682,6 +683,7 @@ async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -
     result = await running.end()
     assert [span.sequence for span in result.spans] == [1, 2]
     for span in result.spans:
+        assert span.sequence is not None
         before = [*prompt, 7, *result.tokens[: span.start]]
         expected, _ = logprobs_of(models.tiny[span.sequence], before, result.tokens[span.start : span.end])
         assert result.logprobs[span.start : span.end] == pytest.approx(expected, abs=LOGPROBS)
@@ -906,11 +908,68 @@ async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
     await one.reach(3)
     await load_adapter(engine, "x", models.adapters[2])
     await engine.check_weights("reset_tensors")
-    if one.result.finish is None:
-        await one.reach(len(one.result.tokens) + 3)
+    await one.reach(len(one.result.tokens) + 3)
     await engine.liveness()
     await engine.abort(None)
     assert (await one.end()).finish == "abort"
+
+
+async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
+    engine: EngineAdapter, models: Models
+) -> None:
+    """Also in the middle of the tokens that were asked for, and with all that belongs to them."""
+    await update(engine, models.tiny[1], 1)
+    await load_adapter(engine, "x", models.adapters[1])
+    prompt = prompt_of(5, 12)
+    asked: dict[str, Any] = {"adapter": "x", "logprobs": True, "prompt_logprobs": True, "max_tokens": 200}
+    runs = [Run(engine, ask([*prompt, token], **asked)) for token in (7, 8)]
+    other = Run(engine, ask([20], max_tokens=300))
+    for sequence, seed in ((2, 2), (3, 1)):
+        staging, _ = await receive(engine, reception(models.adapters[seed], kind="lora"))
+        for one in runs:
+            await one.reach(len(one.result.tokens) + 3)
+        await engine.pause("keep", False)
+        late = Run(engine, ask([*prompt, 9], **asked))
+        await engine.swap_adapter("x", staging, adapter_version(sequence, models.adapters[seed]))
+        await engine.resume()
+        runs.append(late)
+    for number, one in enumerate(runs):
+        result = await one.end()
+        assert (result.finish, len(result.tokens), len(result.logprobs)) == ("length", 200, 200)
+        told = [(span.adapter.sequence, span.start) for span in result.spans if span.adapter is not None]
+        assert [sequence for sequence, _ in told] == [1, 2, 3][max(0, number - 1) :]
+        assert [span.end for span in result.spans] == [*(start for _, start in told[1:]), 200]
+        assert [delta.prompt_token_ids is not None for delta in result.deltas].count(True) == 1
+        (of_prompt,) = (delta.prompt_logprobs for delta in result.deltas if delta.prompt_logprobs is not None)
+        assert len(of_prompt) == len(prompt) + 1
+        assert result.deltas[0].prompt_token_ids == one.request.prompt_token_ids
+        for (sequence, start), span in zip(told, result.spans, strict=True):
+            adapter = models.adapters[2 - sequence % 2]
+            before = [*(one.request.prompt_token_ids or ()), *result.tokens[:start]]
+            expected, gap = logprobs_of(models.tiny[1], before, result.tokens[start : span.end], adapter)
+            assert gap <= LOGPROBS
+            assert result.logprobs[start : span.end] == pytest.approx(expected, abs=2 * LOGPROBS)
+    assert (await other.end()).finish == "length"
+
+
+async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
+    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await update(engine, models.tiny[1], 1)
+    await load_adapter(engine, "x", models.adapters[1])
+    for failure in kind.failures(engine)["swap"]:
+        staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
+        running = Run(engine, ask([9], adapter="x", logprobs=True, max_tokens=100))
+        await running.reach(3)
+        await engine.pause("keep", False)
+        monkeypatch.setattr(failure.owner, failure.name, failure.broken)
+        with pytest.raises(EngineFailed, match=failure.why):
+            await engine.swap_adapter("x", staging, adapter_version(2, models.adapters[2]))
+        monkeypatch.undo()
+        await engine.resume()
+        result = await running.end()
+        assert (result.finish, len(result.tokens), len(result.spans)) == ("length", 100, 1)
+        assert is_of(result, models.tiny[1], models.adapters[1])
 
 
 async def test_a_request_on_its_way_when_its_adapter_goes(

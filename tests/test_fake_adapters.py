@@ -105,7 +105,7 @@ async def test_an_adapter_and_the_base_change_under_a_stream(base: Path, new: Pa
     ]
     assert [(span.start, span.end) for span in last.spans] == [(0, 4), (4, made), (made, 12)]
     versions = [
-        (span.digest, span.adapter.digest if span.adapter else None)
+        (span.digest or "", span.adapter.digest if span.adapter else None)
         for span in last.spans
         for _ in range(span.start, span.end)
     ]

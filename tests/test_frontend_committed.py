@@ -13,7 +13,7 @@ from frontend.fleet_status import FleetStatus, WorkerStatus
 from rl_plane.bus import Bus
 from rl_plane.errors import StaleWeights, Unlabelled
 from rl_plane.fanout import Gather
-from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan
+from rl_plane.generation import AdapterSpan, GenerateDelta, VersionSpan, unwitnessed
 from rl_plane.membership import Changed, Member
 from rl_plane.record import Adapter, DecisionRecord, Held, Source
 from rl_plane.subjects import Subjects
@@ -241,6 +241,32 @@ def test_an_unlabelled_delta_is_not_delivered(first: GenerateDelta | None, then:
         labels.take(first, 0.0)
     with pytest.raises(Unlabelled):
         labels.take(then, 0.0)
+
+
+def test_what_an_engine_cant_witness_is_said_by_its_worker() -> None:
+    known = history(record(1))
+    labels = Labels(known, "a", known.count, witnesses=False)
+    labels.take(delta(0), 0.0)
+    labels.take(delta(2, *unwitnessed(2)), 0.0)
+    labels.take(delta(3), 0.0)
+    labels.take(delta(1, *unwitnessed(6), end=True), 0.0)
+    Labels(known, None, known.count, witnesses=False).take(delta(0, end=True), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("witnesses", "then"),
+    [
+        (True, delta(1, *unwitnessed(1))),
+        (False, delta(1)),
+        (False, delta(1, span(1, 0, 1))),
+        (False, delta(2, *unwitnessed(1))),
+        (False, delta(2, end=True)),
+    ],
+)
+def test_nothing_is_taken_for_unknown_in_silence(witnesses: bool, then: GenerateDelta) -> None:
+    known = history(record(1))
+    with pytest.raises(Unlabelled):
+        Labels(known, None, known.count, witnesses=witnesses).take(then, 0.0)
 
 
 def test_tokens_are_of_the_adapter_that_was_asked_for() -> None:

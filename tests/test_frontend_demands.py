@@ -22,7 +22,7 @@ from frontend.demands import (
 from frontend.openai import CompletionBody, NvExt
 from frontend.plans import plan_completion
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan
+from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan, unwitnessed
 from tests.test_frontend_committed import record, span, version
 
 # ---- how they are said ----
@@ -77,6 +77,7 @@ def test_the_newer_of_base_and_adapter_counts() -> None:
     assert point_of(state, "gone") == Point("r", 3)
     assert point_of_span(span(3, 0, 4)) == Point("r", 3)
     assert point_of_span(span(3, 0, 4, a=7)) == Point("r", 7)
+    assert point_of_span(*unwitnessed(4)) is None
 
 
 def test_labels_name_the_latest_sequence_of_the_present_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +146,10 @@ def test_who_may_make_the_first_token(
         (Demands(min_version=4), Point("r", 4), [span(4, 0, 9), span(5, 9, 10)], None),
         (Demands(min_version=4), Point("r", 4), [span(3, 0, 9), span(5, 9, 10)], "min_version"),
         (Demands(max_lag=0, one_version=True), None, [], None),
+        (Demands(one_version=True), None, unwitnessed(9), "one_version"),
+        (Demands(max_lag=9), None, unwitnessed(9), "max_lag"),
+        (Demands(min_version=0), Point("r", 0), unwitnessed(9), "min_version"),
+        (Demands(), None, unwitnessed(9), None),
     ],
 )
 def test_what_may_be_delivered(

@@ -21,6 +21,7 @@ from tests.test_frontend_generation import (
     PROMPT,
     ask,
     error_of,
+    events_of,
     frontend,
     next_event,
     tokens_under,
@@ -29,6 +30,7 @@ from tests.test_frontend_generation import (
 )
 from tests.test_frontend_labels import always, staged
 from worker.engines.fake import fake_token, make_fake_adapter
+from worker.staging import model_digest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -181,6 +183,42 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
         assert (await ask(http, **both))["nvext"]["instance_id"] == able.instance_id
     pinned = {**body, "nvext": {"instance_id": lacking[0].instance_id}}
     assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
+
+
+async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http: httpx.AsyncClient) -> None:
+    """To those that demand nothing of the weights; others get another worker, or are refused by name."""
+    silent = plane.spawn(witnesses="false")
+    described = await (await plane.client()).call(silent.instance_id, "describe")
+    assert described.body["witnesses"] is False
+    unknown = {"version": "unknown", "sequence": None, "digest": None, "run": None, "start": 0, "end": 5}
+    digest = model_digest(plane.model())
+    for stream in (False, True):
+        body = {"prompt_token_ids": PROMPT, "max_tokens": 5, "return_token_ids": True, "n": 2, "stream": stream}
+        told = await http.post("/v1/completions", json=body)
+        events = events_of(told.text)[:-1] if stream else [told.json()]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert events[-1]["nvext"]["weight_version"] is None
+        for index in range(2):
+            mine = [choice for choice in choices if choice["index"] == index]
+            made = [token for choice in mine for token in choice["token_ids"]]
+            assert made == tokens_under(digest, 0, 5)
+            assert (mine[-1]["weight_versions"], mine[-1]["instance_id"]) == ([unknown], silent.instance_id)
+            assert mine[-1]["incarnation"] == described.incarnation
+    demands: list[dict[str, Any]] = [{"min_version": 0}, {"max_lag": 9}, {"one_version": True}]
+    pinned = {"nvext": {"instance_id": silent.instance_id}}
+    for demand in demands:
+        for more in ({}, pinned, {"on_stale": "refuse"}):
+            body = {"prompt_token_ids": PROMPT, **demand, **more}
+            error = error_of(await http.post("/v1/completions", json=body), 501)
+            assert (error["code"], [error["field"]]) == ("unsupported", [*demand])
+    able = plane.spawn()
+    await ready(plane, 2)
+    for demand in demands:
+        for _ in range(3):
+            assert (await ask(http, **demand))["nvext"]["instance_id"] == able.instance_id
+        body = {"prompt_token_ids": PROMPT, **demand, **pinned}
+        assert error_of(await http.post("/v1/completions", json=body), 501)["field"] in demand
+    assert (await ask(http, **pinned))["choices"][0]["weight_versions"][0]["version"] == "unknown"
 
 
 # ---- too much at once ----

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
 from frontend import prefixes, routing
+from frontend.demands import Demands
+from frontend.picking import Aim
 from frontend.prefixes import LENGTHS, MAX_HOLDERS, Beginnings, PrefixTable, beginnings, beginnings_of
-from frontend.routing import REQUEST_TOKENS, SESSION_SLACK, Load, Router, Wish, refused_by
+from frontend.routing import NO_WITNESS, REQUEST_TOKENS, SESSION_SLACK, Load, Router, Wish, lacks_of, refused_by
 from rl_plane.generation import GenerateRequest
 
 ABC = ("a", "b", "c")
@@ -296,3 +299,15 @@ def test_the_field_that_an_engine_lacks_is_named() -> None:
     together = {"stop+routed_experts": "cut"}
     assert refused_by(together, {"stop", "routed_experts", "id"}) == ("stop", "cut")
     assert refused_by(together, {"stop", "id"}) is refused_by(together, {"routed_experts"}) is None
+
+
+@pytest.mark.parametrize("demand", [{"min_version": 0}, {"max_lag": 0}, {"one_version": True}])
+def test_an_engine_that_cant_witness_keeps_no_demand(demand: dict[str, Any]) -> None:
+    request = GenerateRequest(id="r", prompt_token_ids=[5], seed=1)
+    given, (field,) = Aim(request, demands=Demands(**demand, on_stale="cut", migrate=True)).given(), demand
+    lacks = lacks_of({"lacks": {"min_p": "no"}, "witnesses": False})
+    assert refused_by(lacks, given) == (field, NO_WITNESS)
+    assert refused_by(lacks, Aim(request, demands=Demands(migrate=True)).given()) is None
+    assert refused_by(lacks, {"min_p"}) == ("min_p", "no")
+    for info in ({}, {"lacks": None}, {"witnesses": True}):
+        assert refused_by(lacks_of(info), given) is None

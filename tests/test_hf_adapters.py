@@ -378,6 +378,7 @@ async def test_an_adapter_and_the_base_change_under_a_stream(
     assert [(span.sequence, span.adapter) for span in base.spans] == [(0, None), (1, None)]
     before = 20
     for span in base.spans:
+        assert span.sequence is not None
         made = base.tokens[span.start : span.end]
         assert made == witnessed(1 + span.sequence, before, len(made))
         before = made[-1]

@@ -974,6 +974,7 @@ async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start
         before = n + 20
         for span in result.spans:
             assert span.end > span.start
+            assert span.sequence is not None
             made = result.tokens[span.start : span.end]
             assert made == witnessed(1 + span.sequence % 2, before, len(made))
             before = made[-1]

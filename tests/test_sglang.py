@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from rl_plane.errors import EngineFailed
 from tests.engine_runs import ask
 from worker.engines import sglang
 from worker.engines.base import EngineOptions
-from worker.engines.sglang_streams import Experts, Stream
+from worker.engines.sglang_streams import Experts, Feeder, Stream
 from worker.engines.spans import Label
 
 
@@ -133,3 +134,77 @@ async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any)
         process.lets_go.set()
         await again
     assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+
+
+class Manager:
+    """In the place of SGLang's: keeps what it was asked, and gives what a test says."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.outs: defaultdict[int, asyncio.Queue[dict[str, Any]]] = defaultdict(asyncio.Queue)
+        """Of each request, in their order."""
+        self.open = 0
+
+    async def generate_request(self, asked: Any) -> AsyncGenerator[dict[str, Any], None]:
+        outs = self.outs[len(self.asked)]
+        self.asked.append(asked)
+        self.open += 1
+        try:
+            while True:
+                yield await outs.get()
+        finally:
+            self.open -= 1
+
+    def says(self, number: int, ids: list[int], count: int, finish: Any = None) -> None:
+        logprobs = [(0.0, each) for each in ids]
+        meta = {"completion_tokens": count, "finish_reason": finish, "output_token_logprobs": logprobs}
+        self.outs[number].put_nowait(
+            {"output_ids": ids, "meta_info": meta | {"input_token_logprobs": [(None, 1)]}}
+        )
+
+
+@pytest.fixture
+def feeder(monkeypatch: pytest.MonkeyPatch) -> Feeder:
+    bodies = SimpleNamespace(GenerateReqInput=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", bodies)
+    return Feeder(Manager(), frozenset(), lambda name: name, lambda name: Label(None), Experts(1, 1, 1))
+
+
+async def test_who_begins_again_is_asked_for_the_rest(feeder: Feeder) -> None:
+    manager: Any = feeder._manager
+    wanted = ask([1, 2], max_tokens=5, seed=7, temperature=1.0, logprobs=True, prompt_logprobs=True)
+    pieces = feeder.run(wanted, [1, 2])
+    manager.says(0, [5, 6], 2)
+    first = await anext(pieces)
+    feeder.close()
+    (stream,) = feeder.submitted()
+    await feeder.begin_again([stream])
+    assert (manager.open, feeder.submitted()) == (0, [])
+    manager.says(1, [7], 1)
+    manager.says(1, [8, 9], 3, {"type": "length"})
+    feeder.open()
+    (rest,) = [piece async for piece in pieces]
+    assert (first.token_ids, rest.token_ids, rest.finish_reason) == ([5, 6], [7, 8, 9], "length")
+    assert (first.prompt_logprobs, rest.prompt_logprobs, len(rest.logprobs)) == ([None], None, 3)
+    before, after = manager.asked
+    assert (before.input_ids, after.input_ids) == ([1, 2], [1, 2, 5, 6])
+    assert (before.logprob_start_len, after.logprob_start_len) == (0, -1)
+    for name, values in (("max_new_tokens", (5, 3)), ("sampling_seed", (7, 7))):
+        assert (before.sampling_params[name], after.sampling_params[name]) == values
+    assert (before.rid != after.rid, manager.open, feeder.streams) == (True, 0, {})
+
+
+async def test_who_has_left_or_ended_does_not_begin_again(feeder: Feeder) -> None:
+    manager: Any = feeder._manager
+    runs = [feeder.run(ask([1], max_tokens=5), [1]) for _ in range(2)]
+    for number, run in enumerate(runs):
+        manager.says(number, [5], 1)
+        await anext(run)
+    left, ended = feeder.submitted()
+    again = asyncio.create_task(feeder.begin_again([left, ended]))
+    await runs[0].aclose()
+    ended.end(EngineFailed("it died"))
+    await again
+    with pytest.raises(EngineFailed):
+        await anext(runs[1])
+    assert (len(manager.asked), manager.open, feeder.streams) == (2, 0, {})

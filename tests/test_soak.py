@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.soak.chaos import DECK, schedule
 from tests.soak.checker import Checker, Delivered, Fault, Reference, check_partial
 from tests.soak.fleet import Counts
-from tests.soak.load import KINDS, OF_WORKERS, Clients, Floors, Told, draw
+from tests.soak.load import DEMANDS, KINDS, OF_WORKERS, Clients, Floors, Told, draw
 from tests.soak.report import DESCRIPTORS_GROWTH, leaks
 from tests.soak.routes import ROUTES
 from worker.tiny_model import permutation
@@ -95,7 +96,9 @@ def all_of(*got: Delivered) -> list[Fault]:
         replace(
             GOOD, tokens=GOOD.tokens[:5], spans=[span(0, 0, 4), span(1, 4, 5)], finish_reason="abort", logprobs=5
         ),
-        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0),
+        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0, max_lag=0, committed=9),
+        replace(GOOD, max_lag=1, committed=1),
+        replace(ADAPTED, max_lag=1),
     ],
 )
 def test_what_is_right_is_no_fault(good: Delivered) -> None:
@@ -134,6 +137,9 @@ SHORT: dict[str, Any] = {"spans": [span(0, 0, 4), span(1, 4, 9)], "logprobs": 9}
         ("unlabelled", replace(GOOD, spans=None)),
         ("demand", replace(GOOD, one_version=True)),
         ("demand", replace(ADAPTED, one_version=True)),
+        ("demand", replace(GOOD, max_lag=0)),
+        ("demand", replace(GOOD, max_lag=1, committed=2)),
+        ("demand", replace(ADAPTED, max_lag=0)),
         ("stale", replace(GOOD, floor={None: 1})),
         ("stale", replace(ADAPTED, floor={"a": 3})),
         (
@@ -189,6 +195,7 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
     }
     asks = [draw("client0", number, 1, 2, ["a"]) for number in range(1200)]
     assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(1200)]
+    assert {ask.demands for ask in asks} == set(range(len(DEMANDS)))
     assert {(ask.route, ask.kind) for ask in asks} == set(itertools.product(range(len(ROUTES)), KINDS))
 
 
@@ -208,6 +215,46 @@ async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: boo
     clients._refused(ask, 0.0, Told({}, error={"code": code, "message": "it is said"}))
     await clients.stop()
     assert [fault.kind for fault in clients.faults] == ([] if killed else ["refused"])
+
+
+@pytest.mark.parametrize("route", range(len(ROUTES)))
+@pytest.mark.parametrize(
+    ("on_stale", "cut", "kinds"),
+    [
+        ("refuse", None, ["demand"]),
+        ("cut", None, ["demand"]),
+        ("cut", "max_lag", []),
+        ("cut", "one_version", ["demand"]),
+    ],
+)
+async def test_the_choices_of_a_whole_reply_are_of_one_time(
+    route: int, on_stale: str, cut: str | None, kinds: list[str]
+) -> None:
+    """One that was made before an update, and one after it."""
+    (demands,) = (at for at, one in enumerate(DEMANDS) if one == {"max_lag": 0, "on_stale": on_stale})
+
+    def choice(index: int, digest: str, sequence: int, cut: str | None) -> dict[str, Any]:
+        tokens, more = chain((digest, 2)), {"cut": {"demand": cut}} if cut is not None else {}
+        reason, spans = "length" if cut is None else "abort", [span(sequence, 0, 2)]
+        told: dict[str, Any] = {"instance_id": "w", "weight_versions": spans, **more}
+        if ROUTES[route].path == "/generate":
+            told["output_token_logprobs"] = [[-1, token, None] for token in tokens]
+            meta = {**told, "finish_reason": {"type": reason}}
+            return {"output_ids": tokens, "meta_info": meta}
+        logprobs = {"logprobs": {"token_logprobs": [-1] * len(tokens)}}
+        return {"index": index, "token_ids": tokens, "finish_reason": reason, **logprobs, **told}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        choices = [choice(0, "base 0", 0, cut), choice(1, "base 1", 1, None)]
+        return httpx.Response(200, json=choices if ROUTES[route].path == "/generate" else {"choices": choices})
+
+    clients = Clients([lambda: "http://frontend"], checker(), Floors(), {}, lambda *_: False, clients=0, seed=1)
+    clients._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    drawn = draw("client0", 0, 1, 1, [])
+    ask = replace(drawn, kind="many", n=2, route=route, demands=demands, prompt=tuple(PROMPT), max_tokens=2)
+    await clients._one(ask)
+    await clients.stop()
+    assert [fault.kind for fault in clients.faults] == kinds
 
 
 def test_a_stream_that_takes_back_what_it_said_is_wrong() -> None:

@@ -29,13 +29,13 @@ UNKNOWN, UNKNOWN_LORA = Label(None), Label(version(0), "x", None)
 UNKNOWN_BASE = Label(None, "x", version(5))
 
 
-def shown(spans: list[VersionSpan]) -> list[tuple[int, int | None, int, int]]:
+def shown(spans: list[VersionSpan]) -> list[tuple[int | None, int | None, int, int]]:
     return [
         (span.sequence, span.adapter.sequence if span.adapter else None, span.start, span.end) for span in spans
     ]
 
 
-def told(*labels: Label) -> list[list[tuple[int, int | None, int, int]]]:
+def told(*labels: Label) -> list[list[tuple[int | None, int | None, int, int]]]:
     """Of one delta per token, then of a last one without any."""
     log, found = SpanLog(), []
     for label in labels:

@@ -18,7 +18,7 @@ from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus
 from rl_plane.deltas import joined
 from rl_plane.errors import EngineFailed, InvalidRequest, Overloaded, PlaneError, Unavailable
-from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of
+from rl_plane.generation import MAX_STREAMS, GenerateDelta, GenerateRequest, names_of, unwitnessed
 from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
@@ -43,7 +43,11 @@ MAX_ROUTED_BESIDE = 1 << 14
 
 
 class GenerationService:
-    def __init__(self, bus: Bus, adapter: EngineAdapter, engine: EngineLoop, state: WorkerState) -> None:
+    def __init__(
+        self, bus: Bus, adapter: EngineAdapter, engine: EngineLoop, state: WorkerState, witnesses: bool
+    ) -> None:
+        """`witnesses`: the engine says which weights make its tokens."""
+        self._witnesses = witnesses
         self._bus = bus
         self._adapter = adapter
         self._engine = engine
@@ -149,6 +153,10 @@ class GenerationService:
                         share.made(len(delta.token_ids), len(prompt) if prompt is not None else None)
                     if delta.finish_reason is not None:
                         share.gone()  # the engine is done with it, whoever still reads
+                    if not self._witnesses:
+                        tells = not made or delta.finish_reason is not None
+                        spans = unwitnessed(made + len(delta.token_ids)) if tells else []
+                        delta = delta.model_copy(update={"spans": spans})
                     for part in _in_parts(delta, made):
                         await _send(part, sender)
                     made += len(delta.token_ids)

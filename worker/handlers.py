@@ -152,6 +152,7 @@ class OpHandlers:
             capabilities=dict(self._info.capabilities),
             deterministic=self._info.deterministic,
             memory_saver=self._info.memory_saver,
+            witnesses=self._info.witnesses,
             max_adapters=self._info.max_adapters,
             max_lora_rank=self._info.max_lora_rank,
             tensors=len(spec),

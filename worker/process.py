@@ -215,6 +215,7 @@ class WorkerProcess:
                 "transports": list(info.transports),
                 "lacks": lacking_fields(info.capabilities),
                 **({} if info.stage is None else {"stage": info.stage}),
+                "witnesses": info.witnesses,
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,

@@ -268,12 +268,11 @@ class Checks:
             for position in range(span.start, span.end):
                 seam = max(at for at in seams if at <= position)
                 given = prompt + tokens[:seam]
-                if tokens[position] != fake_token(span.digest, given, position - seam, 512, adapter_digest):
+                if tokens[position] != fake_token(base.digest, given, position - seam, 512, adapter_digest):
                     self.fail("I3", f"{frontend}: token {position} was not made by {span.version}")
             if not self.recovering(start):
                 self._check_age(frontend, base, name, adapter, start)
-        for span in spans:
-            self.delivered.setdefault((span.run, span.sequence), self.now)
+            self.delivered.setdefault((base.run, base.sequence), self.now)
 
     def _check_age(
         self, frontend: str, base: WeightVersion, name: str | None, adapter: WeightVersion | None, start: float

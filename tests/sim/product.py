@@ -92,6 +92,9 @@ def in_engine(engine: FakeEngine, adapter: str | None) -> tuple[Held | None, str
 
 def made_by(span: VersionSpan) -> tuple[WeightVersion, str | None, WeightVersion | None]:
     """The base version, the adapter's name and its version."""
+    assert span.run is not None
+    assert span.sequence is not None
+    assert span.digest is not None
     base = WeightVersion(span.run, span.sequence, span.version, span.digest)
     one = span.adapter
     if one is None:

@@ -58,6 +58,10 @@ class Delivered:
     """How many came; None: none were asked for."""
     one_version: bool = False
     """It was to have no other."""
+    max_lag: int | None = None
+    """None: any."""
+    committed: int = 0
+    """The newest sequence that is known to have been committed when all of it was delivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class Checker:
         self.crossed += len(got.spans) > 1
         if got.one_version and len({_point(span) for span in got.spans}) > 1:
             faults.append(_fault("demand", got, got.spans[1], "it was to be of one version"))
+        faults += _check_lag(got)
         for span in got.spans:
             self._note(got, None, span)
             if (adapter := span.get("adapter")) is not None:
@@ -220,6 +225,21 @@ def _check_end(got: Delivered) -> Iterable[Fault]:
         yield _fault("wrong", got, None, f"it ended by {got.finish_reason}")
     if got.logprobs is not None and got.logprobs != count:
         yield _fault("lost", got, None, f"{got.logprobs} logprobs of {count} tokens")
+
+
+def _check_lag(got: Delivered) -> Iterable[Fault]:
+    """What was delivered was committed before: so far at least is the oldest behind."""
+    if got.max_lag is None or not got.spans:
+        return
+    oldest = min(got.spans, key=sequence_of)
+    lag = max(got.committed, *map(sequence_of, got.spans)) - sequence_of(oldest)
+    if lag > got.max_lag:
+        yield _fault("demand", got, oldest, f"it is {lag} behind, and max_lag is {got.max_lag}")
+
+
+def sequence_of(span: Mapping[str, Any]) -> int:
+    """Of base and adapter the newer one's."""
+    return max(_point(span))
 
 
 def _point(span: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.soak.checker import Checker, Delivered, Fault, check_partial
+from tests.soak.checker import Checker, Delivered, Fault, check_partial, sequence_of
 from tests.soak.routes import ROUTES, Choice, Tokens
 from worker.tiny_model import VOCAB_SIZE
 
@@ -52,6 +52,9 @@ DEMANDS: tuple[dict[str, Any], ...] = (
     {"one_version": True, "on_stale": "cut"},
     {"one_version": True, "on_stale": "wait"},
     {"min_version": None},
+    {"max_lag": 0, "on_stale": "refuse"},
+    {"max_lag": 0, "on_stale": "cut"},
+    {"max_lag": 1, "on_stale": "wait"},
 )
 """What a request says of the weights; the oldest version that will do is the one that is served when it begins."""
 SESSION = "X-Session-ID"
@@ -138,6 +141,8 @@ class Told:
     spans: dict[int, list[Mapping[str, Any]]] = field(default_factory=dict)
     finished: dict[int, str] = field(default_factory=dict)
     workers: dict[int, str] = field(default_factory=dict)
+    cut: dict[int, str] = field(default_factory=dict)
+    """The demand that ended a choice."""
     logprobs: Counter[int] = field(default_factory=Counter)
     error: dict[str, Any] | None = None
 
@@ -146,10 +151,18 @@ class Told:
         tokens = choice["token_ids"]
         self.tokens.setdefault(index, []).extend(tokens)
         self.workers[index] = choice["instance_id"]
+        if (cut := choice.get("cut")) is not None:
+            self.cut[index] = cut["demand"]
         self.logprobs[index] += choice["logprobs"] or 0
         if choice["finish_reason"] is not None:
             self.spans[index] = choice["weight_versions"]
             self.finished[index] = choice["finish_reason"]
+
+    @property
+    def newest(self) -> int:
+        """Of the sequences that made its tokens."""
+        spans = (span for choice in self.spans.values() for span in choice)
+        return max((sequence_of(span) for span in spans), default=0)
 
 
 class Clients:
@@ -222,6 +235,9 @@ class Clients:
             self._lost(ask, began, error)
         if told.error is not None:
             self._refused(ask, began, told)
+        for index, demand in told.cut.items():
+            if demand not in DEMANDS[ask.demands] or told.finished.get(index, "abort") != "abort":
+                self._fault(ask, "demand", f"choice {index} was cut by {demand}, and ended by {told.finished}")
         for index in told.tokens:
             self._deliver(ask, told, index, floor)
         whole = len(told.finished) == ask.n
@@ -306,6 +322,10 @@ class Clients:
             adapter=ask.adapter,
             logprobs=told.logprobs[index] if index in told.finished else None,
             one_version="one_version" in DEMANDS[ask.demands],
+            # An adapter that is unloaded takes its sequence with it.
+            max_lag=DEMANDS[ask.demands].get("max_lag") if self._adapters.get(ask.adapter or "", True) else None,
+            # The choices of a whole reply leave together; one that was cut says so itself.
+            committed=0 if ask.streamed or told.error is not None or index in told.cut else told.newest,
         )
 
     def _check_partials(self, ask: Ask, told: Told) -> None:
@@ -320,7 +340,8 @@ class Clients:
         code = str(told.error.get("code"))
         self.trouble[code] += 1
         gone = code == "not_found" and ask.adapter is not None and not self._adapters[ask.adapter]
-        unmet = code == "demand_unmet" and DEMANDS[ask.demands].get("on_stale") == "wait"
+        demands = DEMANDS[ask.demands]
+        unmet = code == "demand_unmet" and demands.get("on_stale") != "cut" and told.error.get("field") in demands
         if code not in TRANSIENT and not gone and not unmet:
             self._fault(ask, "refused", f"{code}: {told.error.get('message')}")
         elif code in OF_WORKERS and not self._excuse(None, began):

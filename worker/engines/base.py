@@ -101,6 +101,9 @@ class EngineInfo:
     """What its receivers can receive by."""
     deterministic: bool = False
     memory_saver: bool = False
+    witnesses: bool = True
+    """False: it can't tell which weights make its tokens. The spans of its deltas are not looked at; its tokens are
+    delivered as of `unknown` weights, to requests that demand nothing of them."""
     max_adapters: int | None = None
     """That may be loaded at once. None: as many as there is memory for."""
     max_lora_rank: int | None = None
@@ -224,8 +227,9 @@ class EngineAdapter(Protocol):
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
         nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
-        an adapter that goes ends with finish_reason `abort`. True if the prefix cache was flushed, False only where it
-        need not be. The staging is used up, also when this raises."""
+        an adapter that is taken away ends with finish_reason `abort`; one of an adapter that is replaced goes on by the
+        new one. True if the prefix cache was flushed, False only where it need not be. The staging is used up, also
+        when this raises."""
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 

@@ -165,6 +165,7 @@ class FakeEngine:
             memory_saver=True,
             transports=self.receiver.backends if stage is None else (),
             stage=stage,
+            witnesses=self.config.witnesses,
         )
 
     def _load(self) -> FakeWeights:
@@ -242,7 +243,8 @@ class FakeEngine:
                 token = permitted(request, token_of(made, self.config.vocab_size), tokens, self.config.vocab_size)
                 tokens.append(token)
                 running.made += 1
-                running.spans.add(Label(self._version, running.adapter, adapter.version if adapter else None))
+                version = self._version if self.config.witnesses else None
+                running.spans.add(Label(version, running.adapter, adapter.version if adapter else None))
                 text = strings.add(_text_of(token), counts=running.made > request.min_tokens)
                 if token in stops or strings.found is not None:
                     running.ended = "stop"

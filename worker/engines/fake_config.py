@@ -38,6 +38,8 @@ class FakeConfig:
     hang_liveness: bool = False
     stage: bool = False
     """To be no engine but a stage beside some, without weights and requests: for trials of a mixed pipeline."""
+    witnesses: bool = True
+    """False: it can't tell which weights make its tokens, as an engine of a third party may say."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, str]) -> FakeConfig:

@@ -424,7 +424,7 @@ class SglangEngine(Tokenizing):
                     "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
                 )
             if old is not None:
-                await self._retire(old)
+                await self._retire(old, replaced=fresh is not None)
         except BaseException:
             if fresh is not None:  # a rank may have it, where another one failed
                 with contextlib.suppress(PlaneError):  # the first error is the one that counts
@@ -436,9 +436,11 @@ class SglangEngine(Tokenizing):
         else:
             self._adapters.pop(name, None)
 
-    async def _retire(self, old: Adapter) -> None:
+    async def _retire(self, old: Adapter, replaced: bool) -> None:
+        """A request can't change from one to the other: of one that is replaced, the new one is asked for the rest."""
         registry, feeder = self._process.manager.lora_registry, self._running()
-        await feeder.abort([stream for stream in feeder.submitted() if stream.adapter == old.engine_name])
+        running = [stream for stream in feeder.submitted() if stream.adapter == old.engine_name]
+        await (feeder.begin_again(running) if replaced else feeder.abort(running))
         await registry.unregister(old.engine_name)
         try:
             async with asyncio.timeout(UNUSED_WAIT_S):

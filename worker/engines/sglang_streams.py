@@ -91,25 +91,28 @@ class Stream:
         self._items: asyncio.Queue[Piece | PlaneError] = asyncio.Queue()
         self._waiting: Piece | None = None
         self._stop = stop
-        self._count = 0
-        self._runs: list[tuple[str, int]] = []  # (key, end)
-        self._ended = False
+        self.made: list[int] = []
+        self.ended = False
+        self._start = 0
+        """So many were made before the engine was asked for the rest."""
+        self._runs: list[tuple[str, int]] = []  # (key, end), counted from there
 
     def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
         """What the engine gave; whether the request has ended by it. `key`: what the engine calls its weights."""
         meta = out["meta_info"]
         # The count tells what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
+        first = not self.made
         piece = Piece(list(out["output_ids"][:fresh]))
         if self.request.logprobs:
             piece.logprobs = [value for value, *_ in meta["output_token_logprobs"][:fresh]]
         if self.request.logprobs and self.request.top_logprobs:
             tops = meta["output_top_logprobs"][:fresh]
             piece.tops = [[(token, value) for value, token, _ in top] for top in tops]
-        if self.request.prompt_logprobs and fresh and not self._count:
+        if self.request.prompt_logprobs and fresh and first:
             piece.prompt_logprobs = [value for value, *_ in meta["input_token_logprobs"]]
         piece.labels = [label] * fresh
-        self._count += fresh
+        self.made += piece.token_ids
         if fresh and self._runs and self._runs[-1][0] == key:
             self._runs[-1] = (key, self._count)
         elif fresh:
@@ -130,14 +133,22 @@ class Stream:
         if piece.finish_reason is not None:
             self.end(piece)
             return True
-        if not self._ended:
+        if not self.ended:
             self._items.put_nowait(piece)
-        return self._ended
+        return self.ended
+
+    @property
+    def _count(self) -> int:
+        return len(self.made) - self._start
+
+    def begin_again(self) -> None:
+        """The engine, which has it no more, is to be asked for the rest."""
+        self.submitted, self._start, self._runs = False, len(self.made), []
 
     def end(self, item: Piece | PlaneError) -> None:
         """Its last item; whatever comes later is dropped."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._items.put_nowait(item)
 
     async def next(self) -> tuple[Piece, PlaneError | None]:
@@ -225,12 +236,23 @@ class Feeder:
 
     async def abort(self, streams: list[Stream]) -> None:
         """Ends them here at once, and in the engine."""
-        tasks = []
         for stream in streams:
             stream.end(Piece(finish_reason="abort"))
-            if stream.feeding is not None:
-                stream.feeding.cancel()
-                tasks.append(stream.feeding)
+        await self._take_out(streams)
+
+    async def begin_again(self, streams: list[Stream]) -> None:
+        """Ends them in the engine; when the gate opens it is asked for the rest, after the tokens so far."""
+        await self._take_out(streams)
+        for stream in streams:
+            if not stream.ended and self.streams.get(stream.request.id) is stream:
+                stream.begin_again()
+                stream.feeding = asyncio.create_task(self._feed(stream))
+
+    @staticmethod
+    async def _take_out(streams: list[Stream]) -> None:
+        tasks = [stream.feeding for stream in streams if stream.feeding is not None]
+        for task in tasks:
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
@@ -261,22 +283,24 @@ class Feeder:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = stream.request
+        with_prompt = request.prompt_logprobs and not stream.made
         return GenerateReqInput(
             # SGLang aborts by prefix: all ids are of one length.
             rid=f"{next(self._numbers):016x}",
-            input_ids=stream.prompt,
+            input_ids=[*stream.prompt, *stream.made],
             lora_path=stream.adapter,
             cache_salt=request.cache_salt,
             stream=True,
-            return_logprob=request.logprobs or request.prompt_logprobs,
+            return_logprob=request.logprobs or with_prompt,
             top_logprobs_num=request.top_logprobs if request.logprobs else 0,
             return_routed_experts=request.routed_experts,
-            logprob_start_len=0 if request.prompt_logprobs else -1,
+            logprob_start_len=0 if with_prompt else -1,
             sampling_params={
-                "max_new_tokens": request.max_tokens,
+                "max_new_tokens": request.max_tokens - len(stream.made),
                 "temperature": min(request.temperature, MAX_TEMPERATURE),
                 "top_p": request.top_p,
                 "top_k": min(request.top_k, MAX_TOP_K) or -1,
+                # A draw is of seed and position, so the same one goes on.
                 "sampling_seed": request.seed if request.seed is not None else secrets.randbelow(MAX_SEED),
                 "stop_token_ids": sorted({*request.stop_token_ids, *self.eos}) or None,
                 "ignore_eos": request.ignore_eos,
