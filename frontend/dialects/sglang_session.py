@@ -124,6 +124,7 @@ class Updates:
         """The reply of the part, or of the commit. `digest`: of the call's body."""
         async with self._preparing:  # two stages of a trainer's pipeline may begin at once
             session = await self.session()
+            was_begun = await self.opened.is_begun()
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
@@ -142,7 +143,8 @@ class Updates:
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("feed_weights_update", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        if await self.waits_for_more() or reply["missing"]:  # in this order: each part is a sign of life
+        more = await self.waits_for_more(was_begun=was_begun)  # in any case: each part is a sign of life
+        if more or reply["missing"]:
             return reply
         try:
             return await self.commit(update_id)
@@ -163,11 +165,11 @@ class Updates:
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def waits_for_more(self) -> bool:
+    async def waits_for_more(self, *, was_begun: bool = False) -> bool:
         """After a part: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says nothing of
         this update: nobody would commit it."""
         with begun(NOT_POSSIBLE):
-            return await self.opened.takes_more()
+            return await self.opened.takes_more(was_begun=was_begun)
 
     # ---- commits ----
 
