@@ -43,11 +43,15 @@ class FleetCalls:
         self.fleet = fleet
         self._in_flight: dict[tuple[str, str, str], _InFlight] = {}
 
-    async def run(self, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        """The merged reply. Equal calls (by request id, or, without one, by body) share an answer."""
+    async def run(
+        self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
+    ) -> dict[str, Any]:
+        """The merged reply. Equal calls (by request id, or, without one, by body) share an answer. `digest`: of the
+        body's lists, where they may be long; writing them out to compare them would hold up every other call."""
         if op not in COALESCED:
             return await self.fleet.run(op, body, request_id)
-        text = json.dumps(body, sort_keys=True, default=str)
+        told = body if digest is None else {name: one for name, one in body.items() if not isinstance(one, list)}
+        text = json.dumps([told, digest], sort_keys=True, default=str)
         key = (op, "id", request_id) if request_id else (op, "body", text)
         current = self._in_flight.get(key)
         if current is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -11,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
@@ -45,6 +46,11 @@ BODY_TIMEOUT_S = 30.0
 """A client that sends its body slower than this holds a connection for nothing."""
 MIN_RETRY_S = 1
 """`Retry-After` has whole seconds."""
+
+DIGEST_BYTES = 16
+"""Of a request's body: no two that differ have the same."""
+
+T = TypeVar("T")
 
 LIFTED = ("workers", "epoch", "fingerprint")
 """Facts of an error that stand where a reply has them."""
@@ -110,10 +116,23 @@ def error_response(error: PlaneError, elapsed_s: float, shape: ErrorShape = erro
 # ---- in ----
 
 
-async def read_json(
-    request: Request, *, null_is_empty: bool = False, max_bytes: int = MAX_BODY_BYTES
-) -> dict[str, Any]:
+async def read_json(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
     """The request's body, within its limit."""
+    return await _read_parsed(request, max_bytes, parse_json_object)
+
+
+async def read_hashed(request: Request, max_bytes: int) -> tuple[dict[str, Any], str]:
+    """The same, and by what an equal one is known."""
+    return await _read_parsed(request, max_bytes, parse_hashed)
+
+
+def parse_hashed(data: bytes) -> tuple[dict[str, Any], str]:
+    """The body's object, which may be null, and a hash of the bytes."""
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+    return ({} if data.strip() == b"null" else parse_json_object(data)), digest
+
+
+async def _read_parsed(request: Request, max_bytes: int, parse: Callable[[bytes], T]) -> T:
     most = max(max_bytes, MAX_DISCARD_BYTES)
     stated = request.headers.get("content-length", "0")
     size = int(stated) if stated.isascii() and stated.isdigit() else 0
@@ -123,11 +142,9 @@ async def read_json(
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             data = await _read_body(request, max_bytes, most)
-            if null_is_empty and data.strip() == b"null":
-                return {}
             if len(data) > MAX_BODY_BYTES:  # so much takes its time
-                return await asyncio.to_thread(parse_json_object, data)
-            return parse_json_object(data)
+                return await asyncio.to_thread(parse, data)
+            return parse(data)
     except TimeoutError as error:
         raise InvalidRequest(
             f"the body was not there within {BODY_TIMEOUT_S:g} s", field="body", fix="send it at once"

@@ -24,6 +24,7 @@ from rl_plane.history import (
     source_of,
     target_of,
 )
+from rl_plane.keeping import lock_of
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock
 from rl_plane.membership import Snapshot
 from rl_plane.record import Source, UpdateSession, read_record, read_session
@@ -172,7 +173,7 @@ class FleetUpdates:
         # Its trainer sends already: there is no "later" for it. Another part may be on its way, by another group.
         wait_s = DEFAULT_LOCK_WAIT_S if waiting is None else part.timeout_s
         held_for = "" if waiting is None else waiting.update_id
-        async with self._client.lock(call.view, wait_s, update_id=held_for) as held:
+        async with lock_of(self._client, call.view, waiting, wait_s, held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
             asked_for = Coordination("feed", update_id or "", part=part)
             try:
@@ -200,7 +201,7 @@ class FleetUpdates:
                 return _with_buckets(answered(call, entry), entry.num_buckets)
         await self.whole(call)
         waiting = await self._session(call, update_id)
-        async with self._client.lock(call.view, _complete_wait_s(waiting)) as held:
+        async with lock_of(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
             session = await self._session(call, update_id)
             pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
             asked = call.body.get("num_buckets")

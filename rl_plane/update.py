@@ -86,7 +86,8 @@ from rl_plane.update_steps import (
 )
 
 SESSION_IDLE_S = 120.0
-"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory."""
+"""A prepared update whose trainer is silent this long is aborted: its staging is a model's worth of memory. A call that
+waits for the lock is no silence (`keeping.py`)."""
 LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody serves the version before, whoever could not be told."""
 OPEN_BY_THEMSELVES_S = 30.0
@@ -112,6 +113,16 @@ Steps = Generator[Instruction, Any, Result]
 def _idle_s(body: UpdateWeights) -> float:
     """How long an update waits for its trainer's next call."""
     return SESSION_IDLE_S + (body.policy.prepare_timeout_s if body.pushed else 0.0)
+
+
+def renew_in_s(session: UpdateSession, now: float) -> float:
+    """When the update is to be renewed, while a call of its trainer's waits: with time left for several tries."""
+    return max(0.0, session.expires_at - SESSION_IDLE_S / 2 - now)
+
+
+def renewed(session: UpdateSession, now: float) -> UpdateSession:
+    """Of an update whose trainer is not silent."""
+    return replace(session, expires_at=max(session.expires_at, now + SESSION_IDLE_S))
 
 
 @contextmanager

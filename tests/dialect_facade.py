@@ -104,14 +104,14 @@ async def just_before(
     given what tells that the op was answered. Fails where it did not come to that."""
     run, answered, met = FleetCalls.run, Answered(), False
 
-    async def met_on_the_way(calls: FleetCalls, name: str, body: dict[str, Any], request_id: str = "") -> Any:
+    async def met_on_the_way(calls: FleetCalls, name: str, body: dict[str, Any], *more: Any, **how: Any) -> Any:
         nonlocal met
         if met or name != op or not only(body):
-            return await run(calls, name, body, request_id)
+            return await run(calls, name, body, *more, **how)
         met = True
         await happens(answered)
         try:
-            return await run(calls, name, body, request_id)
+            return await run(calls, name, body, *more, **how)
         finally:
             answered.set()
 

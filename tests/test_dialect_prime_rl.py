@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.dialect_facade import facade, fine, refused, served
-from worker.engines.fake_model import make_fake_adapter
+from worker.engines.fake_model import make_fake_adapter, make_fake_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -201,6 +201,37 @@ async def test_a_repeated_post_gets_the_first_ones_answer(plane: Plane) -> None:
         replies = await asyncio.gather(*(http.post("/update_weights", json=body) for _ in range(3)))
         assert len({fine(reply)["version"]["sequence"] for reply in replies}) == 1
         assert fine(replies[0])["version"]["sequence"] == 1
+
+
+async def test_an_update_that_is_done_and_comes_again_is_another_one_of_what_is_in_the_directory(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    """Its answer was lost. It is not remembered: a trainer may write each step to the same path."""
+    directory = plane.model(1)
+
+    async def version(path: str, body: dict[str, Any], request_id: str = "") -> tuple[int, str]:
+        fine(await http.post(path, json=body, headers={"Idempotency-Key": request_id}))
+        told = fine(await http.get("/v1/rl/weight_version"))["version"]
+        return told["sequence"], told["digest"]
+
+    asked: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("/update_weights", {"weight_dir": str(directory)}),
+        ("/collective_rpc", {"method": "update_weights_from_path", "args": [str(directory)]}),
+        ("/update_weights_from_disk", {"model_path": str(directory)}),  # SGLang's
+    )
+    before = 0
+    for path, body in asked:
+        (first, digest), (again, same) = [await version(path, body) for _ in range(2)]
+        assert (first, again, same) == (before + 1, before + 2, digest)
+        before = again
+    make_fake_model(directory, 2)
+    for path, body in asked:
+        sequence, other = await version(path, body)
+        assert (sequence, other != digest) == (before + 1, True)
+        before = sequence
+    # A caller that gives it a name is answered by that.
+    named = [await version(*asked[0], "step 3") for _ in range(2)]
+    assert named == [(before + 1, other)] * 2
 
 
 async def test_a_worker_that_dies_in_an_update_fails_it_for_all_with_no_5xx(plane: Plane) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from frontend.dialects import sglang_session
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
-from rl_plane.lock import Holder, read_holder
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_sglang import one_by_one
@@ -404,7 +404,12 @@ async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
         async with facade(plane) as http:
             replay = Replay(http, trainer)
             assert fine(await replay.form("g"))["success"] is True
-            for step in (_taken_at_the_last_bucket, _taken_in_two_phases, _refused_at_the_end):
+            for step in (
+                _taken_at_the_last_bucket,
+                _taken_for_longer_than_a_silence,
+                _taken_in_two_phases,
+                _refused_at_the_end,
+            ):
                 print(step.__name__)
                 await step(replay, plane, client)
 
@@ -430,6 +435,19 @@ async def _taken_at_the_last_bucket(replay: Replay, plane: Plane, client: RlClie
             answer = await replay.send("g", plane.model(1), last, weight_version="one")
     assert refused(answer, 409)["cause"] == "locked"
     assert (await replay.post("/end_weight_update"))["weight_version"] == "one"
+
+
+async def _taken_for_longer_than_a_silence(replay: Replay, plane: Plane, client: RlClient) -> None:
+    """What was begun goes on while a call of it waits: it is not committed before its end."""
+    (whole,) = parts_of(plane.model(2), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frontend.dialects.sglang_opened.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
+        await replay.post("/begin_weight_update")
+        async with taken_before(client, "feed_weights_update"):
+            told = fine(await replay.send("g", plane.model(2), whole, weight_version="two"))
+    assert "0 are missing" in told["message"]
+    assert (await served(replay.http))[0][1] == "one"
+    assert (await replay.post("/end_weight_update"))["weight_version"] == "two"
 
 
 async def _unreachable(*_: Any) -> Any:

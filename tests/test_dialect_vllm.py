@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 import pytest_asyncio
 
+from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
 from worker.engines.fake_model import fake_token, make_fake_adapter
@@ -322,18 +324,23 @@ async def test_a_finish_by_way_of_another_frontend_is_of_the_update_that_waits(
         assert await served(http) == [(True, "step_2")] * 3
 
 
-async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(plane: Plane) -> None:
-    """No 503, by which a client would send again what was sent."""
+async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_gone_says_so(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No 503, by which a client would send again what was sent. It waits longer than its trainer may be silent."""
     plane.spawn()
     client = await plane.client()
     async with facade(plane) as http:
         for seed in (1, 2):
-            fine(await http.post("/start_weight_update"))
-            info = {"weight_dir": str(plane.model(seed))}
-            fine(await http.post("/update_weights", json={"update_info": info}))
-            if seed == 1:
-                async with taken_before(client, "complete_weights_update"):
-                    fine(await http.post("/finish_weight_update"))
+            with monkeypatch.context() as patch:
+                if seed == 1:
+                    patch.setattr("rl_plane.update.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
+                fine(await http.post("/start_weight_update"))
+                info = {"weight_dir": str(plane.model(seed))}
+                fine(await http.post("/update_weights", json={"update_info": info}))
+                if seed == 1:
+                    async with taken_before(client, "complete_weights_update"):
+                        fine(await http.post("/finish_weight_update"))
         plane.kill_all()
         assert refused(await http.post("/finish_weight_update"), 409)["cause"] == "no_workers"
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,9 +19,9 @@ from fastapi import FastAPI
 
 from frontend.dialects import sglang_groups
 from frontend.dialects.common import NOT_POSSIBLE, begun, served_version
-from frontend.dialects.routes import Ask, Fields, add_route, close_routes, report, take
+from frontend.dialects.routes import AllFields, Ask, Fields, add_route, close_routes, report, take
 from frontend.dialects.sglang_groups import GroupFields, Groups
-from frontend.http import make_app
+from frontend.http import MAX_BODY_BYTES, MAX_NAMES_BYTES, make_app, parse_hashed
 from frontend.openapi import add_model
 from frontend.options import FrontendOptions
 from frontend.process import started
@@ -307,6 +308,58 @@ async def test_equal_calls_under_way_share_one_answer(app: FastAPI) -> None:
         assert [(await one).json() for one in (first, again, other)] == [2, 2, 2]
         assert runs == [{"a": 1}, {"a": 2}]
         assert (await http.post("/slow", json={"a": 1})).json() == 3
+
+
+def test_an_equal_body_is_known_by_its_bytes() -> None:
+    for data, read in ((b'{"a": 1}', {"a": 1}), (b" null\n", {}), (b"", {})):
+        assert parse_hashed(data) == parse_hashed(bytes(data))
+        assert parse_hashed(data)[0] == read
+    several = (b'{"a": 1}', b'{"a": 2}', b'{"a": 1, "b": 1}', b'{"a": [1]}', b"{}")
+    assert len({parse_hashed(data)[1] for data in several}) == len(several)
+    with pytest.raises(InvalidRequest):
+        parse_hashed(b"[]")
+
+
+async def test_a_large_body_is_hashed_beside_the_loop(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones are one call all the same."""
+    threads, runs = [], []
+    came, started_, let_go = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+
+    def parse(data: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return parse_hashed(data)
+
+    def claims(ask: Ask) -> bool:
+        came.release()
+        return True
+
+    async def slow(ask: Ask) -> Any:
+        runs.append(ask.body["last"])
+        started_.release()
+        await let_go.wait()
+        return len(runs)
+
+    monkeypatch.setattr("frontend.http.parse_hashed", parse)
+    add_route(
+        app,
+        ["POST"],
+        "/slow",
+        slow,
+        summary="",
+        fields=AllFields,
+        claims=claims,
+        once=True,
+        max_body_bytes=MAX_NAMES_BYTES,
+    )
+    names = ["x" * 1000] * (MAX_BODY_BYTES // 1000)
+    async with speaking(app) as http:
+        tasks = [asyncio.create_task(http.post("/slow", json={"names": names, "last": n})) for n in (1, 1, 2)]
+        for each in (came, came, came, started_, started_):
+            await each.acquire()
+        let_go.set()
+        assert {(await task).json() for task in tasks} == {2}
+    assert (sorted(runs), len(threads)) == ([1, 2], 3)
+    assert threading.main_thread() not in threads
 
 
 async def test_a_part_that_is_done_is_not_done_again_while_its_update_goes_on(app: FastAPI) -> None:

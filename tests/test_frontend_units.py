@@ -241,6 +241,21 @@ async def test_equal_updates_share_one_answer() -> None:
     await again
 
 
+async def test_calls_with_long_lists_are_told_apart_by_their_digests() -> None:
+    fleet, calls = _calls()
+
+    def feed(names: list[Any], digest: str, **more: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(calls.run("feed_weights_update", {"names": names, **more}, digest=digest))
+
+    one, two = feed(["a"], "d"), feed(["not looked at"], "d")
+    others = [feed(["a"], "e"), feed(["a"], "d", update_id="u")]
+    await _started(fleet, 3)
+    fleet.go.set()
+    assert await one is await two
+    await asyncio.gather(*others)
+    assert len(fleet.calls) == 3
+
+
 async def test_a_request_id_means_one_update() -> None:
     fleet, calls = _calls()
     one = asyncio.create_task(calls.run("update_weights", {"a": 1}, "k"))

@@ -44,6 +44,7 @@ from tests.test_plane_update import all_serve, states, update_of
 from tests.told_process import ToldProcess
 from tests.vllm_trainer import VllmTrainer
 from worker.exit_codes import ENGINE_DEAD
+from worker.holds import VARIABLE
 from worker.staging import adapter_digest
 from worker.tiny_adapter import make_tiny_adapter
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token
@@ -731,13 +732,14 @@ async def test_what_is_broadcast_while_they_generate(
 async def test_trainers_own_clients_drive_all_three(
     client: RlClient, http: httpx.AsyncClient, mixed: Mixed
 ) -> None:
-    """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. A worker is killed in the middle."""
+    """vLLM's and TRL's, unchanged: each takes the facade for one vLLM. Each meets a worker that is killed in the
+    middle, and brings its update again to the rest."""
     pytest.importorskip("trl")
     await mixed.witnessed(client)
 
-    async def form(trainer: ToldProcess, group: str, ranks: int) -> None:
+    async def form(trainer: ToldProcess, group: str, ranks: int, seed: int) -> None:
         told = {
-            "directory": str(mixed.first),
+            "directory": str(mixed.base(seed)),
             "master_port": free_port(),
             "world_size": 1 + ranks,
             "group_name": group,
@@ -750,45 +752,79 @@ async def test_trainers_own_clients_drive_all_three(
     async with facade(mixed.plane) as steered:
         url = str(steered.base_url).rstrip("/")
         with VllmTrainer(mixed.plane) as trainer:
+            label, before = "base 1", 1
             for kind, seed in (("vllm", 2), ("trl", 3)):
+                doomed = await asyncio.to_thread(mixed.plane.spawn, ready=False, engine="hf", model=mixed.first)
+                await asyncio.to_thread(doomed.wait_ready, START_S)
                 await trainer.do("client", {"kind": kind, "url": url})
-                await form(trainer, f"of {kind}", len(mixed.ids))
-                await trainer.do("load", str(mixed.base(seed)))
+                await form(trainer, f"{kind}, with one more", len(mixed.ids) + 1, seed)
+                if kind == "trl":
+                    await trainer.do("call", ["pause"])
+                await trainer.do("call", ["start_weight_update"])
+                await trainer.do("part", [0, 3])
+                doomed.kill()
+                with pytest.raises(PlaneError, match="409"):
+                    await trainer.do("part", [1, 3])
+                if kind == "trl":
+                    await trainer.do("call", ["resume"])
+                await proven(http, mixed, label, mixed.base(before))
+                await form(trainer, f"{kind}, without it", len(mixed.ids), seed)
                 await trainer.do("send")
-                version = (await client.run("weight_version"))["version"]
-                await proven(http, mixed, version["label"], mixed.base(seed))
-            doomed = await asyncio.to_thread(mixed.plane.spawn, ready=False, engine="hf", model=mixed.first)
-            await asyncio.to_thread(doomed.wait_ready, START_S)
-            await trainer.do("client", {"kind": "vllm", "url": url})
-            await form(trainer, "with one more", len(mixed.ids) + 1)
-            await trainer.do("load", str(mixed.base(2)))
-            await trainer.do("call", ["start_weight_update"])
-            await trainer.do("part", [0, 3])
-            doomed.kill()
-            with pytest.raises(PlaneError, match="409"):
-                await trainer.do("part", [1, 3])
-            await proven(http, mixed, version["label"], mixed.base(3))
-            await form(trainer, "without it", len(mixed.ids))
-            await trainer.do("load", str(mixed.base(2)))
-            await trainer.do("send")
-            version = (await client.run("weight_version"))["version"]
-            await proven(http, mixed, version["label"], mixed.base(2))
+                label, before = (await client.run("weight_version"))["version"]["label"], seed
+                await proven(http, mixed, label, mixed.base(seed))
 
 
 @pytest.mark.skipif(not verl_client.MODULE.exists(), reason="verl's client is not there: make engines")
-async def test_verls_own_client_drives_all_three(client: RlClient, http: httpx.AsyncClient, mixed: Mixed) -> None:
-    """Its client of one SGLang, unchanged: buckets and adapters as safetensors; its pickles are refused."""
+async def test_verls_own_client_drives_all_three(
+    client: RlClient, http: httpx.AsyncClient, mixed: Mixed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client of one SGLang, unchanged: buckets and adapters as safetensors; its pickles are refused. A worker is
+    killed between two buckets, which nobody has yet but the frontend, and another one while all stage them."""
     await mixed.witnessed(client)
-    seeds = (2, 3, 1)
+    view = await client.view()
+    holds = mixed.plane.tmp / "holds"
+    holds.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, str(holds))
+        doomed = [mixed.plane.spawn(ready=False, engine="hf", model=mixed.first) for _ in range(2)]
+    for one in doomed:
+        await asyncio.to_thread(one.wait_ready, START_S)
+
+    async def served(seed: int) -> None:
+        """By each of the three, and as its own client sees it."""
+        version = (await client.run("weight_version"))["version"]
+        await proven(http, mixed, version["label"], mixed.base(seed))
+        assert await verl.do("generate") == witnessed(seed, verl_client.TOKENS)
+
     async with facade(mixed.plane) as steered:
-        pickled, *made, names = await verl_client.told(
-            str(steered.base_url), mixed.first, mixed.adapter(1), [mixed.base(seed) for seed in seeds]
-        )
-    assert "501" in pickled
-    assert made == [witnessed(seed, verl_client.TOKENS) for seed in seeds]
-    assert "verl" in names
-    version = (await client.run("weight_version"))["version"]
-    await proven(http, mixed, version["label"], mixed.base(seeds[-1]))
+        with verl_client.VerlClient(mixed.plane, str(steered.base_url), mixed.first) as verl:
+            with pytest.raises(PlaneError, match="501"):
+                await verl.do("pickled")
+            await verl.bucket(mixed.base(2), 0)
+            doomed[0].kill()
+            await mixed.plane.until(lambda: view.member(doomed[0].instance_id) is None)
+            await served(1)
+            for number in range(1, verl_client.BUCKETS):
+                await verl.bucket(mixed.base(2), number)
+            await verl.do("flush")
+            await served(2)
+            # With the last one the update begins, everywhere at once.
+            point = f"prepare_update.after.{doomed[1].instance_id}"
+            (holds / point).touch()
+            for number in range(verl_client.BUCKETS - 1):
+                await verl.bucket(mixed.base(3), number)
+            last = asyncio.create_task(verl.bucket(mixed.base(3), verl_client.BUCKETS - 1))
+            await mixed.plane.until((holds / f"reached.{point}").exists, END_S)
+            doomed[1].kill()
+            with pytest.raises(PlaneError, match="409"):
+                await last
+            await served(2)
+            await verl.bring(mixed.base(3))
+            await served(3)
+            await verl.bring(mixed.base(1))
+            await served(1)
+            assert "verl" in await verl.do("adapt", str(mixed.adapter(1)))
+            await verl.do("abort")
     await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
     digest = (await client.run("weight_version"))["adapters"]["verl"]["digest"]
     await proven(http, mixed, "tiny 1", mixed.tiny(1), ("verl", mixed.adapter(1)), digest)

@@ -30,7 +30,7 @@ from rl_plane.errors import (
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
-from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine
+from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine, renew_in_s, renewed
 from rl_plane.update_bodies import Part, UpdateWeights
 from rl_plane.update_steps import (
     Answered,
@@ -700,6 +700,17 @@ def test_prepared_twice_under_one_id_the_first_stands() -> None:
     prepared = driver.prepared()
     assert driver.phases == ["survey"]
     assert (prepared.session, prepared.digest) == (SESSION, NEW)
+
+
+def test_an_update_whose_own_call_waits_is_renewed_before_it_would_end() -> None:
+    """And not for as long as that call may wait: it may die meanwhile."""
+    fresh = replace(SESSION, expires_at=NOW + SESSION_IDLE_S)
+    assert renew_in_s(fresh, NOW) == SESSION_IDLE_S / 2
+    late = NOW + SESSION_IDLE_S - 1.0
+    assert renew_in_s(fresh, late) == 0.0
+    assert renewed(fresh, late) == replace(fresh, expires_at=late + SESSION_IDLE_S)
+    pushed = replace(SESSION, expires_at=NOW + 3 * SESSION_IDLE_S)
+    assert renewed(pushed, NOW) == pushed, "never sooner"
 
 
 def test_prepared_again_after_a_silence_it_is_done_again() -> None:

@@ -1,27 +1,27 @@
-"""verl's own client of SGLang, from its public package and unchanged, told to bring versions to a fleet. For tests.
+"""verl's own client of SGLang, from its public package and unchanged, in a process that is told what to bring to a
+fleet. For tests.
 
 Its module alone is loaded: the package around it needs ray and a GPU's libraries. It is installed beside the
-environment's own packages, since its wheel has a package `tests`, too. Run as
-`python -m tests.verl_client URL MODEL ADAPTER WEIGHTS…`; it prints what came of each step, as lines of JSON.
+environment's own packages, since its wheel has a package `tests`, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
-import os
 import sys
 import types
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rl_plane.process import die_with_parent
+from tests.told_process import ToldProcess, serve
 
-ENDS_S = 240.0
-"""It imports SGLang, on two cores, among other tests."""
+if TYPE_CHECKING:
+    from tests.conftest import Plane
+
 MODULE = Path(sys.prefix) / "clients" / "verl/workers/rollout/sglang_rollout/http_server_engine.py"
 """Where `make engines` puts it."""
 BUCKETS = 3
@@ -29,30 +29,23 @@ PROMPT = [5, 6, 7]
 TOKENS = 12
 
 
-async def told(url: str, model: Path, adapter: Path, weights: Sequence[Path]) -> list[Any]:
-    """What it prints, in a process of its own: an error, the tokens after each version, the models."""
-    client = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        __name__,
-        url,
-        *(str(path) for path in (model, adapter, *weights)),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        preexec_fn=die_with_parent(),
-    )
-    try:
-        async with asyncio.timeout(ENDS_S):
-            printed, _ = await client.communicate()
-    finally:
-        if client.returncode is None:
-            client.kill()
-            await client.wait()
-    assert client.returncode == 0
-    return [json.loads(line) for line in printed.decode().splitlines() if line.startswith(("[", '"'))]
+class VerlClient(ToldProcess):
+    """Here: the handle of such a process."""
+
+    def __init__(self, plane: Plane, url: str, model: Path) -> None:
+        super().__init__(plane, "tests.verl_client", [url, str(model)], imports="sglang")
+
+    async def bring(self, directory: Path) -> None:
+        """As verl's rollout does after a step: bucket by bucket, then a flush."""
+        for number in range(BUCKETS):
+            await self.bucket(directory, number)
+        await self.do("flush")
+
+    async def bucket(self, directory: Path, number: int) -> None:
+        await self.do("bucket", [str(directory), number])
 
 
-def adapter_of(url: str, model: str) -> Any:
+def _adapter_of(url: str, model: str) -> Any:
     server = types.ModuleType("sglang.srt.entrypoints.http_server")  # no server is launched
     server.launch_server = None  # type: ignore[attr-defined]
     sys.modules[server.__name__] = server
@@ -69,65 +62,76 @@ def adapter_of(url: str, model: str) -> Any:
     )
 
 
-async def bring(adapter: Any, directory: Path) -> None:
-    """As verl's rollout does after a step: bucket by bucket, then a flush."""
-    from safetensors.torch import load_file, save
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+class _Served:
+    """What the lines ask for."""
 
-    tensors = load_file(directory / "model.safetensors")
-    names = sorted(tensors)
-    for start in range(BUCKETS):
-        bucket = {name: tensors[name] for name in names[start::BUCKETS]}
+    def __init__(self, url: str, model: str) -> None:
+        self._client = _adapter_of(url, model)
+
+    async def bucket(self, argument: list[Any]) -> None:
+        from safetensors.torch import load_file, save
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        directory, number = argument
+        tensors = load_file(Path(directory) / "model.safetensors")
+        bucket = {name: tensors[name] for name in sorted(tensors)[number::BUCKETS]}
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[save(bucket)], load_format="safetensors", flush_cache=False
         )
-        assert (await adapter.update_weights_from_tensor(request))["success"] is True
-    await adapter.flush_cache()
+        assert (await self._client.update_weights_from_tensor(request))["success"] is True
+
+    async def flush(self, argument: None) -> None:
+        assert await self._client.flush_cache(), "it gave up"
+
+    async def pickled(self, argument: None) -> None:
+        """What it sends without being told otherwise."""
+        import pickle
+
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[pickle.dumps([("w", 1)])])
+        await self._client.update_weights_from_tensor(request)
+
+    async def generate(self, argument: None) -> list[int]:
+        sampling = {"max_new_tokens": TOKENS, "temperature": 0}
+        reply = await self._client.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+        return [token for _, token, *_ in reply["meta_info"]["output_token_logprobs"]]
+
+    async def adapt(self, argument: str) -> list[str]:
+        """An adapter, loaded twice as after two steps; the models then."""
+        from safetensors.torch import load_file, save
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+
+        directory = Path(argument)
+        config = json.loads((directory / "adapter_config.json").read_text())
+        data = save(load_file(directory / "adapter_model.safetensors"))
+        for _ in range(2):
+            if "verl" in await self._models():
+                await self._client.unload_lora_adapter("verl")
+            request = LoadLoRAAdapterFromTensorsReqInput(
+                lora_name="verl", config_dict=config, serialized_named_tensors=[data]
+            )
+            await self._client.load_lora_adapter_from_tensor(request)
+        return await self._models()
+
+    async def abort(self, argument: None) -> None:
+        await self._client.abort_request(abort_all=True)
+
+    async def _models(self) -> list[str]:
+        return [model["id"] for model in (await self._client.available_models())["data"]]
 
 
-async def refused(adapter: Any) -> str:
-    """What it sends without being told otherwise."""
-    import pickle
+def _serve() -> None:
+    with contextlib.redirect_stdout(sys.stderr):  # the answers' own pipe
+        served = _Served(*json.loads(sys.argv[1]))
+    with asyncio.Runner() as loop:
 
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        def do(what: str, argument: Any) -> Any:
+            with contextlib.redirect_stdout(sys.stderr):
+                return loop.run(getattr(served, what)(argument))
 
-    request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=[pickle.dumps([("w", 1)])])
-    try:
-        await adapter.update_weights_from_tensor(request)
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-async def adapt(adapter: Any, directory: Path) -> list[str]:
-    """An adapter, loaded twice as after two steps."""
-    from safetensors.torch import load_file, save
-    from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
-
-    config = json.loads((directory / "adapter_config.json").read_text())
-    data = save(load_file(directory / "adapter_model.safetensors"))
-    for _ in range(2):
-        names = [model["id"] for model in (await adapter.available_models())["data"]]
-        if "verl" in names:
-            await adapter.unload_lora_adapter("verl")
-        request = LoadLoRAAdapterFromTensorsReqInput(
-            lora_name="verl", config_dict=config, serialized_named_tensors=[data]
-        )
-        await adapter.load_lora_adapter_from_tensor(request)
-    return [model["id"] for model in (await adapter.available_models())["data"]]
-
-
-async def main(url: str, model: str, lora: str, *weights: str) -> None:
-    adapter = adapter_of(url, model)
-    sampling = {"max_new_tokens": TOKENS, "temperature": 0}
-    print(json.dumps(await refused(adapter)), flush=True)
-    for directory in weights:
-        await bring(adapter, Path(directory))
-        reply = await adapter.generate(input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
-        print(json.dumps([token for _, token, *_ in reply["meta_info"]["output_token_logprobs"]]), flush=True)
-    print(json.dumps(await adapt(adapter, Path(lora))), flush=True)
-    await adapter.abort_request(abort_all=True)
+        serve(do)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    _serve()

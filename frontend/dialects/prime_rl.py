@@ -204,7 +204,7 @@ async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFie
         )
     await transactions.start(ask.request_id)
     try:
-        await transactions.update(fields.update_info, ask.path)
+        await transactions.update(fields.update_info, ask)
         return await transactions.finish(fields.weight_version)
     except PlaneError:
         await transactions.drop()  # it was one call: nothing more comes of it

@@ -3,15 +3,14 @@
 A handler gets an `Ask` and gives a JSON value, or raises a PlaneError. Of several handlers of one path the first whose
 `claims` says yes answers; one without `claims` takes what nobody has claimed.
 
-Clients whose answer was lost ask again. Equal calls under way share one answer (`once`); a part of an update that is
-done already is answered as the first time, while its update goes on (`standing`).
+Clients whose answer was lost ask again, by the same bytes. Equal calls under way share one answer (`once`); a part of
+an update that is done already is answered as the first time, while its update goes on (`standing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -24,7 +23,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
-from frontend.http import MAX_BODY_BYTES, ErrorShape, error_body, idempotency_key, json_response, read_json
+from frontend.http import MAX_BODY_BYTES, ErrorShape, error_body, idempotency_key, json_response, read_hashed
 from frontend.openapi import add_model, fits_query, parameter
 from frontend.query import list_fields, merge_query
 from rl_plane.bodies import parse_body
@@ -38,8 +37,6 @@ SHOWN = 8
 """Workers that a joined message names; their rows stand beside it."""
 MAX_REPORTED = 1000
 """Unknown fields that are told of, each once: a client with made-up names can't fill the log."""
-MAX_KEY_CHARS = 4096
-"""Of a call under way; beyond it a hash stands for it."""
 MAX_UNDER_WAY = 64
 """Different calls that do something once: more is a trainer gone wild."""
 MAX_PARTS = 1024
@@ -77,6 +74,8 @@ class Ask:
     """`Idempotency-Key`; "" without one."""
     base_url: str
     """As the caller reaches this listener."""
+    digest: str
+    """Of the body's bytes: a body may be too large to be compared or written out."""
 
     def has(self, name: str) -> bool:
         return name in self.body or any(key == name for key, _ in self.query)
@@ -173,13 +172,9 @@ class _Table:
 
     async def answer(self, method: str, path: str, request: Request) -> Response:
         most = max(entry.max_body_bytes for entry in self.entries[method, path])
-        ask = Ask(
-            path,
-            request.query_params.multi_items(),
-            await read_json(request, null_is_empty=True, max_bytes=most),
-            idempotency_key(request),
-            str(request.base_url).rstrip("/"),
-        )
+        body, digest = await read_hashed(request, most)
+        query, base_url = request.query_params.multi_items(), str(request.base_url).rstrip("/")
+        ask = Ask(path, query, body, idempotency_key(request), base_url, digest)
         entry = self._entry(method, ask)
         for name in unknown_in(entry.fields, {**dict(ask.query), **ask.body}):
             report(path, name)
@@ -199,8 +194,7 @@ class _Table:
 
     async def _once(self, method: str, ask: Ask, entry: _Entry) -> Any:
         """Equal calls share one answer: a client that has waited too long asks again."""
-        text = json.dumps([method, ask.path, ask.query, ask.body, ask.request_id], sort_keys=True)
-        key = text if len(text) <= MAX_KEY_CHARS else hashlib.sha256(text.encode()).hexdigest()
+        key = json.dumps([method, ask.path, ask.query, ask.digest, ask.request_id])
         task = self.under_way.get(key)
         if task is None and (done := await self._done(key, ask, entry)) is not None:
             return done.answer

@@ -38,10 +38,14 @@ class Opened:
         pause = await read_pause(self._bus, self._state)
         await self._write(replace(await self._read(), pause=pause.encode().decode()))
 
-    async def takes_more(self) -> bool:
-        """A part has come: will more come, or an end? What was begun waits for it anew."""
+    async def is_begun(self) -> bool:
+        return (await self._read()).begun_until > time.time()
+
+    async def takes_more(self, *, was_begun: bool = False) -> bool:
+        """A part has come: will more come, or an end? What was begun waits for it anew. `was_begun`: when the part was
+        announced; its trainer was not silent since, however long that took."""
         entry = await self._read()
-        if entry.begun_until > time.time():
+        if entry.begun_until > (0.0 if was_begun else time.time()):
             await self._write(replace(entry, begun_until=time.time() + SESSION_IDLE_S))
             return True
         return await self._in_pause(entry)

@@ -120,10 +120,11 @@ class Updates:
 
     # ---- parts ----
 
-    async def take_part(self, fields: DistributedFields) -> dict[str, Any]:
-        """The reply of the part, or of the commit."""
+    async def take_part(self, fields: DistributedFields, digest: str) -> dict[str, Any]:
+        """The reply of the part, or of the commit. `digest`: of the call's body."""
         async with self._preparing:  # two stages of a trainer's pipeline may begin at once
             session = await self.session()
+            was_begun = await self.opened.is_begun()
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
@@ -140,9 +141,10 @@ class Updates:
         }
         self._open_until = 0.0  # unless it comes
         with begun(NOT_POSSIBLE):
-            reply = await self._plane.calls.run("feed_weights_update", part)
+            reply = await self._plane.calls.run("feed_weights_update", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        if await self.waits_for_more() or reply["missing"]:  # in this order: each part is a sign of life
+        more = await self.waits_for_more(was_begun=was_begun)  # in any case: each part is a sign of life
+        if more or reply["missing"]:
             return reply
         try:
             return await self.commit(update_id)
@@ -163,11 +165,11 @@ class Updates:
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def waits_for_more(self) -> bool:
+    async def waits_for_more(self, *, was_begun: bool = False) -> bool:
         """After a part: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says nothing of
         this update: nobody would commit it."""
         with begun(NOT_POSSIBLE):
-            return await self.opened.takes_more()
+            return await self.opened.takes_more(was_begun=was_begun)
 
     # ---- commits ----
 
@@ -242,7 +244,8 @@ class Updates:
 
     # ---- two phases ----
 
-    async def listen(self, fields: PrepareFields) -> None:
+    async def listen(self, fields: PrepareFields, digest: str) -> None:
+        """`digest`: of the call's body."""
         if fields.num_buckets != len(fields.buckets):
             raise InvalidRequest(
                 f"num_buckets is {fields.num_buckets}, and {len(fields.buckets)} are described",
@@ -266,8 +269,8 @@ class Updates:
         }
         with begun():
             # Who is told "ready" sends at once: what does not fit is told before.
-            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True})
-        call = self._plane.calls.run("feed_weights_update", part)
+            await self._plane.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
+        call = self._plane.calls.run("feed_weights_update", part, digest=digest)
         task = asyncio.create_task(call, name="two-phase update")
         task.add_done_callback(
             lambda done: None if done.cancelled() else done.exception()

@@ -82,7 +82,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
                 fix="leave it out, or flattened_bucket",
             )
         report_unused(ask, fields)
-        reply = await updates.take_part(fields)
+        reply = await updates.take_part(fields, ask.digest)
         if "version" in reply:
             told = joined(reply, "Succeeded to update parameter online.")
             return {"success": True, "message": told, "weight_version": reply["version"]["label"]}
@@ -136,7 +136,7 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return ask.has("abort_all_requests") or updates.under_way
 
     async def prepare(ask: Ask) -> Any:
-        await updates.listen(take(PrepareFields, ask))
+        await updates.listen(take(PrepareFields, ask), ask.digest)
         return {"status": "ready", "message": ""}
 
     async def complete(ask: Ask) -> Any:

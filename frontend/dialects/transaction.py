@@ -14,7 +14,7 @@ from typing import Any
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
-from frontend.dialects.routes import report
+from frontend.dialects.routes import Ask, report
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.record import read_session
 from rl_plane.rows import engine_rows
@@ -113,19 +113,19 @@ class Transactions:
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
         return session.update_id if session is not None and session.live(time.time()) else None
 
-    async def update(self, given: Any, where: str) -> None:
+    async def update(self, given: Any, ask: Ask) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
         info = one_of_all(given)
         if isinstance(given, list):
             check_entries(given, await world_size(self._plane))
         if "weight_dir" in info:
             for name in info.keys() - {"weight_dir"}:
-                report(where, f"update_info.{name}")
+                report(ask.path, f"update_info.{name}")
             await self._from_directory(info["weight_dir"])
             return
         part = parse_update(info)
         for name in unknown_of(UpdateInfo, info):
-            report(where, f"update_info.{name}")
+            report(ask.path, f"update_info.{name}")
         if self.transfer is None:
             raise Conflict(
                 "no group is formed with this frontend",
@@ -133,7 +133,8 @@ class Transactions:
                 fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
             )
         with begun(NOT_POSSIBLE):
-            await self._plane.calls.run("feed_weights_update", {**self._meant(), **feed_body(part, self.transfer)})
+            body = {**self._meant(), **feed_body(part, self.transfer)}
+            await self._plane.calls.run("feed_weights_update", body, digest=ask.digest)
 
     async def _from_directory(self, path: Any) -> None:
         current = self._current

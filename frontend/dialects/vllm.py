@@ -278,7 +278,7 @@ def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transaction
         raise Unsupported("there is no draft model here", field="path", fix="start_weight_update")
 
     async def update(ask: Ask) -> Any:
-        await transactions.update(take(UpdateFields, ask).update_info, ask.path)
+        await transactions.update(take(UpdateFields, ask).update_info, ask)
         return {"message": "Weights updated"}
 
     async def finish(ask: Ask) -> Any:

@@ -61,7 +61,7 @@ def mount_rpc(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> 
         elif fields.method == "skyrl_finish_weight_update":
             await transactions.finish(None)
         else:
-            await transactions.update(given["update_info"], ask.path)
+            await transactions.update(given["update_info"], ask)
         return {"results": [None] * ranks}
 
     add_route(

@@ -1,0 +1,62 @@
+"""Keeps a prepared update while one of its own calls waits for the lock: its trainer is not silent then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rl_plane.bus import Bus, WrongSequence
+from rl_plane.client import RlClient
+from rl_plane.errors import BusUnreachable
+from rl_plane.lock import HeldLock
+from rl_plane.record import UpdateSession
+from rl_plane.subjects import SESSION, Bucket
+from rl_plane.tasks import end_tasks
+from rl_plane.update import renew_in_s, renewed
+from rl_plane.view import MembershipView
+
+log = logging.getLogger("rl_plane.keeping")
+
+AGAIN_S = 1.0
+"""After a NATS that did not answer."""
+
+
+@asynccontextmanager
+async def lock_of(
+    client: RlClient, view: MembershipView, waiting: UpdateSession | None, wait_s: float, update_id: str = ""
+) -> AsyncIterator[HeldLock]:
+    """The component's lock, for a call of the update that is `waiting` (None: of none). Who dies while it waits keeps
+    nobody out for longer than a silent trainer does."""
+    renewals = []
+    if waiting is not None:
+        work = _renewals(client.bus, view.subjects.state, waiting)
+        renewals.append(asyncio.create_task(work, name=f"renewals of {waiting.update_id}"))
+    try:
+        async with client.lock(view, wait_s, update_id=update_id) as held:
+            await end_tasks(renewals)
+            yield held
+    finally:
+        await end_tasks(renewals)
+
+
+async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
+    """Until the update is over, or was silent before."""
+    while session.live(now := time.time()):
+        await asyncio.sleep(renew_in_s(session, now))
+        try:
+            entry = await bus.get(state, SESSION)
+            there = UpdateSession.decode(entry.value) if entry is not None and entry.value else None
+            if entry is None or there is None or there.update_id != session.update_id:
+                return
+            session, now = there, time.time()
+            if session.live(now) and renew_in_s(session, now) <= 0:
+                # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
+                await bus.put(state, SESSION, renewed(session, now).encode(), last=entry.sequence)
+        except WrongSequence:
+            pass  # somebody was faster: look again
+        except BusUnreachable as error:
+            log.warning("could not renew the update %s: %s", session.update_id, error)
+            await asyncio.sleep(AGAIN_S)
