@@ -441,6 +441,7 @@ class SglangEngine(Tokenizing):
         registry, feeder = self._process.manager.lora_registry, self._running()
         running = [stream for stream in feeder.submitted() if stream.adapter == old.engine_name]
         await (feeder.begin_again(running) if replaced else feeder.abort(running))
+        feeder.end_left(old.engine_name)
         await registry.unregister(old.engine_name)
         try:
             async with asyncio.timeout(UNUSED_WAIT_S):

@@ -248,6 +248,14 @@ class Feeder:
                 stream.begin_again()
                 stream.feeding = asyncio.create_task(self._feed(stream))
 
+    def end_left(self, adapter: str) -> None:
+        """In a frozen engine, those of which nobody is here any more. They were aborted before: the scheduler may have
+        left them to the next step then, which doesn't come."""
+        for rid, state in list(self._manager.rid_to_state.items()):
+            if state.obj.lora_path == adapter:
+                state.abort_sent = False  # or it is not sent twice
+                self._manager.abort_request(rid)
+
     @staticmethod
     async def _take_out(streams: list[Stream]) -> None:
         tasks = [stream.feeding for stream in streams if stream.feeding is not None]
