@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgpack
-
 from frontend.committed import Committed, Labels
 from frontend.fleet_status import FleetStatus
 from frontend.routing import NO_WISH, Router, Wish
@@ -20,7 +18,6 @@ from rl_plane.deltas import joined
 from rl_plane.errors import (
     EngineFailed,
     NotAdmitted,
-    PayloadTooLarge,
     PlaneError,
     Unlabelled,
     WorkerLost,
@@ -30,7 +27,6 @@ from rl_plane.membership import Member
 from rl_plane.streams import IncomingStream, StreamReceiver
 from rl_plane.versions import WeightVersion
 from rl_plane.view import MembershipView
-from rl_plane.wire import MAX_MESSAGE_BYTES
 
 ACCEPT_TIMEOUT_S = 10.0
 """A worker's NATS loop answers at once, also while its engine is paused; a hung one is found within 8 s."""
@@ -92,7 +88,6 @@ class Attempts:
             "sequence": self._committed.sequence,
             "incarnation": member.incarnation,
         }
-        _check_size(message)
         subject = self._view.subjects.generate(member.instance_id)
         turn = self._router.started(member.instance_id, request.prompt_size(), wish)
         streams = self._streams.setdefault(member.instance_id, set())
@@ -186,13 +181,3 @@ def _check_prompt_logprobs(first: GenerateDelta) -> None:
         raise EngineFailed(f"the worker sent {len(logprobs)} prompt logprobs of {len(prompt)} tokens")
     if not all(value is not None and math.isfinite(value) for value in logprobs[1:]):
         raise EngineFailed("the worker sent prompt logprobs that are not finite numbers")
-
-
-def _check_size(message: dict[str, Any]) -> None:
-    size = len(msgpack.packb(message))
-    if size > MAX_MESSAGE_BYTES - 1000:  # room for the stream's own fields
-        raise PayloadTooLarge(
-            f"the request has {size} bytes; a NATS message carries {MAX_MESSAGE_BYTES}",
-            field="prompt",
-            fix="send a shorter prompt",
-        )

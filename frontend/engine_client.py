@@ -139,7 +139,7 @@ class EngineClient:
                     async with aclosing(self._attempts.run(so_far.rest(), stream_id, member, wish)) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
-                                yield replace(event, at=len(so_far.made))
+                                yield replace(event, at=len(so_far.made)) if so_far.made else event
                                 continue
                             delta = so_far.shifted(event)
                             unmet = self._unmet(aim, picked.floor, so_far, delta)

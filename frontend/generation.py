@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -41,6 +41,8 @@ from rl_plane.errors import (
     Unlabelled,
 )
 from rl_plane.generation import GenerateDelta
+from rl_plane.membership import Member, Snapshot
+from rl_plane.record import DecisionRecord
 from rl_plane.view import MembershipView
 
 log = logging.getLogger("frontend.generation")
@@ -97,12 +99,11 @@ class Models:
         return self.names[0] if self.names else ""
 
     @classmethod
-    def of(cls, view: MembershipView) -> Models:
-        members = view.snapshot().members
+    def of(cls, members: Collection[Member], record: DecisionRecord | None) -> Models:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
         lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
-        adapters = set(view.record.adapters) - names if view.record is not None else set()
+        adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
         return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None), root)
@@ -130,11 +131,13 @@ class Generation:
         self._committed = committed
         self._wait_s = wait_s
         self._created = int(time.time())
+        self._known: tuple[Snapshot, DecisionRecord | None, Models] | None = None
+        """The models as of these members and this record."""
 
     # ---- models ----
 
     def list_models(self) -> dict[str, Any]:
-        models = Models.of(self._view)
+        models = self.models
         parents = {**dict.fromkeys(models.names), **dict.fromkeys(models.adapters, models.base)}
         rows = [
             {
@@ -150,6 +153,14 @@ class Generation:
         ]
         return {"object": "list", "data": rows}
 
+    @property
+    def models(self) -> Models:
+        """Made once for each fleet: with many members that is more work than the rest of a request."""
+        members, record = self._view.snapshot(), self._view.record
+        if self._known is None or self._known[0] is not members or self._known[1] is not record:
+            self._known = members, record, Models.of(members.members, record)
+        return self._known[2]
+
     async def check_model(self, asked: str | None) -> None:
         """NotFound, or NoWorkers."""
         with self._places(1):
@@ -158,11 +169,11 @@ class Generation:
     async def _models(self, asked: str | None) -> Models:
         if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
             raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
-        models = Models.of(self._view)
+        models = self.models
         if asked is None or asked in models.names or asked in models.adapters:
             return models
         await self._committed.try_read()  # an adapter that was loaded just now
-        return Models.of(self._view)
+        return self.models
 
     @staticmethod
     def _check_model(models: Models, asked: str | None) -> str:
@@ -187,23 +198,21 @@ class Generation:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await read_json(request)
-        length = Models.of(self._view).max_model_len
-        return await self._answer(request, plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", length), OPENAI)
+        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", self.models.max_model_len)
+        return await self._answer(request, plan, OPENAI)
 
     async def vllm_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(
-            request, plan_vllm(body, uuid.uuid4().hex, Models.of(self._view).max_model_len), VLLM
-        )
+        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.max_model_len), VLLM)
 
     async def sglang_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(
-            request, plan_sglang(body, uuid.uuid4().hex, Models.of(self._view).max_model_len), SGLANG
-        )
+        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.max_model_len), SGLANG)
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
-        plan = replace(plan, session=session_of(request.headers), caller_id=request.headers.get(CALLER_ID, ""))
+        session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
+        if session or caller_id:
+            plan = replace(plan, session=session, caller_id=caller_id)
         if plan.stream:
             return EventStream(self._stream(plan, dialect))
         return json_response(await unless_gone(request.receive, self._whole(plan, dialect)))

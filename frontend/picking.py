@@ -4,7 +4,7 @@ demanded; of those the router has the choice."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from frontend.committed import Committed
@@ -13,7 +13,7 @@ from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
 from frontend.routing import NO_WISH, Router, Wish, lacks_of, refused_by
 from rl_plane.errors import NotAdmitted, NotFound, NoWorkers, Overloaded, Unavailable, Unsupported, WorkerLost
-from rl_plane.generation import GenerateRequest
+from rl_plane.generation import TOGETHER, GenerateRequest
 from rl_plane.membership import Member
 from rl_plane.subjects import check_instance_id
 from rl_plane.view import MembershipView
@@ -39,9 +39,9 @@ class Aim:
     demands: Demands = NO_DEMANDS
     wish: Wish = NO_WISH
 
-    def given(self) -> set[str]:
-        """The fields that ask for something."""
-        given = {name for name, default in DEFAULTS.items() if getattr(self.request, name) != default}
+    def given(self, names: Collection[str]) -> set[str]:
+        """Those of these fields that ask for something."""
+        given = {name for name in names if name in DEFAULTS and getattr(self.request, name) != DEFAULTS[name]}
         return given.union(self.demands.named())
 
 
@@ -59,6 +59,8 @@ class Lacking:
     epoch: int = -1
     fields: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """instance id → field → why not."""
+    names: Collection[str] = ()
+    """The fields that are meant."""
 
 
 class Picker:
@@ -171,10 +173,12 @@ class Picker:
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
             told = {one.instance_id: lacks_of(one.info) for one in members}
-            self._lacking = Lacking(members.epoch, {key: lacks for key, lacks in told.items() if lacks})
-        if not self._lacking.fields:
+            fields = {key: lacks for key, lacks in told.items() if lacks}
+            named = {name for lacks in fields.values() for each in lacks for name in each.split(TOGETHER)}
+            self._lacking = Lacking(members.epoch, fields, named)
+        given = aim.given(self._lacking.names)
+        if not given:
             return {}
-        given = aim.given()
         unable = {
             key: found
             for key, lacks in self._lacking.fields.items()

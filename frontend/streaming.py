@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -31,22 +31,25 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: Coroutine[None, None, None]) -> T:
+async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: asyncio.Future[None]) -> T:
     """The work's result; when the client goes first, or one of the others ends, the work is cancelled and
     ClientDisconnect raised.
 
     The request's body must have been read."""
-    task = asyncio.create_task(work)
-    ends = [asyncio.create_task(one) for one in (_gone(receive), *also)]
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    awaited: set[asyncio.Future[Any]] = {task, gone, *also}
     try:
-        await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for one in (task, *ends):
-            one.cancel()
-        await asyncio.gather(task, *ends, return_exceptions=True)
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        elif not task.cancelled():
+            task.exception()  # it may be that nobody waits for it any more
 
 
 class EventStream(Response):
@@ -65,15 +68,24 @@ class EventStream(Response):
         """Since when the reader has been given what it has not taken yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._send(send), self._stalls())
+        stalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._look_later(stalled)
+        try:
+            await unless_gone(receive, self._send(send), stalled)
+        finally:
+            self._timer.cancel()
 
-    async def _stalls(self) -> None:
-        """Ends when the reader has taken nothing of what is being sent for too long."""
+    def _look_later(self, stalled: asyncio.Future[None]) -> None:
+        """It is done when the reader has taken nothing of what is being sent for too long."""
         bound_s, loop = SEND_TIMEOUT_S if self._framed else STALLED_S, asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(bound_s / LOOKS)
+
+        def look() -> None:
             if self._sending is not None and loop.time() - self._sending > bound_s:
-                return
+                stalled.set_result(None)
+            else:
+                self._look_later(stalled)
+
+        self._timer = loop.call_later(bound_s / LOOKS, look)
 
     async def _send(self, send: Send) -> None:
         started, loop = False, asyncio.get_running_loop()

@@ -33,6 +33,7 @@ from nats.aio.msg import Msg
 
 from rl_plane.bus import RECONNECT_GRACE_S, Bus
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PayloadTooLarge, WorkerLost, error_from_wire
+from rl_plane.wire import MAX_MESSAGE_BYTES
 
 WINDOW = 256
 """Unconfirmed messages of one stream: at 1 ms per round trip, 256,000 deltas a second."""
@@ -359,11 +360,18 @@ class StreamReceiver:
     async def open(
         self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
     ) -> IncomingStream:
-        """Sends the request to a worker's generate subject. `silence_s`: a reader that has waited so long gets
-        DeadlineExceeded, within CREDIT_INTERVAL_S."""
+        """Sends the request to a worker's generate subject; PayloadTooLarge if no message carries it. `silence_s`: a
+        reader that has waited so long gets DeadlineExceeded, within CREDIT_INTERVAL_S."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
-        opening = msgpack.packb({**message, "kind": "open", "id": stream_id})
+        opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
+        most = min(MAX_MESSAGE_BYTES, self.bus.nc.max_payload)
+        if len(opening) > most:
+            raise PayloadTooLarge(
+                f"the request has {len(opening)} bytes; a NATS message carries {most}",
+                field="prompt",  # nothing else of a request grows so large
+                fix="send a shorter prompt",
+            )
         stream = self._open[key] = IncomingStream(self, key, subject, stream_id, opening, silence_s)
         try:
             await stream.send_opening()

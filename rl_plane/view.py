@@ -140,6 +140,8 @@ class MembershipView:
 
     async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
         """Whether it came to hold within the time-out."""
+        if holds(self.snapshot()):
+            return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not holds(self.snapshot()):

@@ -304,6 +304,19 @@ async def test_models(plane: Plane, http: httpx.AsyncClient) -> None:
     assert (error["field"], error["models"]) == ("model", ["seed0"])
 
 
+NEWER = """
+import worker.process as process
+process.lacking_fields = lambda _: {"of_a_later_version": "no", "seed+of_a_later_version": "no", "min_p": "no"}
+"""
+
+
+async def test_a_worker_may_lack_what_this_frontend_does_not_know(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(patch=NEWER)
+    assert len((await ask(http, seed=1, max_tokens=2))["choices"]) == 1
+    error = error_of(await http.post("/v1/completions", json={"prompt": "hi", "min_p": 0.5}), 501)
+    assert error["param"] == "min_p"
+
+
 async def test_a_key_guards_it(plane: Plane) -> None:
     plane.spawn()
     async with frontend(plane, api_key="k") as http:

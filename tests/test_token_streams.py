@@ -19,9 +19,10 @@ import pytest
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
-from rl_plane.errors import DeadlineExceeded
+from rl_plane.errors import DeadlineExceeded, PayloadTooLarge
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
+from rl_plane.wire import MAX_MESSAGE_BYTES
 from worker.engine_loop import EngineLoop
 
 if TYPE_CHECKING:
@@ -146,6 +147,15 @@ async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane, monkeypa
     assert lost[0]["n"] == 0
     assert first["accepted"]["instance_id"] == worker.instance_id
     assert sum(len(one["delta"]["token_ids"]) for one in others) == 3
+
+
+async def test_a_request_that_no_message_carries_is_not_sent(nats: NatsServer) -> None:
+    async with both_ends(nats.url) as (receiver, subject, _):
+        with pytest.raises(PayloadTooLarge, match=str(MAX_MESSAGE_BYTES)):
+            await receiver.open(subject, "s", {"messages": 3, "prompt": "x" * MAX_MESSAGE_BYTES})
+        stream = await receiver.open(subject, "s", {"messages": 3, "prompt": "x" * (MAX_MESSAGE_BYTES - 100)})
+        async with asyncio.timeout(BOUND_S):
+            assert [message["x"] async for message in stream.messages()] == [0, 1, 2, 3]
 
 
 async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:

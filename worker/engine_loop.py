@@ -78,21 +78,24 @@ class EngineLoop:
             finally:
                 ferry.put(items, end)
 
-        pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        begun: list[asyncio.Task[None]] = []
+        last: Any = ...
+        self._loop.call_soon_threadsafe(lambda: begun.append(self._loop.create_task(pump())))
         try:
-            while True:
+            while last is ...:
                 batch = [await items.get()]
                 while not items.empty():
                     batch.append(items.get_nowait())
-                last = batch.pop() if batch[-1] is None or isinstance(batch[-1], BaseException) else ...
+                if batch[-1] is None or isinstance(batch[-1], BaseException):
+                    last = batch.pop()
                 if batch:
                     yield [item for item in batch if item is not None and not isinstance(item, BaseException)]
-                if isinstance(last, BaseException):
-                    raise last
-                if last is None:
-                    return
+            if last is not None:
+                raise last
         finally:
-            pumping.cancel()
+            if last is ...:
+                with contextlib.suppress(RuntimeError):  # the engine's loop is closed
+                    self._loop.call_soon_threadsafe(lambda: begun[0].cancel())
 
 
 class _Ferry:
