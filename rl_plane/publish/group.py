@@ -92,9 +92,12 @@ class GroupSender:
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
-        body = self._announce()
         lifelines = Lifelines.of_trainer(self._host)
-        body["lifeline_port"] = lifelines.port
+        try:
+            body = {**self._announce(), "lifeline_port": lifelines.port}
+        except BaseException:
+            lifelines.close()
+            raise
         withdrawn = threading.Event()
         joined: list[Group | PlaneError] = []
 
@@ -127,7 +130,14 @@ class GroupSender:
         self.leave()
         if self._store is None:
             timeout = timedelta(seconds=self._join_timeout_s)
-            self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
+            try:
+                self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
+            except RuntimeError as error:
+                raise InvalidRequest(
+                    f"can't listen at {self._host}:{self._port}: {str(error)[:300]}",
+                    field="options.port",
+                    fix="give a free port, or 0",
+                ) from error
         return {
             "backend": self.backend,
             "group": f"weights-{secrets.token_hex(4)}",
