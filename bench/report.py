@@ -223,6 +223,7 @@ def broadcast_rows(times: BroadcastTimes) -> list[Row]:
         return compared(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
 
     return [
+        row(", lent, digests not checked", "lent", BROADCAST_AIM),
         row(", digests not checked", "received", BROADCAST_AIM),
         row("", "checked", BROADCAST_AIM),
         row(HASHED_ALONE, "hashed", None),

@@ -72,7 +72,10 @@ STREAMS = [
         ("CPU of a worker for 1,000 tokens", ""),
     )
 ]
-BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", HASHED, ", staged")]
+BROADCASTS = [
+    f"gloo, 67 MB{what}"
+    for what in (", lent, digests not checked", ", digests not checked", "", HASHED, ", staged")
+]
 
 PUBLISHED = [f"publish by {name}" for name in ("ipc", "gloo", "nixl") if name != "nixl" or have_nixl()]
 
