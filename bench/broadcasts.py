@@ -24,14 +24,15 @@ from rl_plane.publish.group import GroupSender
 from rl_plane.publish.packing import fill
 from rl_plane.versions import HostTensor, TensorSpec
 
-TENSOR_BYTES = 16 << 20
-"""A matrix of a small model."""
+TENSOR_BYTES = 32 << 20
+"""A matrix of a model of some billion parameters: it fills a bucket."""
 TIMEOUT_S = 120.0
 """Of one round on a busy machine."""
 
-WAYS = ("bare", "received", "checked", "staged", "hashed")
-"""Each bucket broadcast and waited for, and nothing else · the transport · and both sides make the digests · and copied
-into new memory, as the `hf` engine keeps it · BLAKE3 of as many bytes, on all sides at once, and nothing else."""
+WAYS = ("bare", "lent", "received", "checked", "staged", "hashed")
+"""Each bucket broadcast and waited for, and nothing else · the transport, from where the tensors lie · the transport,
+packed · and both sides make the digests · and copied into new memory, as the `hf` engine keeps it · BLAKE3 of as many
+bytes, on all sides at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
                     _broadcast(bare, bucket)
                 return
             digests: dict[str, str] | None = {} if way in ("checked", "staged") else None
-            for number in fill(manifest, tensors, sender.buffer, digests):
+            lent = sender.lend(dict(tensors)) if way == "lent" else ()
+            for number in fill(manifest, tensors, sender.buffer, digests, lent):
                 sender.send(number)
             sender.finish(digests)
 
@@ -171,7 +173,7 @@ def main() -> None:
             delivery = transport.open(asked["transport"], "base")
             print("{}", flush=True)
             staged = {}
-            if asked["way"] == "received":
+            if asked["way"] in ("lent", "received"):
                 for _ in delivery.tensors():
                     pass
             else:

@@ -179,8 +179,12 @@ def stored_rows(times: StoredTimes) -> list[Row]:
 def delta_rows(times: DeltaTimes) -> list[Row]:
     words = f"delta, {times.nbytes / 1e6:,.0f} MB of bf16, 1 % changed: {times.share:.1%} of the bytes"
     return [
-        compared(f"{words}, {what}", None, times.seconds[what], "plain read", times.seconds["plain"], DELTA_AIM)
-        for what in ("encode", "apply")
+        compared(f"{words}, {what}", None, times.seconds[way], "plain read", times.seconds["plain"], aim)
+        for what, way, aim in (
+            ("encode", "encode", DELTA_AIM),
+            ("comparing alone", "compared", None),
+            ("apply", "apply", DELTA_AIM),
+        )
     ]
 
 
@@ -219,6 +223,7 @@ def broadcast_rows(times: BroadcastTimes) -> list[Row]:
         return compared(f"gloo, {size}{what}", times.receivers, times.seconds[way], "bare broadcasts", bare, aim)
 
     return [
+        row(", lent, digests not checked", "lent", BROADCAST_AIM),
         row(", digests not checked", "received", BROADCAST_AIM),
         row("", "checked", BROADCAST_AIM),
         row(HASHED_ALONE, "hashed", None),

@@ -29,9 +29,9 @@ _HEADER = struct.Struct("<4sB3xQQ")
 REACH = 1 << 16
 """Elements that one entry moves on by, at most."""
 WORD = 8
-WORDS = 1 << 19
-"""Compared at once. With a quarter of them all stays in a core's cache, but threads hand the interpreter's lock to one
-another so often that two take longer than one."""
+WORDS = 1 << 18
+"""Compared at once. With fewer, numpy's steps are so short that threads do little but hand the interpreter's lock to
+one another; with more, what one step writes has left the cache when the next one reads it."""
 PARALLEL_WORDS = 1 << 21
 """From so many on a tensor is compared by several threads; below, they cost more than they save."""
 THREADS = min(4, os.cpu_count() or 1)
@@ -64,42 +64,70 @@ def encode(old: Bytes, new: Bytes, width: int) -> bytes | None:
     kind, words = np.dtype(f"<u{width}"), nbytes // WORD
     before, after = (np.frombuffer(data, "<u8", words) for data in (old, new))
 
-    def compare(start: int) -> _Part | None:
-        part = slice(start, start + WORDS)
-        return _part(*_changes(before[part], after[part], kind), start * (WORD // width))
-
     starts = range(0, words, WORDS)
-    if words < PARALLEL_WORDS:
-        parts = list(map(compare, starts))
-    else:
-        with ThreadPoolExecutor(THREADS, "rl-plane-delta") as threads:
-            parts = list(threads.map(compare, starts))
+    parts: list[_Part | None] = [None] * len(starts)
+    jobs = enumerate(starts)
+
+    def compare() -> None:
+        for number, start in jobs:
+            part = slice(start, start + WORDS)
+            parts[number] = _changes(before[part], after[part], kind, start * (WORD // width))
+
+    helpers = THREADS - 1 if words >= PARALLEL_WORDS else 0
+    with ThreadPoolExecutor(max(helpers, 1), "rl-plane-delta") as threads:
+        helping = [threads.submit(compare) for _ in range(helpers)]
+        compare()
+        for one in helping:
+            one.result()
     if rest := (nbytes - words * WORD) // width:
-        one, other = (np.frombuffer(data, kind, rest, words * WORD) for data in (old, new))
-        where = np.flatnonzero(one != other)
-        parts.append(_part(where, one[where] ^ other[where], words * (WORD // width)))
+        old_end, new_end = (np.frombuffer(data, kind, rest, words * WORD) for data in (old, new))
+        where = np.flatnonzero(old_end != new_end)
+        if len(where):
+            changed = old_end[where] ^ new_end[where]
+            parts.append(_part(where, changed, words * (WORD // width)))
     return _joined([part for part in parts if part is not None], nbytes, width)
 
 
-def _changes(one: Array, other: Array, kind: np.dtype[Any]) -> tuple[Array, Array]:
-    """(positions, XOR values) of the elements that differ in two arrays of 64-bit words."""
+def _changes(one: Array, other: Array, kind: np.dtype[Any], start: int) -> _Part | None:
+    """Of two arrays of 64-bit words, whose first element is the tensor's `start`th."""
     import numpy as np
 
-    # Twice as fast as numpy's own search where few differ: eight words at once, then within those that have one.
-    bits = np.packbits(one != other, bitorder="little")
-    eights = np.flatnonzero(bits != 0)
-    within = np.flatnonzero(np.unpackbits(bits.take(eights), bitorder="little").view(bool))
-    words = eights.take(within >> 3)
-    words <<= 3
-    words |= within & 7
-    values = (one.take(words) ^ other.take(words)).view(kind)
-    inside = np.flatnonzero(values != 0)
+    # numpy's search takes its time for each candidate: first eight words are one, then the words of those that differ,
+    # then the elements of those.
+    differ = np.empty(-(-len(one) // 8) * 8, bool)
+    differ[len(one) :] = False
+    np.not_equal(one, other, out=differ[: len(one)])
+    eights = differ.view("<u8")
+    (found,) = (eights != 0).nonzero()
+    if not len(found):
+        return None
+    (within,) = eights.take(found).view(bool).nonzero()
+    found <<= 3
+    words = found.take(within >> 3)
+    within &= 7
+    words |= within
+    values = one.take(words)
+    values ^= other.take(words)
+    values = values.view(kind)
+    (inside,) = (values != 0).nonzero()
+    values = values.take(inside)
     lanes = WORD // kind.itemsize
     shift = lanes.bit_length() - 1
-    where = words.take(inside >> shift)
+    of = inside >> shift
+    first, last = ((int(words[of[at]]) << shift) + int(inside[at]) % lanes for at in (0, -1))
+    # In 16 bits, a quarter of the memory. They wrap around as often as the positions do, or a way is too long for one.
+    where = words.astype(np.uint16)
     where <<= shift
-    where |= inside & (lanes - 1)
-    return where, values.take(inside)
+    where = where.take(of)
+    where |= inside.astype(np.uint16) & np.uint16(lanes - 1)
+    before, after = where[:-1], where[1:]
+    if np.count_nonzero(after <= before) != last // REACH - first // REACH:
+        return _part((words.take(of) << shift) + inside % lanes, values, start)
+    gaps = np.empty_like(where)
+    gaps[0] = 0  # not known yet
+    np.subtract(after, before, out=gaps[1:])
+    gaps[1:] -= 1
+    return _Part(start + first, start + last, gaps, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +141,18 @@ class _Part:
     values: Array
 
 
-def _part(where: Array, values: Array, start: int) -> _Part | None:
-    """`where`: from `start` on."""
+def _part(where: Array, values: Array, start: int) -> _Part:
+    """`where`: from `start` on, however far from one another."""
     import numpy as np
 
-    if not len(where):
-        return None
-    # In 16 bits, a quarter of the memory; they wrap around only where a bridge is needed.
-    gaps = np.diff(where.astype(np.uint16), prepend=np.uint16((where[0] - 1) & (REACH - 1)))
-    gaps -= 1
-    if int(gaps.sum(dtype=np.int64)) + len(gaps) - 1 != where[-1] - where[0]:
-        steps = np.diff(where, prepend=where[0] - 1)
-        bridges = (steps - 1) // REACH
-        entry = np.arange(len(steps)) + np.cumsum(bridges)  # of each change, among all
-        gaps = np.full(entry[-1] + 1, REACH - 1, np.uint16)
-        gaps[entry] = (steps - 1) % REACH
-        padded = np.zeros(len(gaps), values.dtype)
-        padded[entry] = values
-        values = padded
-    return _Part(start + int(where[0]), start + int(where[-1]), gaps, values)
+    steps = np.diff(where, prepend=where[0] - 1)
+    bridges = (steps - 1) // REACH
+    entry = np.arange(len(steps)) + np.cumsum(bridges)  # of each change, among all
+    gaps = np.full(entry[-1] + 1, REACH - 1, np.uint16)
+    gaps[entry] = (steps - 1) % REACH
+    padded = np.zeros(len(gaps), values.dtype)
+    padded[entry] = values
+    return _Part(start + int(where[0]), start + int(where[-1]), gaps, padded)
 
 
 def _joined(parts: list[_Part], nbytes: int, width: int) -> bytes | None:

@@ -60,10 +60,10 @@ class Lifelines:
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise InvalidRequest(
-                f"can't listen at {host}: {error.strerror or error}",
-                field="host",
+                f"can't listen at {host}: {getattr(error, 'strerror', None) or error}",
+                field="options.host",
                 fix="give an address of this machine",
             ) from error
         listener.setblocking(False)
@@ -177,9 +177,9 @@ def _is_rank(said: str, world_size: int) -> bool:
 def connected(address: tuple[str, int], field: str, what: str) -> socket.socket:
     try:
         connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise InvalidRequest(
-            f"{what} at {address[0]}:{address[1]}: {error.strerror or error}",
+            f"{what} at {address[0]}:{address[1]}: {getattr(error, 'strerror', None) or error}",
             field=field,
             fix="let the trainer's sender listen first, at an address that the workers reach",
         ) from error

@@ -38,7 +38,10 @@ STORED = (
     ("object_store", "plain read"),
     ("object_store, publishing", "nats-py put"),
 )
-DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
+DELTAS = [
+    f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}"
+    for what in ("encode", "comparing alone", "apply")
+]
 HASHED = ", BLAKE3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
@@ -69,7 +72,10 @@ STREAMS = [
         ("CPU of a worker for 1,000 tokens", ""),
     )
 ]
-BROADCASTS = [f"gloo, 67 MB{what}" for what in (", digests not checked", "", HASHED, ", staged")]
+BROADCASTS = [
+    f"gloo, 67 MB{what}"
+    for what in (", lent, digests not checked", ", digests not checked", "", HASHED, ", staged")
+]
 
 PUBLISHED = [f"publish by {name}" for name in ("ipc", "gloo", "nixl") if name != "nixl" or have_nixl()]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ from rl_plane.errors import (
 from rl_plane.group_place import Place
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender
+from rl_plane.publish.packing import Tensor, fill, raw_bytes, spec_of
+from rl_plane.torch_group import AHEAD
+from rl_plane.versions import HostTensor, TensorSpec
 from rl_plane.wire import MAX_MESSAGE_BYTES
 from tests.dialect_facade import facade, fine, refused, served
 from tests.faults import Stream
@@ -40,6 +44,7 @@ from tests.test_hf_fleet import ENDLESS, PROMPT, Witnesses, chain, proven
 from tests.test_plane_update import all_serve, states
 from worker.receiver import load_transports
 from worker.transports.base import Places
+from worker.transports.group import GlooTransport
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -211,6 +216,55 @@ async def test_by_http_and_op_by_op(plane: Plane) -> None:
             assert [(row.body["tensors"], row.body["refetchable"]) for row in rows] == [(5, False)] * 2
             await client.call_all("abort_update", {"update_id": "u"}, held=held)
     await _is_as_before(client, ids, "two")
+
+
+def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_lies() -> None:
+    import torch
+
+    tensors: dict[str, Tensor] = {f"large.{number}": torch.randn(BUCKET // 4) for number in range(2 * AHEAD)}
+    tensors |= {"small": torch.ones(16), "beside": torch.ones(16), "uneven": torch.ones(BUCKET // 4 + 1)}
+    tensors |= {"readonly": HostTensor(TensorSpec("U8", (BUCKET,)), memoryview(bytes(BUCKET)))}
+    manifest = Manifest(pack(((name, spec_of(one)) for name, one in tensors.items()), BUCKET))
+    sender, receiver = GroupSender(timeout_s=SETTLE_S), GlooTransport(Places())
+
+    def init(body: dict[str, Any]) -> dict[str, Any]:
+        receiver.init({**body, "world_size": 2, "rank_offset": 1})
+        return {"fingerprint": "f"}
+
+    def send() -> None:
+        delivery = receiver.open(sender.open(manifest), "base")
+        lent = sender.lend(tensors)
+        assert set(lent) == set(range(2 * AHEAD))
+        came: dict[str, bytes] = {}
+        packed: list[int] = []
+
+        def receive() -> None:
+            came.update((name, bytes(one.data)) for name, one in delivery.tensors())
+
+        def buffer(number: int) -> memoryview:
+            packed.append(number)
+            return sender.buffer(number)
+
+        receiving = threading.Thread(target=receive)
+        receiving.start()
+        digests: dict[str, str] = {}
+        for number in fill(manifest, tensors.items(), buffer, digests, lent):
+            sender.send(number)
+            assert len(sender._under_way) <= AHEAD
+        sender.finish(digests)
+        receiving.join(SETTLE_S)
+        assert came == {name: bytes(raw_bytes(one)) for name, one in tensors.items()}
+        assert delivery.digest == manifest.digested(digests).digest
+        assert packed == [number for number in range(len(manifest.buckets)) if number not in lent]
+        sender.close()
+
+    sender.form(init)
+    try:
+        send()
+        send()
+    finally:
+        sender.destroy()
+        receiver.destroy()
 
 
 def test_nccl_is_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,9 +450,10 @@ def test_a_wrong_request_names_its_field(
 
 
 @needs_nixl
-def test_an_address_that_is_none_of_ours_is_refused() -> None:
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+def test_an_address_that_is_none_of_ours_is_refused(host: str) -> None:
     with pytest.raises(InvalidRequest, match="can't listen") as caught:
-        NixlSender("192.0.2.1")
+        NixlSender(host)
     assert caught.value.facts["field"] == "options.host"
     assert is_passed_over(caught.value)
 

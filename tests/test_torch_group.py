@@ -250,3 +250,37 @@ def test_the_digest_of_a_manifest_that_is_not_stored_is_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         transport.open(request, "base")
     assert refused.value.facts["field"] == "transport.manifest_digest"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+def test_an_address_that_is_none_of_ours_is_told_before_a_group_is_left(host: str) -> None:
+    sender = GroupSender(host=host, join_timeout_s=1.0)
+    there = sender._group = group_with(None)
+    with pytest.raises(InvalidRequest, match="can't listen") as refused:
+        sender.form(lambda body: pytest.fail("the fleet was asked"))
+    assert refused.value.facts["field"] == "options.host"
+    assert sender._group is there
+    assert not there.why_dropped
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        sender = GroupSender(port=taken.getsockname()[1])
+        with pytest.raises(InvalidRequest, match="can't listen") as refused:
+            sender.form(lambda body: pytest.fail("the fleet was asked"))
+    assert refused.value.facts["field"] == "options.port"
+
+
+def test_a_trainers_address_that_is_no_name_is_told() -> None:
+    with pytest.raises(InvalidRequest, match=r"does not answer at a\.\.b:1") as refused:
+        GlooTransport(Places()).init(
+            {
+                "backend": "gloo",
+                "group": "g",
+                "master_address": "a..b",
+                "master_port": 1,
+                "world_size": 2,
+                "rank_offset": 1,
+            }
+        )
+    assert refused.value.facts["field"] == "master_port"

@@ -18,7 +18,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,9 +28,10 @@ from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Plan
 from rl_plane.group_place import FORM_AGAIN, RECEIVE_TIMEOUT_S, Place
 from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest
+from rl_plane.publish.packing import Tensor, raw_bytes
 from rl_plane.publish.sender import Surroundings
 from rl_plane.torch_group import AHEAD, JOIN_TIMEOUT_S, LOOK_S, Broadcast, Group, digest_tensor, gpu, import_torch
-from rl_plane.versions import DIGEST_PREFIX
+from rl_plane.versions import DIGEST_PREFIX, HostTensor
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ class GroupSender:
         self._manifest: Manifest | None = None
         self._manifest_key = ""
         self._places: list[torch.Tensor] = []
+        self._lent: dict[int, torch.Tensor] = {}
         self._under_way: dict[int, Broadcast] = {}
         self._deadline = 0.0
 
@@ -92,9 +94,12 @@ class GroupSender:
 
     def form(self, init: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """`init(body)` asks the fleet for `init_transport`, and returns its reply. Blocks until all have joined."""
-        body = self._announce()
         lifelines = Lifelines.of_trainer(self._host)
-        body["lifeline_port"] = lifelines.port
+        try:
+            body = {**self._announce(), "lifeline_port": lifelines.port}
+        except BaseException:
+            lifelines.close()
+            raise
         withdrawn = threading.Event()
         joined: list[Group | PlaneError] = []
 
@@ -127,7 +132,14 @@ class GroupSender:
         self.leave()
         if self._store is None:
             timeout = timedelta(seconds=self._join_timeout_s)
-            self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
+            try:
+                self._store = dist.TCPStore(self._host, self._port, None, True, timeout, wait_for_workers=False)
+            except RuntimeError as error:
+                raise InvalidRequest(
+                    f"can't listen at {self._host}:{self._port}: {str(error)[:300]}",
+                    field="options.port",
+                    fix="give a free port, or 0",
+                ) from error
         return {
             "backend": self.backend,
             "group": f"weights-{secrets.token_hex(4)}",
@@ -184,7 +196,7 @@ class GroupSender:
         self._manifest_key = f"manifest-{secrets.token_hex(4)}"
         group.put(self._manifest_key, told)
         self._places = group.lanes(sizes)
-        self._under_way = {}
+        self._lent, self._under_way = {}, {}
         self._deadline = time.monotonic() + self._timeout_s
         return {
             "backend": self.backend,
@@ -194,11 +206,23 @@ class GroupSender:
             "num_buckets": len(sizes),
         }
 
+    def lend(self, tensors: Mapping[str, Tensor]) -> Collection[int]:
+        """In host memory, a tensor that fills a bucket is sent from where it lies."""
+        assert self._manifest is not None, "open comes first"
+        for number, bucket in enumerate(self._manifest.buckets):
+            tensor = tensors.get(bucket.tensors[0].name) if len(bucket.tensors) == 1 else None
+            if isinstance(tensor, HostTensor) or (tensor is not None and tensor.device.type == "cpu"):
+                data = raw_bytes(tensor)
+                if not data.readonly and 0 < data.nbytes == bucket.nbytes:
+                    self._lent[number] = import_torch().frombuffer(data, dtype=import_torch().uint8)
+        return set(self._lent)
+
     def buffer(self, number: int) -> memoryview:
         self._wait(number - AHEAD)
         return memoryview(self._place(number).numpy())
 
     def send(self, number: int) -> None:
+        self._wait(number - AHEAD)  # what is lent asks for no buffer
         self._under_way[number] = self._whole().broadcast(self._place(number))
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
@@ -227,10 +251,12 @@ class GroupSender:
             self.leave()
 
     def _forget(self) -> None:
-        self._manifest, self._places, self._under_way = None, [], {}
+        self._manifest, self._places, self._lent, self._under_way = None, [], {}, {}
 
     def _place(self, number: int) -> torch.Tensor:
         assert self._manifest is not None, "open comes first"
+        if number in self._lent:
+            return self._lent[number]
         return self._places[number % AHEAD][: self._manifest.buckets[number].nbytes]
 
     def _wait(self, number: int) -> None:

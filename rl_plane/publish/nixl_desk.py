@@ -43,9 +43,9 @@ class Desk:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise InvalidRequest(
-                f"can't listen at {host}:{port}: {error.strerror or error}",
+                f"can't listen at {host}:{port}: {getattr(error, 'strerror', None) or error}",
                 field="options.host",
                 fix="give an address of this machine, and a free port or 0",
             ) from error
