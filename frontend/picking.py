@@ -12,7 +12,16 @@ from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, no
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
 from frontend.routing import NO_WISH, Router, Wish, refused_by
-from rl_plane.errors import NotAdmitted, NotFound, NoWorkers, Overloaded, Unavailable, Unsupported, WorkerLost
+from rl_plane.errors import (
+    EngineFailed,
+    NotAdmitted,
+    NotFound,
+    NoWorkers,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
 from rl_plane.generation import GenerateRequest
 from rl_plane.membership import Member
 from rl_plane.subjects import check_instance_id
@@ -82,10 +91,16 @@ class Picker:
         self._lacking = Lacking()
 
     async def pick(
-        self, aim: Aim, lost: Sequence[Member], since: float, refusal: Unavailable | None = None
+        self,
+        aim: Aim,
+        lost: Sequence[Member],
+        since: float,
+        refusal: Unavailable | None = None,
+        failure: EngineFailed | None = None,
     ) -> Picked:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
-        which is raised where no other one is found."""
+        which is raised where no other one is found. `failure`: of an engine that is still there; it is raised at once
+        where no other one is admitted, as waiting mends nothing."""
         loop = asyncio.get_running_loop()
         if aim.pinned is not None:
             await self._lease.wait(since + self._wait_s)
@@ -95,6 +110,8 @@ class Picker:
             floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
             able = self._able(aim, lost)
+            if failure is not None and not able:
+                raise failure
             fit, unmet = self._fit(aim, able, floor)
             if unknown is not None:
                 fit, unmet = set(), unknown
@@ -112,7 +129,7 @@ class Picker:
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
-                raise unmet.error() if unmet is not None else refusal or self._nobody(aim, lost)
+                raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
             await self._status.wait_changed(left)
 
     def may_ask_again(self, since: float) -> bool:

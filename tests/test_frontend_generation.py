@@ -269,6 +269,17 @@ fake.FakeEngine.generate = hiding
 """
 
 
+UNFINITE = "the model's logits are not finite numbers"
+FAILS = f"""
+import worker.engines.fake as fake
+from rl_plane.errors import EngineFailed
+async def failing(self, request):
+    raise EngineFailed({UNFINITE!r})
+    yield
+fake.FakeEngine.generate = failing
+"""
+
+
 @pytest.mark.parametrize(
     "changed", ["None", "delta.prompt_logprobs[:-1]", "[None, -1.0, float('nan')]", "[-1.0] * 3"]
 )
@@ -281,6 +292,20 @@ async def test_a_worker_that_sends_no_right_prompt_logprobs_is_an_error(
     error = error_of(await http.post("/v1/completions", json=body), 500)
     assert "prompt logprobs" in error["message"]
     assert len((await ask(http, **pinned))["choices"]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_every_engine_fails_at_is_told_at_once_and_in_its_words(plane: Plane, count: int) -> None:
+    """No worker is lost by it, so no other is waited for: the call would end before."""
+    workers = [plane.spawn(patch=FAILS) for _ in range(count)]
+    async with frontend(plane, admission_wait_s=600) as http:
+
+        async def asked() -> bool:
+            error = error_of(await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}), 500)
+            assert (error["code"], error["message"]) == ("engine_failed", UNFINITE)
+            return all(UNFINITE in worker.log.read_text() for worker in workers)
+
+        await plane.until(asked)
 
 
 async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None:
