@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rl_plane import (
+    EngineFailed,
     Gathered,
     InvalidRequest,
     NotAdmitted,
@@ -135,6 +137,15 @@ def test_tokens_without_logprobs_or_labels_are_not_joined() -> None:
             rollout.with_reply(200, {**told, "choices": [{**told["choices"][0], key: value}]})
     with pytest.raises(InvalidRequest, match="not the one that was sent"):
         rollout.with_reply(200, {**told, "prompt_token_ids": [5, 5]})
+
+
+@pytest.mark.parametrize("value", [None, math.nan, "-0.1"])
+def test_logprobs_that_are_no_numbers_are_not_joined(value: Any) -> None:
+    rollout = Rollout([5], 4)
+    told = reply(rollout.body(), [1, 2])
+    choice = {**told["choices"][0], "logprobs": {"token_logprobs": [-0.1, value]}}
+    with pytest.raises(EngineFailed, match="not finite numbers"):
+        rollout.with_reply(200, {**told, "choices": [choice]})
 
 
 # ---- enough of them ----
