@@ -31,7 +31,7 @@ from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
 from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
 from rl_plane.errors import (
-    DeadlineExceeded,
+    FrontendEnding,
     InvalidRequest,
     NotFound,
     NoWorkers,
@@ -288,9 +288,10 @@ class Generation:
                 return
         # No worker has failed it: it is not tried again at another one.
         self._engines.give_up(
-            lambda: DeadlineExceeded(
+            lambda: FrontendEnding(
                 f"this frontend was told to end, and {timeout_s:g} s later this was still under way",
-                fix="send it again, to another frontend; error.partial has the tokens so far",
+                fix="go on at another frontend; error.partial has the tokens so far",
+                retry_after_s=1.0,
             )
         )
 

@@ -678,11 +678,12 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
             process.send_signal(signal.SIGTERM)
             while "error" not in (event := await next_event(lines)):
                 tokens += event["choices"][0]["token_ids"]
-        assert event["error"]["code"] == "deadline_exceeded"
+        assert event["error"]["code"] == "frontend_ending"
         assert event["error"]["partial"]["token_ids"] == tokens == tokens_under(digest, 0, len(tokens))
-        error = error_of(await whole, 504)
+        error = error_of(await whole, 503)
+        assert (await whole).headers["retry-after"] == "1"
         assert error["partial"]["token_ids"] == tokens_under(digest, 0, len(error["partial"]["token_ids"]))
-        assert "partial" not in error_of(await waiting, 504)
+        assert "partial" not in error_of(await waiting, 503)
         async with asyncio.timeout(ENDS_S):
             assert await process.wait() == 0
 

@@ -11,6 +11,7 @@ import pytest
 
 from rl_plane import (
     EngineFailed,
+    FrontendEnding,
     Gathered,
     InvalidRequest,
     NotAdmitted,
@@ -224,6 +225,22 @@ async def test_what_the_plane_can_do_later_is_asked_again() -> None:
 
     got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
     assert [one.token_ids for one in got.finished] == [[1, 1, 1]]
+
+
+async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> None:
+    asked: list[list[int]] = []
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        asked.append(list(body["prompt_token_ids"]))
+        if len(asked) > 1:
+            return 200, reply(body, [3])
+        (choice,) = reply(body, [1, 2])["choices"]
+        partial = {**choice, "logprobs": choice["logprobs"]["token_logprobs"], "finish_reason": None}
+        return failed(FrontendEnding("told to end", retry_after_s=0.0, partial=partial))
+
+    got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
+    assert ([one.token_ids for one in got.finished], got.failed) == ([[1, 2, 3]], [])
+    assert asked == [[5], [5, 1, 2]]
 
 
 async def never(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -30,7 +30,7 @@ TRANSIENT = frozenset(
         "worker_lost",
         "stale_weights",
         "engine_died",
-        "deadline_exceeded",
+        "frontend_ending",
     }
 )
 """What a client may be told while processes die."""
