@@ -410,13 +410,15 @@ def _of_choice(error: PlaneError, plan: Plan, index: int) -> None:
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
-    """An error after the first token carries the tokens so far; of a choice with tokens of no version, none."""
+    """An error after the first token carries the tokens so far, of the choice that it is of where that has some; of a
+    choice with tokens of no version, none."""
     if isinstance(error, Unlabelled):
         choices[error.facts.get("index", 0)].unlabelled = True
     told = [choice for choice in choices if choice.token_ids and not choice.unlabelled]
     if not told:
         return
-    cut = next((choice for choice in told if choice.finish_reason is None), told[0])
+    failed = error.facts.get("index")
+    cut = min(told, key=lambda choice: (choice.index != failed, choice.finish_reason is not None))
     error.facts["partial"] = cut.partial()
     if len(choices) > 1:
         error.facts["partials"] = [choice.partial() for choice in choices]

@@ -517,6 +517,26 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
+async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = {worker.instance_id: worker for worker in plane.spawn_many(2, token_delay_s=0.05)}
+    await (await plane.client()).run("ready", {"min_workers": 2, "wait_s": 30})
+    made: dict[int, str] = {}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 2, "stream": True, "return_token_ids": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        while len(made) < 2:
+            (choice,) = (await next_event(lines))["choices"]
+            made[choice["index"]] = choice["instance_id"]
+        workers[made[1]].kill()
+        while "error" not in (event := await next_event(lines)):
+            pass
+    error = event["error"]
+    assert (error["code"], error["index"], error["partial"]["index"]) == ("worker_lost", 1, 1)
+    assert error["partial"] == error["partials"][1]
+    assert made[0] != made[1]
+    assert error["partials"][0]["token_ids"]
+
+
 async def test_what_is_left_of_a_text_has_its_prompts_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
     """On every route, streamed or not: sent back as a prefix they are exactly what the engine saw."""
     victim = plane.spawn(token_delay_s=0.05)
