@@ -178,6 +178,11 @@ class EngineClient:
                         raise
                     continue
                 except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
+                    if error.facts.get("field") == "max_tokens" and (
+                        longer := self._picker.of_more_room(aim, member)
+                    ):
+                        aim = longer
+                        continue
                     if not so_far.made:
                         raise
                     raise WorkerLost(f"no other worker can go on: {error.message}", retry_after_s=1.0) from error

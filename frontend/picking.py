@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frontend.committed import Committed
 from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
@@ -22,7 +22,7 @@ from rl_plane.errors import (
     Unsupported,
     WorkerLost,
 )
-from rl_plane.generation import GenerateRequest
+from rl_plane.generation import MAX_PROMPT_TOKENS, GenerateRequest
 from rl_plane.membership import Member
 from rl_plane.subjects import check_instance_id
 from rl_plane.view import MembershipView
@@ -47,6 +47,8 @@ class Aim:
     pinned: str | None = None
     demands: Demands = NO_DEMANDS
     wish: Wish = NO_WISH
+    room: int = 0
+    """The least `max_model_len` that will do, as far as workers have said that theirs is too small."""
 
     def given(self) -> set[str]:
         """The fields that ask for something."""
@@ -132,6 +134,14 @@ class Picker:
                 raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
             await self._status.wait_changed(left)
 
+    def of_more_room(self, aim: Aim, short: Member) -> Aim | None:
+        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody has more. Only a
+        worker can count the tokens of a text."""
+        longer = replace(aim, room=_room(short) + 1)
+        out = self._unable(aim).keys() | self._short(longer)
+        able = (member for member in self._view.snapshot() if member.instance_id not in out)
+        return longer if aim.pinned is None and any(able) else None
+
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
         return asyncio.get_running_loop().time() < since + self._wait_s
@@ -150,7 +160,8 @@ class Picker:
         admitted = self._status.admitted(self._needed(aim.request.adapter))
         if aim.pinned is not None:
             return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = {member.instance_id for member in lost if self.is_current(member)} | self._unable(aim).keys()
+        out = {member.instance_id for member in lost if self.is_current(member)}
+        out |= self._unable(aim).keys() | self._short(aim)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
 
     def _fit(
@@ -198,6 +209,11 @@ class Picker:
             raise Unsupported(reason, field=name, fix="leave it out, or start a worker of an engine that can")
         return unable
 
+    def _short(self, aim: Aim) -> set[str]:
+        if not aim.room:
+            return set()
+        return {member.instance_id for member in self._view.snapshot() if _room(member) < aim.room}
+
     def _needed(self, adapter: str | None) -> str | None:
         """The adapter that a worker must have told us of: while two states are served, not each worker has it."""
         record = self._committed.record
@@ -242,6 +258,7 @@ class Picker:
             closed = {key: why for key, why in closed.items() if key == pinned}
         else:
             closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim).items()}
+            closed |= dict.fromkeys(self._short(aim), "it has too little room for the prompt and max_tokens")
         examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
         return NotAdmitted(
             f"{f'worker {pinned} takes' if pinned else 'no worker takes'} "
@@ -249,3 +266,9 @@ class Picker:
             fix="GET /v1/rl/workers tells why each one is closed",
             retry_after_s=1.0,
         )
+
+
+def _room(member: Member) -> int:
+    """Tokens of a prompt and a choice together."""
+    told = member.info.get("max_model_len")
+    return told if isinstance(told, int) else MAX_PROMPT_TOKENS

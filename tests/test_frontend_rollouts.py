@@ -4,6 +4,7 @@ tokens tell which weights made them."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,24 @@ async def test_a_request_goes_to_a_worker_that_can_do_it(plane: Plane, http: htt
         assert (await ask(http, **both))["nvext"]["instance_id"] == able.instance_id
     pinned = {**body, "nvext": {"instance_id": lacking[0].instance_id}}
     assert (await http.post("/v1/completions", json={**pinned, "min_tokens": 0})).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt_token_ids": None, "prompt": "hello"}])
+async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
+    plane: Plane, http: httpx.AsyncClient, prompt: dict[str, Any]
+) -> None:
+    for length in (16, 32, 64):
+        plane.spawn(max_model_len=length)
+    await ready(plane, 3)
+    made: Counter[int] = Counter()
+    for _ in range(6):
+        for count in (2, 20, 40):
+            reply = await ask(http, max_tokens=count, return_token_ids=True, **prompt)
+            made[len(reply["choices"][0]["token_ids"])] += 1
+    assert made == {2: 6, 20: 6, 40: 6}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 80}
+    error = error_of(await http.post("/v1/completions", json=body), 400)
+    assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
 
 
 # ---- too much at once ----
