@@ -93,9 +93,14 @@ def all_of(*got: Delivered) -> list[Fault]:
         CUT,
         replace(CUT, tokens=ADAPTED.tokens[:3], adapter="a", floor={"a": 2}),
         replace(
-            GOOD, tokens=GOOD.tokens[:5], spans=[span(0, 0, 4), span(1, 4, 5)], finish_reason="abort", logprobs=5
+            GOOD,
+            tokens=GOOD.tokens[:5],
+            spans=[span(0, 0, 4), span(1, 4, 5)],
+            finish_reason="abort",
+            logprobs=5,
+            may_abort=True,
         ),
-        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0),
+        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0, may_abort=True),
     ],
 )
 def test_what_is_right_is_no_fault(good: Delivered) -> None:
@@ -113,6 +118,8 @@ SHORT: dict[str, Any] = {"spans": [span(0, 0, 4), span(1, 4, 9)], "logprobs": 9}
         # tokens
         ("lost", replace(GOOD, tokens=WITHOUT_ONE, finish_reason="abort", **SHORT)),
         ("lost", replace(GOOD, tokens=GOOD.tokens[:9], **SHORT)),
+        ("lost", replace(GOOD, tokens=GOOD.tokens[:9], finish_reason="abort", **SHORT)),
+        ("lost", replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0)),
         ("lost", replace(GOOD, logprobs=9)),
         ("duplicated", replace(GOOD, tokens=TWICE)),
         ("duplicated", replace(GOOD, max_tokens=9)),
@@ -201,6 +208,7 @@ async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: boo
         Floors(),
         {},
         lambda frontend, since: killed and frontend is None,
+        lambda adapter, since: False,
         clients=0,
         seed=1,
     )

@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -139,6 +139,7 @@ class Told:
     finished: dict[int, str] = field(default_factory=dict)
     workers: dict[int, str] = field(default_factory=dict)
     logprobs: Counter[int] = field(default_factory=Counter)
+    cut: set[int] = field(default_factory=set)
     error: dict[str, Any] | None = None
 
     def take(self, choice: Choice) -> None:
@@ -150,10 +151,13 @@ class Told:
         if choice["finish_reason"] is not None:
             self.spans[index] = choice["weight_versions"]
             self.finished[index] = choice["finish_reason"]
+        if choice.get("cut"):
+            self.cut.add(index)
 
 
 class Clients:
-    """`faults` grows; `excuse(frontend, since)` says whether something was killed that explains a broken reply."""
+    """`faults` grows; `excuse(frontend, since)` says whether something was killed that explains a broken reply, and
+    `aborts(adapter, since)` whether something was done that ends such a choice early."""
 
     def __init__(
         self,
@@ -162,6 +166,7 @@ class Clients:
         floors: Floors,
         adapters: Mapping[str, bool],
         excuse: Callable[[int | None, float], bool],
+        aborts: Callable[[str | None, float], bool],
         *,
         clients: int,
         seed: int,
@@ -176,7 +181,7 @@ class Clients:
         self.trouble: Counter[str] = Counter()
         """What else clients were told."""
         self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
-        self._excuse, self._seed = excuse, seed
+        self._excuse, self._aborts, self._seed = excuse, aborts, seed
         self._stop = asyncio.Event()
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(REPLY_S), trust_env=False, limits=httpx.Limits(max_connections=None)
@@ -223,7 +228,7 @@ class Clients:
         if told.error is not None:
             self._refused(ask, began, told)
         for index in told.tokens:
-            self._deliver(ask, told, index, floor)
+            self._deliver(ask, began, told, index, floor)
         whole = len(told.finished) == ask.n
         if not whole and told.error is None and not left and not self._excuse(ask.frontend, began):
             self._fault(ask, "lost", f"{len(told.finished)} of {ask.n} choices came to an end, without an error")
@@ -288,8 +293,10 @@ class Clients:
 
     # ---- judging ----
 
-    def _deliver(self, ask: Ask, told: Told, index: int, floor: Mapping[str | None, int]) -> None:
-        got = self._got(ask, told, index, floor)
+    def _deliver(self, ask: Ask, began: float, told: Told, index: int, floor: Mapping[str | None, int]) -> None:
+        cut = index in told.cut and DEMANDS[ask.demands].get("on_stale") == "cut"
+        may_abort = cut or self._aborts(ask.adapter, began)
+        got = replace(self._got(ask, told, index, floor), may_abort=may_abort)
         if got.tokens or got.spans is not None:
             self.faults += self._checker.take(got)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Choice = Mapping[str, Any]
-"""{index, token_ids, logprobs: how many or None, finish_reason, instance_id, weight_versions}: what is new of it."""
+"""{index, token_ids, logprobs: how many or None, finish_reason, instance_id, weight_versions}: what is new of it; `cut`
+too, if it was."""
 Before = Mapping[int, Sequence[int]]
 """What came of each choice before this."""
 
@@ -100,6 +101,7 @@ def _of_sglang(told: Any, before: Before) -> Iterable[Choice]:
             "finish_reason": meta["finish_reason"] and meta["finish_reason"]["type"],
             "instance_id": meta["instance_id"],
             "weight_versions": meta["weight_versions"],
+            "cut": meta.get("cut"),
         }
 
 
