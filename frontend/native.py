@@ -30,6 +30,7 @@ from rl_plane.generation import (
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     Bias,
     StopString,
@@ -163,7 +164,7 @@ class SglangSampling(BaseModel):
     max_new_tokens: int | None = Field(None, ge=1)
     """Default 128, or as many as fit after `input_ids`."""
     min_new_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0.0, le=1.0)

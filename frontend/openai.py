@@ -21,6 +21,7 @@ from rl_plane.generation import (
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     Bias,
     StopString,
@@ -71,7 +72,7 @@ class SamplingBody(BaseModel):
 
     model_config = STRICT
 
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     """Default 1; 0 means greedy."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)

@@ -583,6 +583,7 @@ def test_a_batch_of_prompts() -> None:
         ({"nvext": {"extra_fields": ["token_ids", "foo"]}}, "nvext.extra_fields.1"),
         ({"nvext": []}, "nvext"),
         ({"messages": []}, "messages"),
+        ({"temperature": 2.01}, "temperature"),
         ({"unheard_of": None}, "unheard_of"),
         ({"prompt": [3, 4], "add_special_tokens": True}, "add_special_tokens"),
     ],
