@@ -151,7 +151,7 @@ async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
         index = int(stream.body["id"][-1])
         for count in range(1, CHUNKS + 1):  # each by itself, as what comes together is sent together
             await stream.send([1] * OF_A_CHUNK, span(1, 0, count * OF_A_CHUNK))
-            await plane.until(lambda count=count: judged[index] == count * OF_A_CHUNK)  # type: ignore[misc]
+            await plane.until(lambda count=count: judged[index] == count * OF_A_CHUNK)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Choice, "take", counted)
