@@ -379,7 +379,7 @@ class Generation:
                 if event is None:
                     left.remove(index)
                     continue
-                if isinstance(event, GenerateDelta) and event.token_ids:
+                if plan.demands.max_lag is not None and isinstance(event, GenerateDelta) and event.token_ids:
                     spans[index] = event.spans or spans.get(index, [])
                     if end := self._cut_by_lag(plan, index, spans[index]):
                         left.remove(index)
