@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -160,19 +160,28 @@ def _accepted(message: dict[str, Any]) -> Accepted:
     return Accepted(str(told["instance_id"]), str(told["incarnation"]), WeightVersion.from_wire(told["version"]))
 
 
-def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> list[GenerateDelta]:
-    """Of what came at once as few as can be, unless that grows too large."""
-    deltas = [_delta(message, request) for message in batch]
-    return joined(deltas) if deltas and not request.top_logprobs else deltas
+def _deltas(batch: list[dict[str, Any]], request: GenerateRequest) -> Iterator[GenerateDelta]:
+    """Of what came at once as few as can be, unless that grows too large; then the error, if one is not right."""
+    deltas: list[GenerateDelta] = []
+    failure: EngineFailed | None = None
+    for message in batch:
+        deltas.append(GenerateDelta.model_validate(message.get("delta")))
+        if request.logprobs and (failure := _wrong_logprobs(deltas[-1])) is not None:
+            deltas.pop()
+            break
+    yield from joined(deltas) if deltas and not request.top_logprobs else deltas
+    if failure is not None:
+        raise failure
 
 
-def _delta(message: dict[str, Any], request: GenerateRequest) -> GenerateDelta:
-    delta = GenerateDelta.model_validate(message.get("delta"))
-    if request.logprobs and len(delta.logprobs or ()) != len(delta.token_ids):
-        raise EngineFailed(
-            f"the worker sent {len(delta.logprobs or ())} logprobs with {len(delta.token_ids)} tokens"
-        )
-    return delta
+def _wrong_logprobs(delta: GenerateDelta) -> EngineFailed | None:
+    """Of weights that are broken an engine may well make tokens, and give them no numbers."""
+    tokens, logprobs = delta.token_ids, delta.logprobs or []
+    if len(logprobs) != len(tokens):
+        return EngineFailed(f"the worker sent {len(logprobs)} logprobs with {len(tokens)} tokens")
+    if not all(map(math.isfinite, logprobs)):
+        return EngineFailed("the worker sent logprobs that are not finite numbers")
+    return None
 
 
 def _check_prompt_logprobs(first: GenerateDelta) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from rl_plane.errors import DemandUnmet, InvalidRequest
 from rl_plane.generation import UNKNOWN, VersionSpan
+from rl_plane.history import KEEP
 from rl_plane.record import Held
 
 MAX_LABEL_CHARS = 256
@@ -132,7 +133,8 @@ class Unmet:
 
 def not_known(label: str, adapter: str | None) -> Unmet:
     of = "the base" if adapter is None else f"the base or {adapter[:64]!r}"
-    return Unmet("min_version", f"no version {label[:64]!r} of {of} was committed")
+    words = f"no version {label[:64]!r} of {of} is known: it is none of the last {KEEP} updates'"
+    return Unmet("min_version", f"{words}; an older one is named by its sequence")
 
 
 def at_admission(demands: Demands, floor: Point | None, serves: Point, committed: Point) -> Unmet | None:

@@ -21,6 +21,7 @@ from frontend.picking import Aim, Picker
 from frontend.prefixes import beginnings, beginnings_of
 from frontend.routing import Router, Wish
 from rl_plane.errors import (
+    EngineDied,
     EngineFailed,
     InvalidRequest,
     NotAdmitted,
@@ -125,9 +126,10 @@ class EngineClient:
         since = loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
+        failure: EngineFailed | None = None
         with self.aborts.of(*names_of(request.id)) as ending:
             for attempt in itertools.count():
-                picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal))
+                picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
                 if picked is None:
                     yield so_far.end("abort")
                     return
@@ -158,6 +160,10 @@ class EngineClient:
                         yield so_far.end("length")
                         return
                     self.moves["migrated" if so_far.made else "retried"] += 1
+                    if isinstance(error, EngineFailed) and not isinstance(error, EngineDied):
+                        failure = error  # its worker lives: the caller hears the cause, if nobody else can
+                    elif so_far.fresh:
+                        failure = None
                     since, refusal = loop.time(), None
                     continue
                 except Unavailable as error:
@@ -172,6 +178,11 @@ class EngineClient:
                         raise
                     continue
                 except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
+                    if error.facts.get("field") == "max_tokens" and (
+                        longer := self._picker.of_more_room(aim, member)
+                    ):
+                        aim = longer
+                        continue
                     if not so_far.made:
                         raise
                     raise WorkerLost(f"no other worker can go on: {error.message}", retry_after_s=1.0) from error

@@ -31,7 +31,7 @@ from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.streaming import EventStream, unless_gone
 from frontend.tokens import DetokenizeBody, TokenizeBody, Tokens
 from rl_plane.errors import (
-    DeadlineExceeded,
+    FrontendEnding,
     InvalidRequest,
     NotFound,
     NoWorkers,
@@ -40,7 +40,7 @@ from rl_plane.errors import (
     Unavailable,
     Unlabelled,
 )
-from rl_plane.generation import GenerateDelta
+from rl_plane.generation import GenerateDelta, VersionSpan
 from rl_plane.membership import Member, Snapshot
 from rl_plane.record import DecisionRecord
 from rl_plane.view import MembershipView
@@ -242,24 +242,26 @@ class Generation:
 
     def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
         """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
-        record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
-        if record is None or demands.max_lag is None:
-            return
         for choice in choices:
-            spans = choice.labelled()
-            if not spans or choice.cut is not None:
-                continue
-            adapter = spans[0].adapter.name if spans[0].adapter is not None else None
-            unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
-            if unmet is None:
-                continue
-            if plan.demands.on_stale != "cut":
-                error = unmet.error()
-                _of_choice(error, plan, choice.index)
-                raise error
-            self._engines.moves["cut"] += 1
-            choice.take(Cut(unmet.demand, unmet.message))
-            choice.take(GenerateDelta(token_ids=[], finish_reason="abort", spans=spans))
+            if choice.cut is None:
+                for event in self._cut_by_lag(plan, choice.index, choice.labelled()):
+                    choice.take(event)
+
+    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> list[Event]:
+        """How a choice with tokens of these weights ends, if they are too old by now; else an error, or nothing."""
+        record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
+        if record is None or demands.max_lag is None or not spans:
+            return []
+        adapter = spans[0].adapter.name if spans[0].adapter is not None else None
+        unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
+        if unmet is None:
+            return []
+        if plan.demands.on_stale != "cut":
+            error = unmet.error()
+            _of_choice(error, plan, index)
+            raise error
+        self._engines.moves["cut"] += 1
+        return [Cut(unmet.demand, unmet.message), GenerateDelta(token_ids=[], finish_reason="abort")]
 
     async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False
@@ -297,9 +299,10 @@ class Generation:
                 return
         # No worker has failed it: it is not tried again at another one.
         self._engines.give_up(
-            lambda: DeadlineExceeded(
+            lambda: FrontendEnding(
                 f"this frontend was told to end, and {timeout_s:g} s later this was still under way",
-                fix="send it again, to another frontend; error.partial has the tokens so far",
+                fix="go on at another frontend; error.partial has the tokens so far",
+                retry_after_s=1.0,
             )
         )
 
@@ -357,7 +360,8 @@ class Generation:
         return self._engines.generate(plan.requests[index], plan.instance_id, plan.demands, plan.session)
 
     async def _choices(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
-        """Each in a task of its own: one alone needs none, nor the queue between."""
+        """Each in a task of its own: one alone needs none, nor the queue between. What has waited there for a slow
+        reader is held to its lag again."""
         queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:
@@ -371,18 +375,28 @@ class Generation:
             await queue.put((index, last))
 
         tasks = [asyncio.create_task(one(index)) for index in range(len(plan.requests))]
+        left, spans = set(range(len(tasks))), dict[int, list[VersionSpan]]()
         try:
-            left = len(tasks)
             while left:
                 index, event = await queue.get()
+                if index not in left:
+                    continue  # of one that was cut here
                 if isinstance(event, Exception):
                     if isinstance(event, PlaneError):
                         _of_choice(event, plan, index)
                     raise event
                 if event is None:
-                    left -= 1
-                else:
-                    yield index, event
+                    left.remove(index)
+                    continue
+                if plan.demands.max_lag is not None and isinstance(event, GenerateDelta) and event.token_ids:
+                    spans[index] = event.spans or spans.get(index, [])
+                    if end := self._cut_by_lag(plan, index, spans[index]):
+                        left.remove(index)
+                        tasks[index].cancel()
+                        for last in end:
+                            yield index, last
+                        continue
+                yield index, event
         finally:
             for task in tasks:
                 task.cancel()
@@ -418,13 +432,15 @@ def _of_choice(error: PlaneError, plan: Plan, index: int) -> None:
 
 
 def _add_partial(error: PlaneError, choices: list[Choice]) -> None:
-    """An error after the first token carries the tokens so far; of a choice with tokens of no version, none."""
+    """An error after the first token carries the tokens so far, of the choice that it is of where that has some; of a
+    choice with tokens of no version, none."""
     if isinstance(error, Unlabelled):
         choices[error.facts.get("index", 0)].unlabelled = True
     told = [choice for choice in choices if choice.token_ids and not choice.unlabelled]
     if not told:
         return
-    cut = next((choice for choice in told if choice.finish_reason is None), told[0])
+    failed = error.facts.get("index")
+    cut = min(told, key=lambda choice: (choice.index != failed, choice.finish_reason is not None))
     error.facts["partial"] = cut.partial()
     if len(choices) > 1:
         error.facts["partials"] = [choice.partial() for choice in choices]

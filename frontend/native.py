@@ -30,6 +30,7 @@ from rl_plane.generation import (
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     Bias,
     StopString,
@@ -163,7 +164,7 @@ class SglangSampling(BaseModel):
     max_new_tokens: int | None = Field(None, ge=1)
     """Default 128, or as many as fit after `input_ids`."""
     min_new_tokens: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0.0, le=1.0)
@@ -249,11 +250,23 @@ _NOT_SERVED = [
     "multi_item_delimiter_indices",
     "token_indices_to_pool",
     "external_trace_header",
+    "max_dynamic_patch",
+    "min_dynamic_patch",
+    "image_max_dynamic_patch",
+    "video_max_dynamic_patch",
+    "encoder_urls",
+    "num_items_assigned",
+    "need_wait_for_mm_inputs",
+    "http_worker_ipc",
+    "received_time",
 ]
 SGLANG_REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NOT_SERVED, NONE),
     "return_sampling_mask": (False,),
     "return_text_in_logprobs": (False,),
+    "return_flat_raw_top_logprobs": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (True, False),  # how those would be written
     "return_hidden_states": (False,),
     "routed_experts_start_len": (0,),
     "return_indexer_topk": (False,),

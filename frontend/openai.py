@@ -21,6 +21,7 @@ from rl_plane.generation import (
     MAX_REPETITION_PENALTY,
     MAX_SALT_CHARS,
     MAX_STOPS,
+    MAX_TEMPERATURE,
     MAX_TOP_LOGPROBS,
     Bias,
     StopString,
@@ -71,7 +72,7 @@ class SamplingBody(BaseModel):
 
     model_config = STRICT
 
-    temperature: float | None = Field(None, ge=0.0)
+    temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     """Default 1; 0 means greedy."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1)
@@ -156,7 +157,13 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     """Of a text: those that the tokenizer puts around it. Default true, as in `/tokenize`."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """0 or 1: the chosen token's. More: of so many of the likeliest, too."""
+    """0 or 1 (or true): the chosen token's. More: of so many of the likeliest, too."""
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _one_from_bool(cls, value: Any) -> Any:
+        """As a chat says it."""
+        return (1 if value else None) if isinstance(value, bool) else value
 
 
 class ChatBody(GenerationBody, TemplateBody):
@@ -220,6 +227,63 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "safety_identifier": NONE,
     "lora_path": NONE,
     "return_hidden_states": (False,),
+    # Of vLLM's own.
+    "request_id": NONE,
+    "session_id": NONE,
+    "prompt_embeds": NONE,
+    "truncation_side": ("left",),
+    "include_reasoning": (True,),
+    "thinking_token_budget": NONE,
+    "logprob_token_ids": NONE,
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors", "none"),  # there is none
+    "return_mm_kwargs": (False,),
+    "kv_transfer_params": NONE,
+    "ec_transfer_params": NONE,
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "stream_interval": (1,),
+    "repetition_detection": NONE,
+    # Of SGLang's own.
+    "rid": NONE,
+    "input_ids": NONE,
+    "session_params": NONE,
+    "extra_key": NONE,
+    "custom_labels": NONE,
+    "bootstrap_host": NONE,
+    "bootstrap_port": NONE,
+    "bootstrap_room": NONE,
+    "data_parallel_rank": NONE,
+    "routed_dp_rank": NONE,
+    "disagg_prefill_dp_rank": NONE,
+    "stop_regex": ([], ""),
+    "no_stop_trim": (False,),
+    "custom_logit_processor": NONE,
+    "custom_params": ({},),
+    "watermark": NONE,
+    "task": NONE,
+    "thinking": NONE,
+    "separate_reasoning": (True, False),  # a model's reasoning stands in the text, as it wrote it
+    "stream_reasoning": (True, False),
+    "routed_experts_start_len": (0,),
+    "sampling_logprobs_mode": NONE,
+    "return_meta_info": (False,),
+    "return_sampling_mask": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_spec_tokens_details": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (True, False),  # how those would be written
+    "max_dynamic_patch": NONE,
+    "min_dynamic_patch": NONE,
+    "use_audio_in_video": (False,),
+    "images_config": NONE,
+    "video_config": NONE,
 }
 REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
     "cache_salt": NONE,

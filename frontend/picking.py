@@ -5,15 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frontend.committed import Committed
 from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
 from frontend.routing import NO_WISH, Router, Wish, lacks_of, refused_by
-from rl_plane.errors import NotAdmitted, NotFound, NoWorkers, Overloaded, Unavailable, Unsupported, WorkerLost
-from rl_plane.generation import TOGETHER, GenerateRequest
+from rl_plane.errors import (
+    EngineFailed,
+    NotAdmitted,
+    NotFound,
+    NoWorkers,
+    Overloaded,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
+from rl_plane.generation import MAX_PROMPT_TOKENS, TOGETHER, GenerateRequest
 from rl_plane.membership import Member
 from rl_plane.subjects import check_instance_id
 from rl_plane.view import MembershipView
@@ -38,6 +47,8 @@ class Aim:
     pinned: str | None = None
     demands: Demands = NO_DEMANDS
     wish: Wish = NO_WISH
+    room: int = 0
+    """The least `max_model_len` that will do, as far as workers have said that theirs is too small."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """Those of these fields that ask for something."""
@@ -85,10 +96,16 @@ class Picker:
         self._lacking = Lacking()
 
     async def pick(
-        self, aim: Aim, lost: Sequence[Member], since: float, refusal: Unavailable | None = None
+        self,
+        aim: Aim,
+        lost: Sequence[Member],
+        since: float,
+        refusal: Unavailable | None = None,
+        failure: EngineFailed | None = None,
     ) -> Picked:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
-        which is raised where no other one is found."""
+        which is raised where no other one is found. `failure`: of an engine that is still there; it is raised at once
+        where no other one is admitted, as waiting mends nothing."""
         loop = asyncio.get_running_loop()
         if aim.pinned is not None:
             await self._lease.wait(since + self._wait_s)
@@ -98,6 +115,8 @@ class Picker:
             floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
             able = self._able(aim, lost)
+            if failure is not None and not able:
+                raise failure
             fit, unmet = self._fit(aim, able, floor)
             if unknown is not None:
                 fit, unmet = set(), unknown
@@ -115,8 +134,16 @@ class Picker:
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
-                raise unmet.error() if unmet is not None else refusal or self._nobody(aim, lost)
+                raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
             await self._status.wait_changed(left)
+
+    def of_more_room(self, aim: Aim, short: Member) -> Aim | None:
+        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody has more. Only a
+        worker can count the tokens of a text."""
+        longer = replace(aim, room=_room(short) + 1)
+        out = self._unable(aim).keys() | self._short(longer)
+        able = (member for member in self._view.snapshot() if member.instance_id not in out)
+        return longer if aim.pinned is None and any(able) else None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
@@ -139,7 +166,8 @@ class Picker:
             if aim.pinned in unable:
                 raise _unsupported(*unable[aim.pinned])
             return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = {member.instance_id for member in lost if self.is_current(member)} | unable.keys()
+        out = {member.instance_id for member in lost if self.is_current(member)}
+        out |= unable.keys() | self._short(aim)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
 
     def _fit(
@@ -188,6 +216,11 @@ class Picker:
             raise _unsupported(*next(iter(unable.values())))
         return unable
 
+    def _short(self, aim: Aim) -> set[str]:
+        if not aim.room:
+            return set()
+        return {member.instance_id for member in self._view.snapshot() if _room(member) < aim.room}
+
     def _needed(self, adapter: str | None) -> str | None:
         """The adapter that a worker must have told us of: while two states are served, not each worker has it."""
         record = self._committed.record
@@ -235,6 +268,7 @@ class Picker:
             closed = {key: why for key, why in closed.items() if key == pinned}
         else:
             closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim).items()}
+            closed |= dict.fromkeys(self._short(aim), "it has too little room for the prompt and max_tokens")
         examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
         return NotAdmitted(
             f"{f'worker {pinned} takes' if pinned else 'no worker takes'} "
@@ -246,3 +280,9 @@ class Picker:
 
 def _unsupported(field: str, reason: str) -> Unsupported:
     return Unsupported(reason, field=field, fix="leave it out, or start a worker of an engine that can")
+
+
+def _room(member: Member) -> int:
+    """Tokens of a prompt and a choice together."""
+    told = member.info.get("max_model_len")
+    return told if isinstance(told, int) else MAX_PROMPT_TOKENS

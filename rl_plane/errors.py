@@ -27,6 +27,7 @@
     │   ├── DemandUnmet              no weights are there that the request demands
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   ├── StaleWeights             tokens of weights that were replaced a while ago
+    │   ├── FrontendEnding           the frontend was told to end before the request did
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
 
@@ -203,6 +204,12 @@ class StaleWeights(Unavailable):
     """The stream's worker missed an update. Its tokens so far are good; the rest are not delivered."""
 
     code = "stale_weights"
+
+
+class FrontendEnding(Unavailable):
+    """No worker has failed the request, and its tokens so far are good: send them to another frontend."""
+
+    code = "frontend_ending"
 
 
 class BusUnreachable(Unavailable):

@@ -26,6 +26,8 @@ MAX_STOPS_WITH_MIN_TOKENS = 96
 
 MAX_TOP_LOGPROBS = 20
 """What vLLM gives at most, unless told otherwise."""
+MAX_TEMPERATURE = 2.0
+"""OpenAI's own bound, and vLLM's."""
 MAX_REPETITION_PENALTY = 10.0
 """Beyond it there is nothing left of a logit."""
 MAX_STOPS = 32
@@ -153,7 +155,7 @@ class GenerateRequest(BaseModel):
     """Chat messages, rendered by the model's chat template."""
     rendering: Rendering = Field(default_factory=Rendering)
     max_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, ge=0.0)
+    temperature: float = Field(1.0, ge=0.0, le=MAX_TEMPERATURE)
     """0 means greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)

@@ -10,11 +10,19 @@ Whoever sends the requests is the caller's: any HTTP library will do.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_plane.errors import InvalidRequest, PlaneError, Unavailable, Unlabelled, error_from_wire
+from rl_plane.errors import (
+    EngineFailed,
+    InvalidRequest,
+    PlaneError,
+    Unavailable,
+    Unlabelled,
+    error_from_wire,
+)
 from rl_plane.turns import next_prompt
 
 STOPPED_S = 10.0
@@ -131,6 +139,8 @@ class Rollout:
                 spans.append(moved)
         if len(logprobs or ()) != len(tokens) or (spans[-1]["end"] if spans else 0) != before + len(tokens):
             raise Unlabelled(f"{len(tokens)} tokens came with {len(logprobs or ())} logprobs, and spans {spans}")
+        if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in logprobs or ()):
+            raise EngineFailed("tokens came with logprobs that are not finite numbers")
         joined = replace(
             self,
             token_ids=[*self.token_ids, *tokens],

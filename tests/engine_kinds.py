@@ -48,7 +48,6 @@ class Kind:
     ranks: str
     """So begin those of the ones that have the model."""
     max_model_len: int
-    max_temperature: float
     adapts_head: bool
     """Takes an adapter of `lm_head`."""
     lacks: frozenset[str]
@@ -236,7 +235,6 @@ VLLM = Kind(
     processes="VLLM::",
     ranks="VLLM::Worker",
     max_model_len=2048,
-    max_temperature=2.0,
     adapts_head=True,
     lacks=frozenset({"routed_experts"}),
     places=2,
@@ -267,7 +265,6 @@ SGLANG = Kind(
     processes="sglang::",
     ranks="sglang::scheduler",
     max_model_len=2042,
-    max_temperature=float("inf"),
     adapts_head=False,
     lacks=frozenset(
         {

@@ -33,8 +33,8 @@ class Stream:
         self._sender = sender
         self._prompt = body["request"].get("prompt_token_ids")
 
-    async def send(self, tokens: list[int], *spans: VersionSpan, end: bool = False) -> None:
-        logprobs = [-1.0] * len(tokens) if self.body["request"].get("logprobs") else None
+    async def send(self, tokens: list[int], *spans: VersionSpan, end: bool = False, logprob: float = -1.0) -> None:
+        logprobs = [logprob] * len(tokens) if self.body["request"].get("logprobs") else None
         reason: Literal["length"] | None = "length" if end else None
         prompt, self._prompt = self._prompt, None
         delta = GenerateDelta(

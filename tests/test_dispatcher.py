@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 from rl_plane.ops import OPS
 from rl_plane.wire import MAX_MESSAGE_BYTES
-from worker.dispatcher import MAX_TOKENIZING, Dispatcher
+from worker.dispatcher import AT_ONCE, MAX_TOKENIZING, Dispatcher
 from worker.state import WorkerState
 
 BOUND_S = 5.0
@@ -25,9 +25,14 @@ class Asked:
     def __init__(self, reply: Mapping[str, Any]) -> None:
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.go = asyncio.Event()
+        self.at_work, self.full = 0, asyncio.Event()
+        """How many of those that tokenize have begun; as many as may at once."""
         self._bus: Any = SimpleNamespace(nc=self)
 
         async def later(body: Any, fence: int) -> Mapping[str, Any]:
+            self.at_work += 1
+            if self.at_work == AT_ONCE:
+                self.full.set()
             await self.go.wait()
             return reply
 
@@ -60,12 +65,28 @@ async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
     assert (error["code"], error["retry_after_s"]) == ("unavailable", 1.0)
     await asked.ask("liveness")
     assert (await asked.answer())["status"] == "ok"
+    assert asked.at_work == AT_ONCE
     asked.go.set()
     for _ in range(MAX_TOKENIZING):
         assert (await asked.answer())["body"]["tokens"] == [1]
     await asyncio.sleep(0)  # the tasks' ends, which come after their answers
     await asked.ask("tokenize", prompt="a")
     assert (await asked.answer())["status"] == "ok"
+    await asked.dispatcher.stop()
+
+
+async def test_who_waits_to_tokenize_waits_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked({"tokens": [1], "max_model_len": 8})
+    for _ in range(AT_ONCE):
+        await asked.ask("tokenize", prompt="a")
+    async with asyncio.timeout(BOUND_S):
+        await asked.full.wait()
+    monkeypatch.setattr(Dispatcher, "_bound_s", lambda self, request, op: 0.0)
+    await asked.ask("tokenize", prompt="a")
+    assert (await asked.answer())["error"]["code"] == "deadline_exceeded"
+    asked.go.set()
+    for _ in range(AT_ONCE):
+        assert (await asked.answer())["status"] == "ok"
     await asked.dispatcher.stop()
 
 

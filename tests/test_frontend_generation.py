@@ -269,6 +269,17 @@ fake.FakeEngine.generate = hiding
 """
 
 
+UNFINITE = "the model's logits are not finite numbers"
+FAILS = f"""
+import worker.engines.fake as fake
+from rl_plane.errors import EngineFailed
+async def failing(self, request):
+    raise EngineFailed({UNFINITE!r})
+    yield
+fake.FakeEngine.generate = failing
+"""
+
+
 @pytest.mark.parametrize(
     "changed", ["None", "delta.prompt_logprobs[:-1]", "[None, -1.0, float('nan')]", "[-1.0] * 3"]
 )
@@ -281,6 +292,20 @@ async def test_a_worker_that_sends_no_right_prompt_logprobs_is_an_error(
     error = error_of(await http.post("/v1/completions", json=body), 500)
     assert "prompt logprobs" in error["message"]
     assert len((await ask(http, **pinned))["choices"]) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_every_engine_fails_at_is_told_at_once_and_in_its_words(plane: Plane, count: int) -> None:
+    """No worker is lost by it, so no other is waited for: the call would end before."""
+    workers = [plane.spawn(patch=FAILS) for _ in range(count)]
+    async with frontend(plane, admission_wait_s=600) as http:
+
+        async def asked() -> bool:
+            error = error_of(await http.post("/v1/completions", json={"prompt_token_ids": PROMPT}), 500)
+            assert (error["code"], error["message"]) == ("engine_failed", UNFINITE)
+            return all(UNFINITE in worker.log.read_text() for worker in workers)
+
+        await plane.until(asked)
 
 
 async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -505,6 +530,26 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
+async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane, http: httpx.AsyncClient) -> None:
+    workers = {worker.instance_id: worker for worker in plane.spawn_many(2, token_delay_s=0.05)}
+    await (await plane.client()).run("ready", {"min_workers": 2, "wait_s": 30})
+    made: dict[int, str] = {}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 2, "stream": True, "return_token_ids": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        while len(made) < 2:
+            (choice,) = (await next_event(lines))["choices"]
+            made[choice["index"]] = choice["instance_id"]
+        workers[made[1]].kill()
+        while "error" not in (event := await next_event(lines)):
+            pass
+    error = event["error"]
+    assert (error["code"], error["index"], error["partial"]["index"]) == ("worker_lost", 1, 1)
+    assert error["partial"] == error["partials"][1]
+    assert made[0] != made[1]
+    assert error["partials"][0]["token_ids"]
+
+
 async def test_what_is_left_of_a_text_has_its_prompts_tokens(plane: Plane, http: httpx.AsyncClient) -> None:
     """On every route, streamed or not: sent back as a prefix they are exactly what the engine saw."""
     victim = plane.spawn(token_delay_s=0.05)
@@ -666,11 +711,12 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
             process.send_signal(signal.SIGTERM)
             while "error" not in (event := await next_event(lines)):
                 tokens += event["choices"][0]["token_ids"]
-        assert event["error"]["code"] == "deadline_exceeded"
+        assert event["error"]["code"] == "frontend_ending"
         assert event["error"]["partial"]["token_ids"] == tokens == tokens_under(digest, 0, len(tokens))
-        error = error_of(await whole, 504)
+        error = error_of(await whole, 503)
+        assert (await whole).headers["retry-after"] == "1"
         assert error["partial"]["token_ids"] == tokens_under(digest, 0, len(error["partial"]["token_ids"]))
-        assert "partial" not in error_of(await waiting, 504)
+        assert "partial" not in error_of(await waiting, 503)
         async with asyncio.timeout(ENDS_S):
             assert await process.wait() == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -124,6 +125,32 @@ async def test_a_stream_ends_at_the_first_token_of_other_weights(plane: Plane) -
         *chunks, last = events
         assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == [1, 2]
         assert last["error"]["code"] == "unlabelled"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+async def test_logprobs_that_are_no_numbers_are_the_engines_error(
+    plane: Plane, stream: bool, value: float
+) -> None:
+    """Weights that diverged: what came before them is told."""
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await stream.send([2])
+        await stream.send([3], logprob=value)
+        await stream.send([4], end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        reply = await stage.ask(stream=stream)
+        assert reply.status_code == (200 if stream else 500)
+        error = (event_of(reply.text.split("\n\n")[-2]) if stream else reply.json())["error"]
+        assert (error["code"], error["message"]) == (
+            "engine_failed",
+            "the worker sent logprobs that are not finite numbers",
+        )
+        assert (error["partial"]["token_ids"], error["partial"]["logprobs"]) == ([1, 2], [-1.0, -1.0])
 
 
 @pytest.mark.parametrize("stream", [False, True])

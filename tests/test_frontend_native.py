@@ -233,6 +233,7 @@ async def test_what_they_lack_is_named(http: httpx.AsyncClient) -> None:
         (SGLANG, {"input_ids": PROMPT, "text": "a"}, 400, "input_ids"),
         (SGLANG, {"sampling_params": {}}, 400, "input_ids"),
         (SGLANG, {"input_ids": PROMPT, "sampling_params": {"top_p": 2}}, 400, "sampling_params.top_p"),
+        (SGLANG, {"input_ids": PROMPT, "sampling_params": {"temperature": 3}}, 400, "sampling_params.temperature"),
         (SGLANG, {"input_ids": PROMPT, "unheard_of": 1}, 400, "unheard_of"),
     ]
     for path, body, status, field in refused:

@@ -4,6 +4,7 @@ tokens tell which weights made them."""
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -219,6 +220,24 @@ async def test_what_an_engine_cant_witness_is_told_as_unknown(plane: Plane, http
         body = {"prompt_token_ids": PROMPT, **demand, **pinned}
         assert error_of(await http.post("/v1/completions", json=body), 501)["field"] in demand
     assert (await ask(http, **pinned))["choices"][0]["weight_versions"][0]["version"] == "unknown"
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt_token_ids": None, "prompt": "hello"}])
+async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
+    plane: Plane, http: httpx.AsyncClient, prompt: dict[str, Any]
+) -> None:
+    for length in (16, 32, 64):
+        plane.spawn(max_model_len=length)
+    await ready(plane, 3)
+    made: Counter[int] = Counter()
+    for _ in range(6):
+        for count in (2, 20, 40):
+            reply = await ask(http, max_tokens=count, return_token_ids=True, **prompt)
+            made[len(reply["choices"][0]["token_ids"])] += 1
+    assert made == {2: 6, 20: 6, 40: 6}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 80}
+    error = error_of(await http.post("/v1/completions", json=body), 400)
+    assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
 
 
 # ---- too much at once ----
@@ -448,7 +467,9 @@ async def test_adapters_of_one_label_are_not_taken_for_each_other(plane: Plane) 
             reply = await stage.ask(model=model, min_version="step_5", on_stale="refuse")
             assert reply.status_code == 200, reply.text
         refused = await stage.ask(min_version="step_5", on_stale="refuse")
-        assert "no version 'step_5' of the base" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert "no version 'step_5' of the base" in message
+        assert "none of the last 256 updates" in message  # a frontend that began later knows no older ones
 
 
 @pytest.mark.parametrize("demand", [{"one_version": True}, {"max_lag": 0}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,10 @@ import pytest
 
 from frontend import committed, listeners
 from frontend.committed import History
+from frontend.continuation import SoFar
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.replies import Choice
+from rl_plane.generation import GenerateDelta
 from rl_plane.record import DecisionRecord
 from rl_plane.streams import WINDOW, IncomingStream, StreamSender
 from tests.scripted_worker import Stream
@@ -49,6 +52,8 @@ generation.StreamSender = lambda publish, most: streams.StreamSender(publish, mo
 """A worker most of whose tokens wait for a reader: few messages are out, and each carries 11,000 at most."""
 VOCAB_SIZE = 1 << 20
 MADE_S = 60.0
+CHUNKS, OF_A_CHUNK = 16, 2000
+"""Of each choice: a chunk is 100 kB of JSON, and all buffers together have less than a megabyte."""
 OTHERS = 300
 """Tokens of a request beside it: more than a window."""
 
@@ -118,6 +123,68 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
     assert sum(len(choice["logprobs"]["top_logprobs"]) for choice in choices) == TOKENS
     (span,) = choices[-1]["weight_versions"]
     assert (choices[-1]["finish_reason"], span["digest"], span["end"]) == ("length", digest, TOKENS)
+
+
+@pytest.mark.parametrize("on_stale", ["cut", "wait"])
+async def test_what_waited_for_one_that_stands_still_is_held_to_its_lag(
+    plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch, on_stale: str
+) -> None:
+    """It was as demanded when it came from the worker; when the reader goes on it is not."""
+    judged, taken = {0: 0, 1: 0}, 0
+    take, keep = Choice.take, SoFar.take
+
+    def counted(choice: Choice, event: Any) -> None:
+        nonlocal taken
+        before = len(choice.token_ids)
+        take(choice, event)
+        taken += len(choice.token_ids) - before
+
+    def kept(so_far: SoFar, delta: GenerateDelta) -> None:
+        keep(so_far, delta)
+        if delta.finish_reason is None:
+            judged[int(so_far.request.id[-1])] = len(so_far.made)
+
+    async def script(stream: Stream) -> None:
+        if stream.body["sequence"] == 2:
+            await stream.send([3], span(2, 0, 1), end=True)
+            return
+        index = int(stream.body["id"][-1])
+        for count in range(1, CHUNKS + 1):  # each by itself, as what comes together is sent together
+            await stream.send([1] * OF_A_CHUNK, span(1, 0, count * OF_A_CHUNK))
+            await plane.until(lambda count=count: judged[index] == count * OF_A_CHUNK)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Choice, "take", counted)
+    monkeypatch.setattr(SoFar, "take", kept)
+    body = {"prompt": "hi", "n": 2, "stream": True, "return_token_ids": True, "max_lag": 0, "on_stale": on_stale}
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        async with (
+            httpx.AsyncClient(base_url=stage.http.base_url, timeout=60, transport=few) as slow,
+            slow.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.aiter_lines()
+            events = [await next_event(lines)]
+            await plane.until(lambda: set(judged.values()) == {CHUNKS * OF_A_CHUNK})
+            sent = taken
+            assert 0 < sent < CHUNKS * OF_A_CHUNK  # the rest waits in the queue
+            await stage.decide(record(2))
+            await worker.hold(record(2))
+            assert (await stage.ask(min_version=2)).status_code == 200  # this frontend has learnt it
+            while (event := await next_event(lines)) not in ("[DONE]", None):
+                events.append(event)
+        for _ in range(2):
+            assert (await worker.aborted.get())[-2:] in ("-0", "-1")
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    assert sum(len(choice["token_ids"]) for choice in choices) == sent
+    if on_stale == "cut":
+        ends = {choice["index"]: choice for choice in choices if choice["finish_reason"]}
+        assert sorted(ends) == [0, 1]
+        assert {(end["finish_reason"], end["cut"]["demand"]) for end in ends.values()} == {("abort", "max_lag")}
+    else:
+        error = events[-1]["error"]
+        assert (error["code"], error["field"]) == ("demand_unmet", "max_lag")
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -415,6 +415,12 @@ def test_ways_to_ask_for_prompt_logprobs(body: dict[str, Any], asked: bool) -> N
     assert [request.prompt_logprobs for request in chat(n=2, **body).requests] == [asked, False]
 
 
+@pytest.mark.parametrize(("value", "asked"), [(False, False), (True, True), (None, False), (0, True)])
+def test_a_completion_asks_for_logprobs_as_a_chat_may(value: Any, asked: bool) -> None:
+    assert completion(logprobs=value).requests[0].logprobs == asked
+    assert completion(logprobs=value, return_token_ids=True).requests[0].logprobs
+
+
 def test_tokens_come_in_either_field() -> None:
     assert completion(prompt=[3, 4]).requests[0].prompt_token_ids == [3, 4]
     assert completion(prompt=None, prompt_token_ids=[3]).requests[0].prompt_token_ids == [3]
@@ -577,7 +583,6 @@ def test_a_batch_of_prompts() -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
@@ -598,6 +603,7 @@ def test_a_batch_of_prompts() -> None:
         ({"nvext": {"extra_fields": ["token_ids", "foo"]}}, "nvext.extra_fields.1"),
         ({"nvext": []}, "nvext"),
         ({"messages": []}, "messages"),
+        ({"temperature": 2.01}, "temperature"),
         ({"unheard_of": None}, "unheard_of"),
         ({"prompt": [3, 4], "add_special_tokens": True}, "add_special_tokens"),
     ],

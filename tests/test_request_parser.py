@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +115,74 @@ ROUTES: dict[str, Route] = {
         {"input_ids": [5, 6]},
     ),
 }
+
+
+_SIMPLE = """
+import json, msgspec
+from dataclasses import fields
+def told(defaults):
+    return {name: one if isinstance(one, (bool, int, float, str, list)) else None for name, one in defaults.items()}
+def of_model(model):
+    return told({name: one.default for name, one in model.model_fields.items()})
+def of_struct(struct):
+    fields = msgspec.structs.fields(struct)
+    return told({one.name: one.default for one in fields if not one.name.startswith("_")})
+"""
+THEIRS = {
+    "vllm": """
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+print(json.dumps({
+    "completions": of_model(CompletionRequest), "chat": of_model(ChatCompletionRequest),
+    "vllm": of_model(GenerateRequest), "vllm sampling_params": of_struct(SamplingParams)}))
+""",
+    "sglang": """
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+print(json.dumps({
+    "completions": of_model(CompletionRequest), "chat": of_model(ChatCompletionRequest),
+    "sglang": told({one.name: one.default for one in fields(GenerateReqInput)}),
+    "sglang sampling_params": of_struct(SamplingParams)}))
+""",
+}
+"""Prints the fields that an engine's own server takes, by our routes, each with its default where that is simple."""
+SERVED: dict[str, type[BaseModel]] = {
+    "completions": CompletionBody,
+    "chat": ChatBody,
+    "vllm": VllmBody,
+    "vllm sampling_params": VllmSampling,
+    "sglang": SglangBody,
+    "sglang sampling_params": SglangSampling,
+}
+OF_STATE = frozenset(
+    {
+        *("skip_clone", "output_text_buffer_length"),
+        *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+        "ebnf_full_assistant",
+    }
+)
+"""Of the engines' sampling parameters: not what a caller says, but what was made of it."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=pytest.mark.engines(name)) for name in THEIRS])
+def test_what_an_engines_own_server_takes_is_served_or_refused_by_name(engine: str) -> None:
+    """And its default, where it isn't served, changes nothing."""
+    run = [sys.executable, "-c", _SIMPLE + THEIRS[engine]]
+    told = subprocess.run(run, capture_output=True, text=True, timeout=180, check=True)
+    wrong = []
+    for where, theirs in json.loads(told.stdout.splitlines()[-1]).items():
+        route, _, inner = where.partition(" ")
+        parse, _, _, least = ROUTES[route]
+        for field in sorted(theirs.keys() - SERVED[where].model_fields - OF_STATE):
+            for value, due in ((None, Plan), (theirs[field], Plan), ({"no": "such"}, Unsupported)):
+                found = outcome(parse, {**least, **({inner: {field: value}} if inner else {field: value})})
+                if not isinstance(found, due):
+                    wrong.append(f"{where}: {field} {value!r}: {found}")
+    assert not wrong
 
 
 def filled(source: random.Random, fields: list[str]) -> dict[str, Any]:

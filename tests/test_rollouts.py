@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rl_plane import (
+    EngineFailed,
+    FrontendEnding,
     Gathered,
     InvalidRequest,
     NotAdmitted,
@@ -137,6 +140,15 @@ def test_tokens_without_logprobs_or_labels_are_not_joined() -> None:
         rollout.with_reply(200, {**told, "prompt_token_ids": [5, 5]})
 
 
+@pytest.mark.parametrize("value", [None, math.nan, "-0.1"])
+def test_logprobs_that_are_no_numbers_are_not_joined(value: Any) -> None:
+    rollout = Rollout([5], 4)
+    told = reply(rollout.body(), [1, 2])
+    choice = {**told["choices"][0], "logprobs": {"token_logprobs": [-0.1, value]}}
+    with pytest.raises(EngineFailed, match="not finite numbers"):
+        rollout.with_reply(200, {**told, "choices": [choice]})
+
+
 # ---- enough of them ----
 
 
@@ -213,6 +225,22 @@ async def test_what_the_plane_can_do_later_is_asked_again() -> None:
 
     got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
     assert [one.token_ids for one in got.finished] == [[1, 1, 1]]
+
+
+async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> None:
+    asked: list[list[int]] = []
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        asked.append(list(body["prompt_token_ids"]))
+        if len(asked) > 1:
+            return 200, reply(body, [3])
+        (choice,) = reply(body, [1, 2])["choices"]
+        partial = {**choice, "logprobs": choice["logprobs"]["token_logprobs"], "finish_reason": None}
+        return failed(FrontendEnding("told to end", retry_after_s=0.0, partial=partial))
+
+    got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
+    assert ([one.token_ids for one in got.finished], got.failed) == ([[1, 2, 3]], [])
+    assert asked == [[5], [5, 1, 2]]
 
 
 async def never(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

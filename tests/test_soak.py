@@ -94,9 +94,16 @@ def all_of(*got: Delivered) -> list[Fault]:
         CUT,
         replace(CUT, tokens=ADAPTED.tokens[:3], adapter="a", floor={"a": 2}),
         replace(
-            GOOD, tokens=GOOD.tokens[:5], spans=[span(0, 0, 4), span(1, 4, 5)], finish_reason="abort", logprobs=5
+            GOOD,
+            tokens=GOOD.tokens[:5],
+            spans=[span(0, 0, 4), span(1, 4, 5)],
+            finish_reason="abort",
+            logprobs=5,
+            may_abort=True,
         ),
-        replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0, max_lag=0, committed=9),
+        replace(
+            GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0, may_abort=True, max_lag=0, committed=9
+        ),
         replace(GOOD, max_lag=1, committed=1),
         replace(ADAPTED, max_lag=1),
     ],
@@ -116,6 +123,8 @@ SHORT: dict[str, Any] = {"spans": [span(0, 0, 4), span(1, 4, 9)], "logprobs": 9}
         # tokens
         ("lost", replace(GOOD, tokens=WITHOUT_ONE, finish_reason="abort", **SHORT)),
         ("lost", replace(GOOD, tokens=GOOD.tokens[:9], **SHORT)),
+        ("lost", replace(GOOD, tokens=GOOD.tokens[:9], finish_reason="abort", **SHORT)),
+        ("lost", replace(GOOD, tokens=[], spans=[], finish_reason="abort", logprobs=0)),
         ("lost", replace(GOOD, logprobs=9)),
         ("duplicated", replace(GOOD, tokens=TWICE)),
         ("duplicated", replace(GOOD, max_tokens=9)),
@@ -208,6 +217,7 @@ async def test_what_deaths_explain_is_a_fault_without_one(code: str, killed: boo
         Floors(),
         {},
         lambda frontend, since: killed and frontend is None,
+        lambda adapter, since: False,
         clients=0,
         seed=1,
     )
@@ -248,7 +258,16 @@ async def test_the_choices_of_a_whole_reply_are_of_one_time(
         choices = [choice(0, "base 0", 0, cut), choice(1, "base 1", 1, None)]
         return httpx.Response(200, json=choices if ROUTES[route].path == "/generate" else {"choices": choices})
 
-    clients = Clients([lambda: "http://frontend"], checker(), Floors(), {}, lambda *_: False, clients=0, seed=1)
+    clients = Clients(
+        [lambda: "http://frontend"],
+        checker(),
+        Floors(),
+        {},
+        lambda *_: False,
+        lambda *_: False,
+        clients=0,
+        seed=1,
+    )
     clients._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     drawn = draw("client0", 0, 1, 1, [])
     ask = replace(drawn, kind="many", n=2, route=route, demands=demands, prompt=tuple(PROMPT), max_tokens=2)

@@ -50,8 +50,10 @@ MAX_OPS = 256
 OF_STAGES = ("ping", "liveness")
 """The ops that a stage does not skip."""
 
-MAX_TOKENIZING = 8
-"""Of those below, which anybody may ask for: they leave the rest of MAX_OPS to the control plane."""
+MAX_TOKENIZING = 64
+"""Of those below, which anybody may ask for, a megabyte each: they leave MAX_OPS to the control plane."""
+AT_ONCE = 8
+"""Of these; the others wait, until their deadline."""
 
 TOKENIZING = {"tokenize": "prompt", "detokenize": "tokens"}
 """Op → the field that its reply's length comes from."""
@@ -92,6 +94,7 @@ class Dispatcher:
         self._stage = stage
         self._tasks: set[asyncio.Task[None]] = set()
         self._tokenizing: set[asyncio.Task[None]] = set()
+        self._tokenizers = asyncio.Semaphore(AT_ONCE)
 
     async def listen(self, bus: Bus, subjects: Subjects) -> None:
         async def everybody(message: Msg) -> None:
@@ -141,6 +144,8 @@ class Dispatcher:
                     outcome.close()
                 what = "ops that tokenize" if apart else "ops"
                 raise Unavailable(f"{most} {what} are under way in this worker", retry_after_s=1.0)
+            if apart:
+                outcome = self._in_turn(outcome)
             task = asyncio.create_task(self._finish(bus, message, request, op, outcome, start, form))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -150,6 +155,14 @@ class Dispatcher:
             log.exception("op %s", request.op)
             failure = EngineFailed(f"{type(error).__name__}: {error}")
             await self._answer(bus, message, self._failed(request, start, failure), form)
+
+    async def _in_turn(self, outcome: Awaitable[Mapping[str, Any]]) -> Mapping[str, Any]:
+        try:
+            async with self._tokenizers:
+                return await outcome
+        finally:
+            if isinstance(outcome, Coroutine):
+                outcome.close()  # of one that has not had its turn
 
     def _change(self, request: Request, body: BaseModel) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         assert request.fence is not None, "check_changing"

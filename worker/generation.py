@@ -115,6 +115,10 @@ class GenerationService:
                 await sender.send({"accepted": self._accepted()})
                 await self._generate(request, sender)
             except PlaneError as error:
+                if isinstance(
+                    error, EngineFailed
+                ):  # a frontend may try it elsewhere, and nobody hears of it there
+                    log.warning("request %s: %s", stream_id, error)
                 await sender.finish({"error": error.to_wire()})
             except Exception as error:
                 log.exception("request %s", stream_id)

@@ -7,12 +7,13 @@ import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.soak.checker import Fault
-from tests.soak.fleet import Answer, SoakFleet
+from tests.soak.fleet import EXCUSE_S, Answer, SoakFleet
 from tests.soak.load import Floors
 from tests.soak.models import BAD, Weights
 
@@ -79,6 +80,15 @@ def schedule(seed: int, seconds: float, adapters: bool) -> list[Step]:
             steps.append(Step(at_s, kind, options, chance.random()))
 
 
+@dataclass(slots=True)
+class Abort:
+    """Something is done that ends choices before they are complete."""
+
+    adapter: str | None
+    """Those that use it; None: all."""
+    until: float = float("inf")
+
+
 def one_of(choices: Sequence[str], choice: float) -> str:
     return choices[min(int(choice * len(choices)), len(choices) - 1)]
 
@@ -95,6 +105,11 @@ class Chaos:
     made: int = 0
     """Bases that were sent so far; of adapters likewise."""
     made_adapters: int = 0
+    _aborts: list[Abort] = field(default_factory=list)
+
+    def aborts(self, adapter: str | None, since: float) -> bool:
+        """Whether such choices were aborted after `since`, or just before it."""
+        return any(one.adapter in (None, adapter) and one.until + EXCUSE_S > since for one in self._aborts)
 
     async def first(self) -> None:
         """What is there before the load begins."""
@@ -118,11 +133,28 @@ class Chaos:
                 break
             await asyncio.sleep(max(0.0, start + step.at_s - time.monotonic()))
             self.fleet.note(f"== {step.name}")
-            answer = await do[step.kind](step)
+            with self._noted(step):
+                answer = await do[step.kind](step)
             words = answer.code if answer is not None else "done"
             self.fleet.note(f"{step.name}: {answer or words}")
             self.outcomes[f"{step.name}: {words}"] += 1
             await self.fleet.learn_committed()
+
+    @contextmanager
+    def _noted(self, step: Step) -> Iterator[None]:
+        """If it is one that aborts."""
+        names: list[str | None] = []
+        if step.options.get("policy", {}).get("pause_mode") == "abort":
+            names = [None]
+        elif step.kind == "unload" or (step.kind == "adapter" and "sglang" in self.fleet.engines):
+            names = [step.options["name"]]  # SGLang's swap ends what runs with the adapter before it
+        notes = [Abort(name) for name in names]
+        self._aborts += notes
+        try:
+            yield
+        finally:
+            for one in notes:
+                one.until = time.monotonic()
 
     # ---- updates ----
 

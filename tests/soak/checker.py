@@ -62,6 +62,8 @@ class Delivered:
     """None: any."""
     committed: int = 0
     """The newest sequence that is known to have been committed when all of it was delivered."""
+    may_abort: bool = False
+    """It was cut, as it asked for, or something was done that ends such choices early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ def _check_end(got: Delivered) -> Iterable[Fault]:
     count = len(got.tokens)
     if count > got.max_tokens:
         yield _fault("duplicated", got, None, f"{count} tokens of {got.max_tokens}")
+    elif got.finish_reason == "abort" and not got.may_abort:
+        yield _fault("lost", got, None, f"{count} tokens of {got.max_tokens}, and nothing aborted it")
     elif got.finish_reason == "length" and count < got.max_tokens:
         yield _fault("lost", got, None, f"{count} tokens of {got.max_tokens}, and it is said to be complete")
     elif got.finish_reason not in ("length", "abort", None):  # these weights never end a text

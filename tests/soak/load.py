@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -30,7 +30,7 @@ TRANSIENT = frozenset(
         "worker_lost",
         "stale_weights",
         "engine_died",
-        "deadline_exceeded",
+        "frontend_ending",
     }
 )
 """What a client may be told while processes die."""
@@ -166,7 +166,8 @@ class Told:
 
 
 class Clients:
-    """`faults` grows; `excuse(frontend, since)` says whether something was killed that explains a broken reply."""
+    """`faults` grows; `excuse(frontend, since)` says whether something was killed that explains a broken reply, and
+    `aborts(adapter, since)` whether something was done that ends such a choice early."""
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class Clients:
         floors: Floors,
         adapters: Mapping[str, bool],
         excuse: Callable[[int | None, float], bool],
+        aborts: Callable[[str | None, float], bool],
         *,
         clients: int,
         seed: int,
@@ -189,7 +191,7 @@ class Clients:
         self.trouble: Counter[str] = Counter()
         """What else clients were told."""
         self._urls, self._checker, self._floors, self._adapters = urls, checker, floors, adapters
-        self._excuse, self._seed = excuse, seed
+        self._excuse, self._aborts, self._seed = excuse, aborts, seed
         self._stop = asyncio.Event()
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(REPLY_S), trust_env=False, limits=httpx.Limits(max_connections=None)
@@ -239,7 +241,7 @@ class Clients:
             if demand not in DEMANDS[ask.demands] or told.finished.get(index, "abort") != "abort":
                 self._fault(ask, "demand", f"choice {index} was cut by {demand}, and ended by {told.finished}")
         for index in told.tokens:
-            self._deliver(ask, told, index, floor)
+            self._deliver(ask, began, told, index, floor)
         whole = len(told.finished) == ask.n
         if not whole and told.error is None and not left and not self._excuse(ask.frontend, began):
             self._fault(ask, "lost", f"{len(told.finished)} of {ask.n} choices came to an end, without an error")
@@ -304,8 +306,10 @@ class Clients:
 
     # ---- judging ----
 
-    def _deliver(self, ask: Ask, told: Told, index: int, floor: Mapping[str | None, int]) -> None:
-        got = self._got(ask, told, index, floor)
+    def _deliver(self, ask: Ask, began: float, told: Told, index: int, floor: Mapping[str | None, int]) -> None:
+        cut = index in told.cut and DEMANDS[ask.demands].get("on_stale") == "cut"
+        may_abort = cut or self._aborts(ask.adapter, began)
+        got = replace(self._got(ask, told, index, floor), may_abort=may_abort)
         if got.tokens or got.spans is not None:
             self.faults += self._checker.take(got)
 

@@ -53,7 +53,9 @@ async def _soak(fleet: SoakFleet, weights: Weights, report: Report, count: int) 
     await fleet.learn_committed()
     report.before = await fleet.counts()
     urls = [lambda name=name: fleet.url(name) for name in fleet.frontends]
-    clients = Clients(urls, checker, floors, adapters, fleet.was_down, clients=count, seed=report.seed)
+    clients = Clients(
+        urls, checker, floors, adapters, fleet.was_down, chaos.aborts, clients=count, seed=report.seed
+    )
     settling = asyncio.create_task(_settle(fleet, checker, report))
     try:
         await chaos.run(schedule(report.seed, report.seconds, with_adapters), report.seconds)

@@ -20,8 +20,6 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 MAX_SEED = 1 << 63
 MAX_TOP_K = 1 << 30
 """More than any vocabulary. SGLang ends itself where it does not fit 32 bits."""
-MAX_TEMPERATURE = 1e6
-"""All tokens are equally likely then, and it is still a finite number in 32 bits."""
 FIRST_KEY = "rl-plane-0"
 """Of the weights that the engine starts with."""
 
@@ -305,7 +303,7 @@ class Feeder:
             logprob_start_len=0 if with_prompt else -1,
             sampling_params={
                 "max_new_tokens": request.max_tokens - len(stream.made),
-                "temperature": min(request.temperature, MAX_TEMPERATURE),
+                "temperature": request.temperature,
                 "top_p": request.top_p,
                 "top_k": min(request.top_k, MAX_TOP_K) or -1,
                 # A draw is of seed and position, so the same one goes on.

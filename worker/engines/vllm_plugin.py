@@ -22,6 +22,7 @@ def register() -> None:
     belong_to_worker()
     _poll_politely()
     _wake_without_a_step()
+    take_temperatures_as_they_are()
 
 
 def _poll_politely() -> None:
@@ -43,3 +44,10 @@ def _wake_without_a_step() -> None:
         return not core.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
+
+
+def take_temperatures_as_they_are() -> None:
+    """vLLM raises those below 0.01 to that, where a request is made and again where it is read."""
+    from vllm import sampling_params
+
+    sampling_params._MAX_TEMP = 0.0

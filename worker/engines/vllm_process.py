@@ -18,7 +18,7 @@ from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.vllm_args import completed, thread_binding
-from worker.engines.vllm_plugin import MARK
+from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
 
 T = TypeVar("T")
 log = logging.getLogger("worker.vllm")
@@ -163,6 +163,7 @@ class VllmProcess:
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         binding = thread_binding(ranks) if on_cpu else None
         eager = on_cpu and arguments["enforce_eager"]
+        take_temperatures_as_they_are()  # also here, where requests are made
         with _environment(directory, binding, self._options.deterministic, eager):
             self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
