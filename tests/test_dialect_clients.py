@@ -52,8 +52,8 @@ def witness(plane: Plane, seed: int) -> Path:
     return make_witness_model(plane.tmp / "weights" / f"witness{seed}", seed)
 
 
-async def fleet(plane: Plane, count: int) -> list[str]:
-    model = witness(plane, 1)
+async def fleet(plane: Plane, count: int, dtype: str = "float32") -> list[str]:
+    model = make_witness_model(plane.tmp / "weights" / f"served in {dtype}", 1, dtype)
     started = [plane.spawn(ready=False, engine="hf", model=model) for _ in range(count)]
     return [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
 
@@ -84,8 +84,10 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])
 async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldProcess, kind: str) -> None:
-    """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS."""
-    ids = await fleet(plane, 2)
+    """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS. TRL trains in float32
+    unless it is told otherwise, whatever the fleet serves in."""
+    dtype = "float32" if kind == "vllm" else "bfloat16"
+    ids = await fleet(plane, 2, dtype)
     async with facade(plane) as http:
         await trainer.do("client", client_of(plane, kind, http))
         await form(plane, trainer, 2, packed=kind != "nats")
@@ -119,7 +121,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
             await proven(http, ids, 3)
         if kind == "trl":
             assert await trainer.do("call", ["get_world_size"]) == 2
-            assert await trainer.do("call", ["get_dtype"]) == "torch.float32"
+            assert await trainer.do("call", ["get_dtype"]) == f"torch.{dtype}"
             assert await trainer.do("call", ["get_max_model_len"]) > 0
             info = await trainer.do("call", ["get_server_info"])
             assert info["weight_transfer_config"] is not None

@@ -179,7 +179,7 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     first, *others = buckets
     for wrong, field, words in (
         ([{**first, "shapes": [[1], *first["shapes"][1:]]}, *others], "transport", first["names"][0]),
-        ([{**first, "dtypes": ["bfloat16"] * len(first["names"])}, *others], "cast", first["names"][0]),
+        ([{**first, "dtypes": ["int8"] * len(first["names"])}, *others], "transport", first["names"][0]),
         ([{**first, "names": ["pigeon", *first["names"][1:]]}, *others], "transport", "pigeon"),
         (others, "transport", first["names"][0]),
     ):
