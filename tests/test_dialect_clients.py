@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
+from frontend.generation import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
 from rl_plane.publish.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
@@ -195,6 +196,31 @@ async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, 
 
 async def _ready(http: httpx.AsyncClient) -> bool:
     return bool((await http.get("/v1/rl/ready?min_workers=2")).status_code == 200)
+
+
+async def test_a_trainer_that_is_there_before_its_fleet_waits_for_it(
+    plane: Plane, trainer: ToldProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's, which takes the first model as soon as `/health` is a 200."""
+    twice, check, asked = asyncio.Event(), Generation.check_stays, 0
+
+    def counted(generation: Generation) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            twice.set()
+        check(generation)
+
+    monkeypatch.setattr(Generation, "check_stays", counted)
+    async with facade(plane) as http:
+        await trainer.do("client", client_of(plane, "trl", http))
+        ready = asyncio.create_task(trainer.do("call", ["wait_for_server_ready"]))
+        again = asyncio.create_task(twice.wait())
+        await asyncio.wait({ready, again}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        assert (again.done(), ready.done()) == (True, False)
+        await asyncio.to_thread(plane.spawn)
+        await ready
+        assert await trainer.do("call", ["get_max_model_len"]) > 0
 
 
 async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(

@@ -104,6 +104,26 @@ async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base
     refused(await http.post(base + "/v1/unload_lora_adapter", json={"lora_name": "policy"}), 404)
 
 
+@pytest.mark.parametrize("base", ["", "/v1/rl"])
+async def test_who_is_there_before_its_fleet_waits_for_it(plane: Plane, base: str) -> None:
+    """It asks for `/health` each second, then once for its model. Beneath `/v1/rl` the former is the frontend's own."""
+    async with facade(plane) as http:
+        prime, first = PrimeRl(http, base), "/v1/models" if base else "/health"
+        waits = await http.get(base + first)
+        assert (waits.status_code, waits.json()["error"]["code"]) == (503, "no_workers")
+        assert waits.headers["retry-after"] == "1"
+        assert fine(await http.get("/v1/rl/health")) == {"status": "ok"}
+        worker = plane.spawn()
+        await plane.until(lambda: _answers(http, base + first))
+        await prime.start("seed0")
+        worker.kill()
+        await plane.until(lambda: _answers(http, base + first, 503))
+
+
+async def _answers(http: httpx.AsyncClient, path: str, status: int = 200) -> bool:
+    return (await http.get(path)).status_code == status
+
+
 async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> None:
     body = {"weight_dir": str(plane.model(1)), "weight_version": "step_1", "reset_prefix_cache": False}
     reply = fine(await http.post("/v1/rl/update_weights", json=body))

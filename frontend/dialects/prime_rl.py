@@ -77,6 +77,7 @@ def mount(app: FastAPI, plane: DialectPlane) -> None:
     _mount_rpc(app, plane)
 
     async def models(ask: Ask) -> Any:
+        plane.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
         return plane.generation.list_models()
 
     add_route(app, ["GET"], PREFIX + "/v1/models", models, summary="What is served.")
