@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
+from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -151,9 +152,28 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     assert fine(await http.post("/wake_up?tags=kv_cache")) == {"status": "awake", "tags": ["kv_cache"]}
     assert fine(await http.get("/is_sleeping")) == {"is_sleeping": False}
     assert fine(await http.get("/is_paused")) == {"is_paused": False}
-    assert fine(await http.post("/sleep?level=0"))["status"] == "sleeping"
+    # `scheduling` is not all of it while memory is released.
+    fine(await http.post("/sleep?level=1"))
+    assert fine(await http.post("/wake_up?tags=scheduling"))["status"] == "sleeping"
     assert fine(await http.get("/is_paused")) == {"is_paused": True}
+    assert fine(await http.post("/wake_up"))["status"] == "awake"
+    assert fine(await http.get("/is_paused")) == {"is_paused": False}
     refused(await http.post("/sleep?level=3"), 400)
+
+
+async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(plane: Plane) -> None:
+    """Level 0, as on every engine without a memory saver; `scheduling` is vLLM's own word for its end."""
+    for _ in range(2):
+        plane.spawn(patch=WITHOUT_A_SAVER)
+    async with facade(plane) as http:
+        for query in ("", "?tags=scheduling", "?tags=weights&tags=kv_cache", "?tags=scheduling&tags=weights"):
+            fine(await http.post("/sleep?level=0"))
+            assert fine(await http.get("/is_paused")) == {"is_paused": True}
+            assert fine(await http.post("/wake_up" + query))["status"] == "awake", query
+            assert fine(await http.get("/is_paused")) == {"is_paused": False}
+            assert await served(http) == [(True, "initial")] * 2
+        assert refused(await http.post("/sleep?level=1"), 501)["field"] == "op"
+        refused(await http.post("/wake_up?tags=dreams"), 400)
 
 
 async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
