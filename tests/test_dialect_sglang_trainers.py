@@ -120,7 +120,8 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             body = {"flush_cache": False, "weight_version": str(step)}
             reply = await replay.send(groups[number % 2], directory, part, **body)
             assert fine(reply)["success"] is True
-            # Its answer was lost on the way: the same call, and no broadcast.
+            # Its answer was lost on the way, and a rollout's client came between: the same call, and no broadcast.
+            await replay.http.post("/abort_request", json={"rid": "nobody"})
             again = {**part, "group_name": groups[number % 2], **body}
             assert await replay.post("/update_weights_from_distributed", again) == reply.json()
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
