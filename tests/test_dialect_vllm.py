@@ -161,6 +161,28 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     refused(await http.post("/sleep?level=3"), 400)
 
 
+HAS_REQUESTS = """
+import worker.engines.fake as fake
+async def flush_cache(self):
+    return False
+fake.FakeEngine.flush_cache = flush_cache
+"""
+BREAKS = HAS_REQUESTS.replace("return False", "raise fake.EngineFailed('it broke')")
+
+
+async def test_a_cache_that_an_engine_keeps_is_no_success_and_no_error(plane: Plane) -> None:
+    """vLLM's and SGLang's keep it while requests run. TRL raises at any status but 200."""
+    plane.spawn()
+    one = plane.spawn(patch=HAS_REQUESTS)
+    async with facade(plane) as http:
+        told = fine(await http.post("/reset_prefix_cache"))
+        assert (told["success"], one.instance_id in told["message"]) == (False, True)
+        plane.spawn(patch=BREAKS)
+        answer = await http.post("/reset_prefix_cache")
+        refused(answer, 409)
+        assert "it broke" in answer.json()["message"]
+
+
 async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(plane: Plane) -> None:
     """Level 0, as on every engine without a memory saver; `scheduling` is vLLM's own word for its end."""
     for _ in range(2):

@@ -18,7 +18,7 @@ from frontend.dialects.common import (
     tell_paused,
     world_size,
 )
-from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
+from frontend.dialects.routes import Ask, Fields, NoFields, add_route, failure, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import mount_rpc
@@ -203,7 +203,13 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
         for name in ("reset_running_requests", "reset_external"):
             if getattr(fields, name):
                 raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
-        await plane.calls.run("flush_cache", {}, ask.request_id)
+        try:
+            await plane.calls.run("flush_cache", {}, ask.request_id)
+        except Conflict as error:
+            codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
+            if codes != {Conflict.code}:
+                raise
+            return {"success": False, "message": failure(error)}  # engines with requests refuse; vLLM says it so
         return {"success": True}
 
     async def weight_checker(ask: Ask) -> Any:
