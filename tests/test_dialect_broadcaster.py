@@ -242,7 +242,11 @@ async def test_weights_of_another_float_dtype_are_cast_as_engines_servers_do(pla
             fine(await http.post("/update_weights", json={"update_info": info}))
             fine(await http.post("/finish_weight_update"))
             await served_by_all(3)
-            for path in ("/load_lora_adapter", "/v1/load_lora_adapter", "/v1/rl/v1/load_lora_adapter"):
+            adapter = {"lora_name": "own", "lora_path": str(witnesses.adapter(1)), "cast": False}
+            error = (await http.post("/v1/rl/load_lora_adapter", json=adapter)).json()["error"]
+            assert error["field"] == "cast"
+            for prefix in ("", "/v1", "/v1/rl", "/v1/rl/v1"):
+                path = f"{prefix}/load_lora_adapter"
                 name = path.replace("/", "-")
                 fine(await http.post(path, json={"lora_name": name, "lora_path": str(witnesses.adapter(1))}))
                 assert fine(await http.get("/v1/rl/updates"))["updates"][0]["target"]["name"] == name
