@@ -23,7 +23,8 @@ HEAD = """# Reference
 
 By HTTP at `/v1/rl/…` on port 8002, by one message `{"op": …, "body": {…}}` to `<ns>.<comp>.fleet` on NATS, and
 by `RlClient.run(op, body)`: the same bodies, the same replies. `GET /v1/rl/health` says that the frontend runs, and
-is the only route that is open when a key is set; with a [dialect](dialects.md) on, `GET /health` is too.
+is the only route that is open when a key is set; with a [dialect](dialects.md) on, `GET /health` is too, and says
+that a worker is there.
 `GET /v1/rl/events` streams what happens (see operators.md).
 
 Every reply is `{status: "ok", epoch, fingerprint, workers: [{instance_id, incarnation, status, …}], elapsed_s}`,

@@ -108,7 +108,7 @@ def make_admin_app(
     app = make_app("rl_plane: the fleet", key, frozenset({HEALTH, ROOT_HEALTH} if spoken else {HEALTH}))
     app.add_api_route(HEALTH, _health, methods=["GET"], summary="The frontend runs.", response_model=None)
     if spoken is not None:
-        add_generation_routes(app, spoken.plane.generation, spoken.tokens)
+        add_generation_routes(app, spoken.plane.generation, spoken.tokens, as_engine=True)
         mount_dialects(app, spoken.dialects, spoken.plane)
     for op in FLEET_OPS.values():
         if has_route(app, op.method, PREFIX + op.path):

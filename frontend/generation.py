@@ -167,8 +167,8 @@ class Generation:
             self._check_model(await self._models(asked), asked)
 
     async def _models(self, asked: str | None) -> Models:
-        if not await self._view.wait_until(lambda now: len(now) > 0, self._wait_s):
-            raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
+        await self._view.wait_until(lambda now: len(now) > 0, self._wait_s)
+        self.check_served()
         models = self.models
         if asked is None or asked in models.names or asked in models.adapters:
             return models
@@ -305,6 +305,10 @@ class Generation:
                 retry_after_s=1.0,
             )
         )
+
+    def check_served(self) -> None:
+        if not len(self._view.snapshot()):
+            raise NoWorkers("no worker is there", fix="start one: `rl-plane worker`", retry_after_s=1.0)
 
     def check_stays(self) -> None:
         if self._leaving:
@@ -453,15 +457,23 @@ def make_generation_app(generation: Generation, tokens: Tokens, key: str | None)
     return app
 
 
-def add_generation_routes(app: FastAPI, generation: Generation, tokens: Tokens) -> None:
+def add_generation_routes(
+    app: FastAPI, generation: Generation, tokens: Tokens, *, as_engine: bool = False
+) -> None:
+    """`as_engine`: the listener is taken for one. An engine's server is there when its engine is: trainers wait for its
+    `/health`, then ask at once for the model."""
+
     async def health(request: Request) -> Response:
         generation.check_stays()
+        if as_engine:
+            generation.check_served()
         return json_response({"status": "ok"})
 
     async def models(request: Request) -> Response:
         return json_response(generation.list_models())
 
-    app.add_api_route(HEALTH, health, methods=["GET"], summary="The frontend runs.", response_model=None)
+    words = "A worker is there, or 503." if as_engine else "The frontend runs."
+    app.add_api_route(HEALTH, health, methods=["GET"], summary=words, response_model=None)
     app.add_api_route("/v1/models", models, methods=["GET"], summary="What is served.", response_model=None)
     for path, handler in (
         ("/v1/completions", generation.completions),

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from frontend.admin import Spoken, make_admin_app
 from frontend.calls import FleetCalls
 from frontend.committed import Committed
-from frontend.dialects import DialectPlane
+from frontend.dialects import DialectCalls, DialectPlane
 from frontend.dialects.routes import close_routes
 from frontend.engine_client import EngineClient
 from frontend.events import FleetEvents
@@ -106,7 +106,7 @@ class Frontend:
             yield frontend
 
     def spoken(self, dialects: tuple[str, ...]) -> Spoken:
-        plane = DialectPlane(self.calls, self.view, self.generation, self.feed_timeout_s)
+        plane = DialectPlane(DialectCalls(self.calls), self.view, self.generation, self.feed_timeout_s)
         return Spoken(dialects, plane, self.tokens)
 
     def metrics(self) -> str:

@@ -68,6 +68,8 @@ class FleetReply(BaseModel):
 class LoadLora(bodies.Body):
     lora_name: str = Field(min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
     lora_path: str = Field(min_length=1)
+    cast: bool = False
+    """Allow another float dtype than the engine's for it."""
 
 
 class UnloadLora(bodies.Body):

@@ -269,6 +269,7 @@ class FleetUpdates:
         call.body = {
             "target": {"kind": "lora", "op": op, "name": name},
             "transport": {"backend": "filesystem", "path": call.body["lora_path"]},
+            "cast": call.body.get("cast", False),
         }
         return await self.update(call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from rl_plane.errors import Locked
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.versions import TensorSpec
 from tests.dialect_facade import (
+    HEAL_S,
     PROMPT,
     Answered,
     facade,
@@ -35,8 +37,9 @@ from tests.dialect_facade import (
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_prime_rl import PrimeRl
 from tests.test_fed_updates import NUMBERS, free_port
-from tests.test_hf_fleet import Witnesses
+from tests.test_hf_fleet import START_S, Witnesses
 from worker.staging import model_digest
+from worker.tiny_model import make_witness_model
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -195,6 +198,68 @@ async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, htt
         reply = await http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode 1"})
         (choice,) = fine(reply)["choices"]
         assert choice["token_ids"] == witnessed(seed, 4)
+
+
+async def test_weights_of_another_float_dtype_are_cast_as_engines_servers_do(plane: Plane) -> None:
+    """No trainer's client can ask for it. The version is what was published; who comes later casts it too."""
+    witnesses = Witnesses(plane)
+    half = make_witness_model(witnesses.weights / "half", 1, "bfloat16")
+    started = [plane.spawn(ready=False, engine="hf", model=half) for _ in range(2)]
+    ids = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            own = {"transport": {"backend": "filesystem", "path": str(witnesses.base(2))}}
+            assert (await http.post("/v1/rl/update_weights", json=own)).json()["error"]["field"] == "cast"
+            label = 0
+
+            async def served_by_all(seed: int) -> None:
+                nonlocal label
+                label += 1
+                await proven(http, ids, seed, str(label))
+                version = fine(await http.get("/v1/rl/state"))["version"]
+                assert version["digest"] == model_digest(witnesses.base(seed))
+                assert fine(await http.get("/v1/rl/updates"))["updates"][0]["cast"] is True
+
+            fine(await http.post("/update_weights_from_disk", json={"model_path": str(witnesses.base(2))}))
+            await served_by_all(2)
+            fine(await http.post("/update_weights", json={"weight_dir": str(witnesses.base(3))}))
+            await served_by_all(3)
+            data = base64.b64encode((witnesses.base(1) / "model.safetensors").read_bytes()).decode()
+            body = {"serialized_named_tensors": [data], "load_format": "safetensors"}
+            fine(await http.post("/update_weights_from_tensor", json=body))
+            await served_by_all(1)
+            group = await _init_broadcaster(trainer, http)
+            for part in parts_of(witnesses.base(2), 2):
+                sending = {"group": group, "directory": str(witnesses.base(2)), "part": part}
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights_from_distributed", json={**part, "group_name": group}),
+                    trainer.do("send", sending),
+                )
+                fine(reply)
+            await served_by_all(2)
+            fine(await http.post("/start_weight_update"))
+            info = {"weight_dir": str(witnesses.base(3))}
+            fine(await http.post("/update_weights", json={"update_info": info}))
+            fine(await http.post("/finish_weight_update"))
+            await served_by_all(3)
+            adapter = {"lora_name": "own", "lora_path": str(witnesses.adapter(1)), "cast": False}
+            error = (await http.post("/v1/rl/load_lora_adapter", json=adapter)).json()["error"]
+            assert error["field"] == "cast"
+            for prefix in ("", "/v1", "/v1/rl", "/v1/rl/v1"):
+                path = f"{prefix}/load_lora_adapter"
+                name = path.replace("/", "-")
+                fine(await http.post(path, json={"lora_name": name, "lora_path": str(witnesses.adapter(1))}))
+                assert fine(await http.get("/v1/rl/updates"))["updates"][0]["target"]["name"] == name
+            assert started[0].log.read_text().count("are cast to the model's") == 1
+            started[0].kill()
+            again = plane.spawn(ready=False, engine="hf", model=half, instance_id=ids[0])
+            await asyncio.to_thread(again.wait_ready, START_S)
+            await plane.until(lambda: _all_ready(http), HEAL_S)
+            await proven(http, ids, 3, str(label))
+
+
+async def _all_ready(http: httpx.AsyncClient) -> bool:
+    return (await http.get("/v1/rl/ready?min_workers=2")).status_code == 200
 
 
 async def _skyrl_step(http: httpx.AsyncClient, method: str, named: dict[str, Any], newer: bool) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
+from frontend.generation import Generation
 from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
 from rl_plane.publish.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
@@ -52,8 +53,8 @@ def witness(plane: Plane, seed: int) -> Path:
     return make_witness_model(plane.tmp / "weights" / f"witness{seed}", seed)
 
 
-async def fleet(plane: Plane, count: int) -> list[str]:
-    model = witness(plane, 1)
+async def fleet(plane: Plane, count: int, dtype: str = "float32") -> list[str]:
+    model = make_witness_model(plane.tmp / "weights" / f"served in {dtype}", 1, dtype)
     started = [plane.spawn(ready=False, engine="hf", model=model) for _ in range(count)]
     return [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
 
@@ -84,8 +85,10 @@ def client_of(plane: Plane, kind: str, http: httpx.AsyncClient) -> dict[str, Any
 
 @pytest.mark.parametrize("kind", ["vllm", "trl", "nats"])
 async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldProcess, kind: str) -> None:
-    """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS."""
-    ids = await fleet(plane, 2)
+    """By vLLM's `HTTPVLLMWeightSyncClient`, by TRL's asynchronous client, and by ours over NATS. TRL trains in float32
+    unless it is told otherwise, whatever the fleet serves in."""
+    dtype = "float32" if kind == "vllm" else "bfloat16"
+    ids = await fleet(plane, 2, dtype)
     async with facade(plane) as http:
         await trainer.do("client", client_of(plane, kind, http))
         await form(plane, trainer, 2, packed=kind != "nats")
@@ -119,7 +122,7 @@ async def test_vllms_trainer_factory_drives_a_fleet(plane: Plane, trainer: ToldP
             await proven(http, ids, 3)
         if kind == "trl":
             assert await trainer.do("call", ["get_world_size"]) == 2
-            assert await trainer.do("call", ["get_dtype"]) == "torch.float32"
+            assert await trainer.do("call", ["get_dtype"]) == f"torch.{dtype}"
             assert await trainer.do("call", ["get_max_model_len"]) > 0
             info = await trainer.do("call", ["get_server_info"])
             assert info["weight_transfer_config"] is not None
@@ -193,6 +196,31 @@ async def test_a_worker_killed_in_the_middle_leaves_all_as_it_was(plane: Plane, 
 
 async def _ready(http: httpx.AsyncClient) -> bool:
     return bool((await http.get("/v1/rl/ready?min_workers=2")).status_code == 200)
+
+
+async def test_a_trainer_that_is_there_before_its_fleet_waits_for_it(
+    plane: Plane, trainer: ToldProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's, which takes the first model as soon as `/health` is a 200."""
+    twice, check, asked = asyncio.Event(), Generation.check_stays, 0
+
+    def counted(generation: Generation) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            twice.set()
+        check(generation)
+
+    monkeypatch.setattr(Generation, "check_stays", counted)
+    async with facade(plane) as http:
+        await trainer.do("client", client_of(plane, "trl", http))
+        ready = asyncio.create_task(trainer.do("call", ["wait_for_server_ready"]))
+        again = asyncio.create_task(twice.wait())
+        await asyncio.wait({ready, again}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        assert (again.done(), ready.done()) == (True, False)
+        await asyncio.to_thread(plane.spawn)
+        await ready
+        assert await trainer.do("call", ["get_max_model_len"]) > 0
 
 
 async def test_what_vllms_nccl_trainer_sends_is_refused_before_anybody_waits(

@@ -97,11 +97,33 @@ async def test_the_orchestrators_day(plane: Plane, http: httpx.AsyncClient, base
     assert {row["pause_state"] for row in rows} == {"running"}
     # An adapter, without a pause; its name again replaces it.
     for seed in (1, 2):
+        waits = {"lora_name": "policy", "lora_path": (plane.tmp / "weights" / "none").as_posix()}
+        assert (await http.post(base + "/load_lora_adapter", json=waits)).status_code == 404
         path = make_fake_adapter(plane.tmp / "weights" / f"adapter{seed}", seed, plane.model())
         await prime.admin("/load_lora_adapter", json={"lora_name": "policy", "lora_path": path.as_posix()})
     assert [one["id"] for one in fine(await http.get(base + "/v1/models"))["data"]] == [model, "policy"]
     await prime.admin("/v1/unload_lora_adapter", json={"lora_name": "policy"})
     refused(await http.post(base + "/v1/unload_lora_adapter", json={"lora_name": "policy"}), 404)
+
+
+@pytest.mark.parametrize("base", ["", "/v1/rl"])
+async def test_who_is_there_before_its_fleet_waits_for_it(plane: Plane, base: str) -> None:
+    """It asks for `/health` each second, then once for its model. Beneath `/v1/rl` the former is the frontend's own."""
+    async with facade(plane) as http:
+        prime, first = PrimeRl(http, base), "/v1/models" if base else "/health"
+        waits = await http.get(base + first)
+        assert (waits.status_code, waits.json()["error"]["code"]) == (503, "no_workers")
+        assert waits.headers["retry-after"] == "1"
+        assert fine(await http.get("/v1/rl/health")) == {"status": "ok"}
+        worker = plane.spawn()
+        await plane.until(lambda: _answers(http, base + first))
+        await prime.start("seed0")
+        worker.kill()
+        await plane.until(lambda: _answers(http, base + first, 503))
+
+
+async def _answers(http: httpx.AsyncClient, path: str, status: int = 200) -> bool:
+    return (await http.get(path)).status_code == status
 
 
 async def test_dynamos_legacy_body(plane: Plane, http: httpx.AsyncClient) -> None:
@@ -163,6 +185,32 @@ async def test_what_can_not_be_is_refused_once_and_by_name(plane: Plane, http: h
         assert field in (None, error["field"]), (path, body)
         assert error["fix"]
     assert fine(await http.get("/v1/rl/state"))["version"] == before
+
+
+WITHOUT_ADAPTERS = """
+import worker.engines.fake as fake
+described = fake.EngineInfo
+lacking = {"prepare_update:lora": "it has none", "update_weights:lora": "it has none"}
+fake.EngineInfo = lambda **info: described(**info | {"capabilities": lacking})
+"""
+
+
+@pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])
+async def test_an_adapter_that_no_engine_takes_is_asked_for_once(plane: Plane, dialects: tuple[str, ...]) -> None:
+    plane.spawn(patch=WITHOUT_ADAPTERS)
+    path = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
+    body = {"lora_name": "policy", "lora_path": path.as_posix()}
+    async with facade(plane, dialects=dialects) as http:
+        for base in ("", "/v1/rl"):
+            prime = PrimeRl(http, base)
+            with pytest.raises(httpx.HTTPStatusError) as caught:
+                await prime.admin("/load_lora_adapter", json=body)
+            error = caught.value.response.json()["error"]
+            assert (caught.value.response.status_code, prime.asked) == (400, 1)
+            assert "it has none" in error["message"]
+        # The facade's own call is told what it is.
+        own = await http.post("/v1/rl/load_lora_adapter", json={**body, "cast": False})
+        assert (own.status_code, own.json()["error"]["code"]) == (501, "unsupported")
 
 
 @pytest.mark.parametrize("dialects", [("prime-rl",), ("vllm", "sglang", "prime-rl")])

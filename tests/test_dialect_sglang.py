@@ -233,6 +233,7 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
             for part in parts:
                 told = fine(await http.post(path, json=part))
                 assert "are held" in told["message"]
+                await http.post("/abort_request", json={"rid": "nobody"})  # of a rollout's client
                 assert fine(await http.post(path, json=part)) == told
             assert fine(await http.post(path, json=parts[0]))["message"].startswith("1 tensors are held, 1 of")
             done = fine(await http.post(path, json=last))
@@ -251,6 +252,22 @@ async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
         assert refused(await http.post(path, json=second, headers=named), 400)["field"] == "Idempotency-Key"
         assert fine(await http.post(path, json=first, headers=named)) == told
         assert await sequence() == 3
+
+
+async def test_the_same_tensors_once_more_are_of_what_was_opened_since(plane: Plane) -> None:
+    plane.spawn()
+    path, body = "/update_weights_from_tensor", tensors_of(plane, 1)
+    async with facade(plane) as http:
+        for opens, ends in (
+            ("/begin_weight_update", "/end_weight_update"),
+            ("/pause_generation", "/continue_generation"),
+        ):
+            for _ in range(2):
+                assert fine(await http.post(path, json=body))["weight_version"] == "one"
+            fine(await http.post(opens, json={}))
+            assert "are held" in fine(await http.post(path, json=body))["message"]
+            assert fine(await http.post(ends, json={}))["weight_version"] == "one"
+        assert fine(await http.get("/v1/rl/state"))["sequence"] == 4
 
 
 async def test_a_last_part_that_found_the_fleet_taken_may_come_again(plane: Plane) -> None:

@@ -120,7 +120,8 @@ async def _slime(replay: Replay, witnesses: Witnesses, ids: list[str]) -> None:
             body = {"flush_cache": False, "weight_version": str(step)}
             reply = await replay.send(groups[number % 2], directory, part, **body)
             assert fine(reply)["success"] is True
-            # Its answer was lost on the way: the same call, and no broadcast.
+            # Its answer was lost on the way, and a rollout's client came between: the same call, and no broadcast.
+            await replay.http.post("/abort_request", json={"rid": "nobody"})
             again = {**part, "group_name": groups[number % 2], **body}
             assert await replay.post("/update_weights_from_distributed", again) == reply.json()
             assert (await served(http))[0][1] == ("initial" if step == 1 else "1"), "nothing has changed yet"
@@ -179,7 +180,7 @@ async def _two_phases(replay: Replay, witnesses: Witnesses, ids: list[str]) -> N
     first, *others = buckets
     for wrong, field, words in (
         ([{**first, "shapes": [[1], *first["shapes"][1:]]}, *others], "transport", first["names"][0]),
-        ([{**first, "dtypes": ["bfloat16"] * len(first["names"])}, *others], "cast", first["names"][0]),
+        ([{**first, "dtypes": ["int8"] * len(first["names"])}, *others], "transport", first["names"][0]),
         ([{**first, "names": ["pigeon", *first["names"][1:]]}, *others], "transport", "pigeon"),
         (others, "transport", first["names"][0]),
     ):

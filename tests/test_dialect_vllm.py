@@ -15,6 +15,7 @@ import pytest_asyncio
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.dialect_facade import PROMPT, facade, fine, refused, served, taken_before
+from tests.test_colocated import WITHOUT_A_SAVER
 from worker.engines.fake_model import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -153,9 +154,50 @@ async def test_caches_checks_and_sleep(http: httpx.AsyncClient) -> None:
     assert fine(await http.post("/wake_up?tags=kv_cache")) == {"status": "awake", "tags": ["kv_cache"]}
     assert fine(await http.get("/is_sleeping")) == {"is_sleeping": False}
     assert fine(await http.get("/is_paused")) == {"is_paused": False}
-    assert fine(await http.post("/sleep?level=0"))["status"] == "sleeping"
+    # `scheduling` is not all of it while memory is released.
+    fine(await http.post("/sleep?level=1"))
+    assert fine(await http.post("/wake_up?tags=scheduling"))["status"] == "sleeping"
     assert fine(await http.get("/is_paused")) == {"is_paused": True}
+    assert fine(await http.post("/wake_up"))["status"] == "awake"
+    assert fine(await http.get("/is_paused")) == {"is_paused": False}
     refused(await http.post("/sleep?level=3"), 400)
+
+
+HAS_REQUESTS = """
+import worker.engines.fake as fake
+async def flush_cache(self):
+    return False
+fake.FakeEngine.flush_cache = flush_cache
+"""
+BREAKS = HAS_REQUESTS.replace("return False", "raise fake.EngineFailed('it broke')")
+
+
+async def test_a_cache_that_an_engine_keeps_is_no_success_and_no_error(plane: Plane) -> None:
+    """vLLM's and SGLang's keep it while requests run. TRL raises at any status but 200."""
+    plane.spawn()
+    one = plane.spawn(patch=HAS_REQUESTS)
+    async with facade(plane) as http:
+        told = fine(await http.post("/reset_prefix_cache"))
+        assert (told["success"], one.instance_id in told["message"]) == (False, True)
+        plane.spawn(patch=BREAKS)
+        answer = await http.post("/reset_prefix_cache")
+        refused(answer, 409)
+        assert "it broke" in answer.json()["message"]
+
+
+async def test_a_sleep_that_only_paused_ends_where_no_memory_can_be_released(plane: Plane) -> None:
+    """Level 0, as on every engine without a memory saver; `scheduling` is vLLM's own word for its end."""
+    for _ in range(2):
+        plane.spawn(patch=WITHOUT_A_SAVER)
+    async with facade(plane) as http:
+        for query in ("", "?tags=scheduling", "?tags=weights&tags=kv_cache", "?tags=scheduling&tags=weights"):
+            fine(await http.post("/sleep?level=0"))
+            assert fine(await http.get("/is_paused")) == {"is_paused": True}
+            assert fine(await http.post("/wake_up" + query))["status"] == "awake", query
+            assert fine(await http.get("/is_paused")) == {"is_paused": False}
+            assert await served(http) == [(True, "initial")] * 2
+        assert refused(await http.post("/sleep?level=1"), 501)["field"] == "op"
+        refused(await http.post("/wake_up?tags=dreams"), 400)
 
 
 async def test_asleep_an_update_needs_the_weights_and_nobody_is_served_before_all_is_awake(
@@ -269,6 +311,7 @@ async def test_an_update_from_a_directory_in_three_calls(plane: Plane, http: htt
     assert await served(http) == [(True, "initial")] * 3
     first = {"update_info": {"weight_dir": str(plane.model(1))}}
     told = fine(await http.post("/update_weights", json=first))
+    fine(await http.post("/abort_requests", json={}))  # a rollout's client has nothing to do with it
     assert fine(await http.post("/update_weights", json=first)) == told, "its answer was lost"
     assert await served(http) == [(True, "initial")] * 3
     second = {"update_info": {"weight_dir": str(plane.model(2))}}

@@ -125,8 +125,10 @@ def _client_of(kind: str, url: str, **more: str) -> Any:
 
         return HTTPVLLMWeightSyncClient(url)
     if kind == "trl":
+        from accelerate import PartialState
         from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+        PartialState()  # as its trainer does; without one its log raises
         return VLLMClient(url)
     if kind == "trl, synchronous":
         from trl.generation.vllm_client import VLLMClient as Synchronous

@@ -5,6 +5,7 @@ All of it runs on the calling thread, never on a loop: it reads, hashes and copi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from rl_plane.versions import (
 from worker.reception import Staged, WeightHolder
 from worker.transports.base import Delivery
 from worker.transports.filesystem import FilesystemDelivery
+
+log = logging.getLogger("worker.staging")
 
 FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """What `cast` converts between. Not the 8-bit floats: those mean nothing without their scales."""
@@ -57,6 +60,7 @@ def check_specs(
     castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
     wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
     if not (missing or unexpected or wrong_shape or wrong_dtype):
+        _tell_of_cast({(offered[name].dtype, wanted[name].dtype) for name in castable})
         return
 
     def shapes(name: str) -> str:
@@ -81,6 +85,16 @@ def check_specs(
         wrong_shape=_fact(wrong_shape),
         wrong_dtype=_fact(wrong_dtype),
     )
+
+
+_cast_told: set[tuple[str, str]] = set()
+
+
+def _tell_of_cast(dtypes: set[tuple[str, str]]) -> None:
+    """Once in a process: a trainer that sends so does it with each update."""
+    for given, own in sorted(dtypes - _cast_told):
+        _cast_told.add((given, own))
+        log.info("weights that come as %s are cast to the model's %s, as their update allows", given, own)
 
 
 def not_fitting(error: InvalidWeights) -> bool:

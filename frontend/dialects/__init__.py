@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI
 
 from frontend.calls import FleetCalls
 from frontend.generation import Generation
+from rl_plane.fleet import Fleet
 from rl_plane.view import MembershipView
 
 MODULES = {
@@ -21,12 +23,34 @@ MODULES = {
     "prime-rl": "frontend.dialects.prime_rl",
 }
 
+BRING_WEIGHTS = frozenset({"update_weights", "prepare_weights_update", "load_lora_adapter"})
+
+
+class DialectCalls:
+    """The frontend's calls, as dialects make them: weights of another float dtype are cast, which the engines' own
+    servers do without a word, and which no trainer's client can ask for. The worker's log tells of it."""
+
+    def __init__(self, calls: FleetCalls) -> None:
+        self._calls = calls
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._calls.fleet
+
+    async def run(
+        self, op: str, body: dict[str, Any], request_id: str = "", digest: str | None = None
+    ) -> dict[str, Any]:
+        """As `FleetCalls.run`."""
+        if op in BRING_WEIGHTS and "rollback" not in body:  # that is cast as it was
+            body = {**body, "cast": True}
+        return await self._calls.run(op, body, request_id, digest)
+
 
 @dataclass(frozen=True)
 class DialectPlane:
     """What a dialect speaks for."""
 
-    calls: FleetCalls
+    calls: DialectCalls
     view: MembershipView
     generation: Generation
     feed_timeout_s: float

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from frontend.dialects import DialectPlane
 from frontend.dialects.routes import SHOWN, by_worker
 from rl_plane.errors import Conflict, InvalidRequest, Locked, NoWorkers, PlaneError, Unavailable, Unsupported
 from rl_plane.history import read_history
 from rl_plane.rows import engine_rows
+
+T = TypeVar("T")
 
 MEMORY = ("weights", "kv_cache")
 """What can be released."""
@@ -36,6 +38,14 @@ def begun(harmless: tuple[type[PlaneError], ...] = NOT_BEGUN) -> Iterator[None]:
             raise
         facts = {key: value for key, value in error.facts.items() if key != "retry_after_s"}
         raise Conflict(error.message, **{"cause": error.code, **facts}) from error
+
+
+async def unretried(work: Awaitable[T]) -> T:
+    """prime-rl's client repeats a call ten times after any 5xx: what will never be possible is a 400."""
+    try:
+        return await work
+    except Unsupported as error:
+        raise InvalidRequest(error.message, **error.facts) from error
 
 
 async def let_go(plane: DialectPlane, request_id: str = "") -> None:

@@ -4,27 +4,25 @@ of Dynamo's workers says the same by `/collective_rpc`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun, world_size
+from frontend.dialects.common import begun, unretried, world_size
 from frontend.dialects.dynamo import mount as mount_discovery
 from frontend.dialects.routes import Ask, Fields, add_route, has_route, report, take
-from frontend.dialects.steering import mount_adapters, mount_pause
+from frontend.dialects.steering import mount_adapters, mount_pause, not_there
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import RpcFields
 from frontend.http import MAX_NAMES_BYTES
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import Conflict, InvalidRequest, PlaneError
 from rl_plane.vllm_bodies import ANOTHER_WAY
 
 GROUP = "prime-rl"
 PREFIX = "/v1/rl"
-T = TypeVar("T")
 
 BY_PATH = "update_weights_from_path"
 RPC_METHODS = (BY_PATH, "init_broadcaster")
@@ -64,6 +62,13 @@ class PrimeRlUpdateFields(Fields):
     """`{names, dtype_names, shapes}` of what the broadcaster sends now."""
 
 
+class PrimeRlAdapterFields(Fields):
+    """`POST /v1/rl/load_lora_adapter`"""
+
+    lora_name: str = Field(min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
+    lora_path: str = Field(min_length=1)
+
+
 def mount(app: FastAPI, plane: DialectPlane) -> None:
     transactions = Transactions(plane, GROUP)
     if not has_route(app, "POST", "/pause"):
@@ -76,7 +81,25 @@ def mount(app: FastAPI, plane: DialectPlane) -> None:
     mount_adapters(app, plane, PREFIX + "/v1/", replaces=True)
     _mount_rpc(app, plane)
 
+    async def load(ask: Ask) -> Any:
+        try:
+            return await unretried(plane.calls.run("load_lora_adapter", ask.body, ask.request_id))
+        except InvalidRequest as error:
+            raise not_there(error) from error
+
+    add_route(
+        app,
+        ["POST"],
+        PREFIX + "/load_lora_adapter",
+        load,
+        summary="Load an adapter, or replace it, on the whole fleet.",
+        fields=PrimeRlAdapterFields,
+        # The facade's own op has this body too, and its answer is the same; with any other field it is that one.
+        claims=lambda ask: not ask.query and ask.body.keys() == PrimeRlAdapterFields.model_fields.keys(),
+    )
+
     async def models(ask: Ask) -> Any:
+        plane.generation.check_served()  # beneath the prefix, /health says only that the frontend runs
         return plane.generation.list_models()
 
     add_route(app, ["GET"], PREFIX + "/v1/models", models, summary="What is served.")
@@ -107,7 +130,7 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
             "world_size": fields.inference_world_size + 1,
             "timeout_s": fields.timeout,
         }
-        await _unretried(transactions.init(info, ask.path))
+        await unretried(transactions.init(info, ask.path))
         return {"status": "ok"}
 
     async def update(ask: Ask) -> Any:
@@ -119,9 +142,9 @@ def _mount_updates(app: FastAPI, plane: DialectPlane, transactions: Transactions
             if keeps_cache:
                 report(ask.path, name, "no new request may reuse KV of older weights")
         if fields.weight_dir and fields.update_info is None:
-            reply = await _unretried(_from_directory(plane, fields, ask))
+            reply = await unretried(_from_directory(plane, fields, ask))
         else:
-            reply = await _unretried(_from_broadcaster(transactions, fields, ask))
+            reply = await unretried(_from_broadcaster(transactions, fields, ask))
         return {"status": "ok", "weight_version": reply["version"]["label"], "version": reply["version"]}
 
     add_route(
@@ -161,7 +184,7 @@ def _mount_rpc(app: FastAPI, plane: DialectPlane) -> None:
             raise InvalidRequest(f"{BY_PATH} takes one directory", field="args", fix="args: [its path]")
         fields.report_unused(ask.path, fields.named)
         ranks = await world_size(plane)
-        await _unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
+        await unretried(_from_directory(plane, PrimeRlUpdateFields(weight_dir=path), ask))
         return {"results": [None] * ranks}
 
     add_route(
@@ -209,11 +232,3 @@ async def _from_broadcaster(transactions: Transactions, fields: PrimeRlUpdateFie
     except PlaneError:
         await transactions.drop()  # it was one call: nothing more comes of it
         raise
-
-
-async def _unretried(work: Awaitable[T]) -> T:
-    """prime-rl's client repeats a call ten times after any 5xx: what will never be possible is a 400."""
-    try:
-        return await work
-    except Unsupported as error:
-        raise InvalidRequest(error.message, **error.facts) from error

@@ -168,7 +168,7 @@ class _Table:
     entries: dict[tuple[str, str], list[_Entry]] = field(default_factory=dict)
     under_way: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
     parts: dict[str, _Part] = field(default_factory=dict)
-    """Since the last call of another kind that may change something."""
+    """Of updates that may have ended since: each says of which it was."""
 
     async def answer(self, method: str, path: str, request: Request) -> Response:
         most = max(entry.max_body_bytes for entry in self.entries[method, path])
@@ -178,8 +178,6 @@ class _Table:
         entry = self._entry(method, ask)
         for name in unknown_in(entry.fields, {**dict(ask.query), **ask.body}):
             report(path, name)
-        if method == "POST" and entry.standing is None:
-            self.parts.clear()
         value = await (self._once(method, ask, entry) if entry.once else entry.handler(ask))
         return json_response(value)
 
@@ -211,17 +209,20 @@ class _Table:
         """This very part, if it is done and its update goes on."""
         if entry.standing is None:
             return None
-        others = (part for part in self.parts.values() if part.request_id == ask.request_id != "")
-        known = self.parts.get(key) or next(others, None)
-        if known is None or known.standing != await entry.standing():
+        same_id = [part for part in self.parts.values() if part.request_id == ask.request_id != ""]
+        known = self.parts.get(key)
+        if known is None and not same_id:
             return None
-        if key not in self.parts:
+        standing = await entry.standing()
+        if known is not None and known.standing == standing:
+            return known
+        if any(part.standing == standing for part in same_id):
             raise InvalidRequest(
                 f"the request id {ask.request_id!r} belongs to another part of this update",
                 field="Idempotency-Key",
                 fix="use a new id for each different request",
             )
-        return known
+        return None
 
     async def _run(self, key: str, ask: Ask, entry: _Entry) -> Any:
         answer = await entry.handler(ask)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import begun
+from frontend.dialects.common import begun, unretried
 from frontend.dialects.routes import Ask, Fields, add_route, report, take
 from frontend.dialects.steering import not_there
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
@@ -43,7 +43,8 @@ def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
         with begun():
             body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
             try:
-                await plane.calls.run("load_lora_adapter", body, ask.request_id)
+                # A 400, as SGLang's own refusals; and prime-rl's clients post here too.
+                await unretried(plane.calls.run("load_lora_adapter", body, ask.request_id))
             except InvalidRequest as error:
                 raise not_there(error) from error
         return await loaded(plane)
@@ -60,7 +61,7 @@ def mount_adapters(app: FastAPI, plane: DialectPlane) -> None:
             await plane.calls.run("unload_lora_adapter", {"lora_name": fields.lora_name}, ask.request_id)
         return await loaded(plane)
 
-    # prime-rl's clients post there too, and look at the status alone.
+    # prime-rl's clients look at the status alone.
     load_words, words = "Load an adapter, or replace it, on the whole fleet.", "Unload an adapter."
     add_route(app, ["POST"], "/load_lora_adapter", load, summary=load_words, fields=LoadFields, once=True)
     add_route(app, ["POST"], "/unload_lora_adapter", unload, summary=words, fields=UnloadFields, once=True)

@@ -50,6 +50,11 @@ class Opened:
             return True
         return await self._in_pause(entry)
 
+    async def is_open(self) -> bool:
+        """Will an end come, of one or the other?"""
+        entry = await self._read()
+        return entry.begun_until > time.time() or await self._in_pause(entry)
+
     async def in_pause(self) -> bool:
         """Will `continue_generation` come?"""
         return await self._in_pause(await self._read())

@@ -56,13 +56,13 @@ class AdapterFields(Fields):
 def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: Store) -> None:
     held = updates.held
 
-    async def standing() -> tuple[int, int | None]:
+    async def standing() -> tuple[int, str | None, bool]:
         """What was sent stands in the body itself. So the call that has committed may come again as well, as long as
-        nothing else was committed since."""
+        nothing else was committed since, and nothing opened that it could be a part of."""
         if held:
-            return held.number, None
+            return held.number, None, False
         record = await read_record(plane.calls.fleet.client.bus, plane.view.subjects.state)
-        return held.number, record.sequence if record is not None else None
+        return held.number, record.update_id if record is not None else None, await updates.opened.is_open()
 
     async def from_tensor(ask: Ask) -> Any:
         fields = take(TensorFields, ask)

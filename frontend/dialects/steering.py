@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import Field
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import let_go
+from frontend.dialects.common import let_go, unretried
 from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
 from rl_plane.errors import InvalidRequest, NotFound
@@ -71,8 +71,9 @@ def mount_adapters(app: FastAPI, plane: DialectPlane, prefix: str = "/v1/", *, r
                 fix="load_inplace: true replaces it",
             )
         body = {"lora_name": fields.lora_name, "lora_path": fields.lora_path}
+        loading = plane.calls.run("load_lora_adapter", body, ask.request_id)
         try:
-            await plane.calls.run("load_lora_adapter", body, ask.request_id)
+            await (unretried(loading) if replaces else loading)
         except InvalidRequest as error:
             raise not_there(error) from error
         return {

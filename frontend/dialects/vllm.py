@@ -18,7 +18,7 @@ from frontend.dialects.common import (
     tell_paused,
     world_size,
 )
-from frontend.dialects.routes import Ask, Fields, NoFields, add_route, take
+from frontend.dialects.routes import Ask, Fields, NoFields, add_route, failure, take
 from frontend.dialects.steering import mount_adapters, mount_pause
 from frontend.dialects.transaction import Transactions
 from frontend.dialects.vllm_rpc import mount_rpc
@@ -82,7 +82,8 @@ class SleepFields(Fields):
 
 
 class WakeFields(Fields):
-    tags: list[Literal["weights", "kv_cache"]] | None = None
+    tags: list[Literal["weights", "kv_cache", "scheduling"]] | None = None
+    """`scheduling`: vLLM's word for going on after level 0. Here that comes with the last of the memory."""
 
 
 class InfoFields(Fields):
@@ -203,7 +204,13 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
         for name in ("reset_running_requests", "reset_external"):
             if getattr(fields, name):
                 raise Unsupported(f"{name} is not supported here", field=name, fix="leave it out; pause first")
-        await plane.calls.run("flush_cache", {}, ask.request_id)
+        try:
+            await plane.calls.run("flush_cache", {}, ask.request_id)
+        except Conflict as error:
+            codes = {row["error"]["code"] for row in error.facts.get("workers") or () if row.get("error")}
+            if codes != {Conflict.code}:
+                raise
+            return {"success": False, "message": failure(error)}  # engines with requests refuse; vLLM says it so
         return {"success": True}
 
     async def weight_checker(ask: Ask) -> Any:
@@ -240,8 +247,8 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
 
     async def wake_up(ask: Ask) -> Any:
         fields = take(WakeFields, ask)
-        reply = await plane.calls.run("resume_memory", {"tags": fields.tags or list(MEMORY)}, ask.request_id)
-        awake = not any(row["tags"] for row in engine_rows(reply))
+        tags = [tag for tag in MEMORY if tag in (fields.tags or MEMORY)]
+        awake = await _take_back(plane, tags, ask.request_id)
         if awake:
             await let_go(plane)
         return {"status": "awake" if awake else "sleeping", "tags": fields.tags}
@@ -258,6 +265,17 @@ def _mount_engine(app: FastAPI, plane: DialectPlane) -> None:
     add_route(app, ["POST"], "/weight_checker", weight_checker, summary="Checksums by rank.", fields=CheckerFields)
     add_route(app, ["POST"], "/sleep", sleep, summary="Pause, and release memory.", fields=SleepFields)
     add_route(app, ["POST"], "/wake_up", wake_up, summary="Take memory again, and go on.", fields=WakeFields)
+
+
+async def _take_back(plane: DialectPlane, tags: list[str], request_id: str) -> bool:
+    """Is all memory there then?"""
+    if not tags:
+        return not any(_asleep(row) for row in await members(plane))
+    try:
+        reply = await plane.calls.run("resume_memory", {"tags": tags}, request_id)
+    except Unsupported:
+        return True  # no engine here can, so none has released any
+    return not any(row["tags"] for row in engine_rows(reply))
 
 
 def _mount_transfer(app: FastAPI, plane: DialectPlane, transactions: Transactions) -> None:

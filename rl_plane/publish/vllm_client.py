@@ -90,6 +90,7 @@ class FleetWeightSyncClient:
         update_id = uuid.uuid4().hex
         body = {
             "transport": self._formed().transport,
+            "cast": True,  # as vLLM does
             **({} if self._policy is None else {"policy": self._policy}),
         }
         try:
