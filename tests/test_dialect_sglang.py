@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
+NAMED = {"new_version": "seven", "abort_all_requests": False}
 OVERTAKES_S = 1.0
 """A call that nothing holds up is answered by then."""
 
@@ -305,8 +306,30 @@ async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
         fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
         monkeypatch.setattr(Opened, "end", unreachable)
         assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one", "it is asked again"
         assert await served(http) == [(True, "one")] * 2
+        fine(await http.post("/begin_weight_update", json={}))
         assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
+
+
+async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    whole = tensors_of(plane, 1)
+    for opening in ("/begin_weight_update", "/pause_generation"):
+        async with facade(plane) as http:
+            fine(await http.post(opening, json={}))
+            fine(await http.post("/update_weights_from_tensor", json=whole))
+            fine(await http.post("/pause_generation", json={}))
+        async with facade(plane) as http:
+            for path in ("/end_weight_update", "/continue_generation") * 2:
+                error = refused(await http.post(path, json={}), 409)
+                assert ("is lost" in error["message"], "send all of it again" in error["fix"]) == (True, True)
+            error = refused(await http.post("/update_weight_version", json=NAMED), 409)
+            assert "is lost" in error["message"], "what is served is not what is meant"
+            assert await served(http) == [(True, "initial")] * 2
+            for path in ("/begin_weight_update", "/end_weight_update"):
+                fine(await http.post(path, json={}))
+            fine(await http.post("/continue_generation", json={}))
 
 
 def on_disk(plane: Plane, seed: int) -> dict[str, Any]:

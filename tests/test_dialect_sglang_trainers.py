@@ -26,6 +26,7 @@ from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_sglang import one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import Witnesses
+from worker.engines.fake_model import make_fake_adapter
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -382,7 +383,8 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 refused(await call, 409)
                 with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
                     await sent
-            await replay.post("/continue_generation")
+            error = refused(await http.post("/continue_generation", json={}), 409)
+            assert "goes on by the committed version" in error["message"]
             left = [one for one in ids if one != doomed.instance_id]
             await plane.until(lambda: _are(http, left), HEAL_S)
             await proven(http, left, 1)
@@ -392,6 +394,61 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 fine(await replay.send("second", directory, part, weight_version="after"))
             await replay.post("/continue_generation")
             await proven(http, left, 2, "after")
+
+
+async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(plane: Plane) -> None:
+    """By whatever it was lost, and however often its trainer asks: nothing that has ended is taken for nothing."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+            replay = Replay(http, trainer)
+            groups = iter(f"g{number}" for number in range(9))
+
+            async def send(seed: int, opening: str) -> None:
+                group = next(groups)
+                assert fine(await replay.form(group))["success"] is True
+                fine(await http.post(opening, json={}))
+                for part in parts_of(plane.model(seed), 2):
+                    fine(await replay.send(group, plane.model(seed), part, weight_version=str(seed)))
+
+            async def is_lost(label: str) -> None:
+                for path in ("/end_weight_update", "/continue_generation") * 2:
+                    for at in (http, other):
+                        error = refused(await at.post(path, json={}), 409)
+                        assert error["code"] == "update_aborted", (path, error)
+                assert {*await served(http)} == {(True, label)}, "nobody stands still for it"
+
+            # Committed by somebody's own call: that is what the trainer wanted.
+            await send(1, "/pause_generation")
+            fine(await http.post("/v1/rl/complete_weights_update", json={}))
+            assert fine(await other.post("/continue_generation", json={}))["weight_version"] == "1"
+            assert "nothing has changed" in fine(await http.post("/end_weight_update", json={}))["message"]
+            assert await served(http) == [(True, "1")] * 3
+            # Aborted, and dropped by a trainer that begins anew.
+            await send(2, "/pause_generation")
+            fine(await other.post("/v1/rl/abort_weights_update", json={}))
+            await is_lost("1")
+            await send(2, "/begin_weight_update")
+            assert "not committed" in refused(await http.get("/flush_cache"), 400)["message"]
+            assert fine(await replay.form(next(groups)))["success"] is True
+            await is_lost("1")
+            # By a worker that dies: the end says so, and says it again; or a change in between has cleared it away.
+            for change in (False, True):
+                await send(2, "/begin_weight_update")
+                (doomed, *left) = [row["instance_id"] for row in fine(await http.get("/v1/rl/state"))["workers"]]
+                next(one for one in plane.spawned if one.instance_id == doomed).kill()
+                await plane.until(lambda left=left: _are(http, left), HEAL_S)
+                if change:
+                    adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
+                    await replay.post("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter})
+                await is_lost("1")
+            # The next one is opened: nothing was sent of it.
+            await replay.post("/pause_generation")
+            assert "weight_version" not in await replay.post("/continue_generation")
+            await send(2, "/pause_generation")
+            assert (await replay.post("/continue_generation"))["weight_version"] == "2"
+            assert {*await served(http)} == {(True, "2")}
 
 
 async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import struct
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,8 @@ class HeldTensors:
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
+        self.update_id = ""
+        """Of what is held, or was: the history has it once it is committed."""
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
@@ -136,7 +139,9 @@ class HeldTensors:
         if twice := sorted(self._tensors.keys() & tensors.keys()):
             self.drop()
             raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
-        self._number += not self._tensors
+        if not self._tensors:
+            self._number += 1
+            self.update_id = uuid.uuid4().hex
         self._tensors.update(tensors)
         self._policy, self._at = policy, time.monotonic()
         asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
@@ -198,7 +203,7 @@ class HeldTensors:
                 **({} if label is None else {"version": label}),
             }
             try:
-                return await self._plane.calls.run("update_weights", body)
+                return await self._plane.calls.run("update_weights", body, self.update_id)
             except Locked:  # it has not begun: who asks once more commits it
                 self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

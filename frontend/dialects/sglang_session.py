@@ -27,7 +27,7 @@ from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_opened import Opened
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError, UpdateAborted
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
@@ -142,7 +142,7 @@ class Updates:
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("feed_weights_update", part)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        if await self.waits_for_more() or reply["missing"]:  # in this order: each part is a sign of life
+        if await self.waits_for_more(update_id) or reply["missing"]:  # in this order: each part is a sign of life
             return reply
         try:
             return await self.commit(update_id)
@@ -163,33 +163,55 @@ class Updates:
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def waits_for_more(self) -> bool:
-        """After a part: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says nothing of
-        this update: nobody would commit it."""
+    async def waits_for_more(self, update_id: str) -> bool:
+        """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
+        nothing of this update: nobody would commit it."""
         with begun(NOT_POSSIBLE):
-            return await self.opened.takes_more()
+            return await self.opened.takes_more(update_id)
 
     # ---- commits ----
 
     async def commit_open(self) -> dict[str, Any] | None:
-        """None: nothing was sent."""
+        """None: nothing was sent. What was, and is lost, is an error as often as it is asked for."""
         try:
             async with self.held.turn:
-                reply = await self.held.commit() if self.held else None
+                reply = await self.commit_held() if self.held else None
             if reply is None and (session := await self.session()) is not None:
                 reply = await self.commit(session.update_id)
+            if reply is None and (sent := await self.opened.sent()):
+                reply = await self._commit_sent(sent)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
                 if not await self.is_open():
-                    await self.opened.end()
+                    await self.opened.end(committed=False)
             raise
-        try:
+        if reply is None:
             await self.opened.end()
-        except PlaneError:
-            if reply is None:
-                raise
-            # It is committed all the same: what was begun runs out by itself.
         return reply
+
+    async def commit_held(self) -> dict[str, Any]:
+        """In its `turn`."""
+        reply = await self.held.commit()
+        await self._note_commit()
+        return reply
+
+    async def _commit_sent(self, update_id: str) -> dict[str, Any]:
+        """Of what was sent and does not wait here: somebody has committed it, or the answer was lost; else it is."""
+        try:
+            return await self.commit(update_id)
+        except UpdateAborted as error:
+            raise UpdateAborted(
+                f"what was sent is lost, and nothing of it is committed: {error.message}",
+                update_id=update_id,
+                fix="begin_weight_update or pause_generation, and send all of it again; or, where it came in bodies, "
+                "ask the frontend that took them",
+            ) from error
+
+    async def _note_commit(self) -> None:
+        with contextlib.suppress(
+            PlaneError
+        ):  # it is committed all the same, and what was begun runs out by itself
+            await self.opened.end()
 
     async def is_open(self) -> bool:
         """Is something still to be committed?"""
@@ -204,8 +226,13 @@ class Updates:
             reply = await self._plane.calls.run("complete_weights_update", body)
         if self._label == (update_id, label):
             self._label = (update_id, reply["version"]["label"])  # it keeps that one
+        await self._note_commit()
         check_label(reply, label)
         return reply
+
+    async def pause(self) -> None:
+        """The fleet was paused just now, for an update to come; or for one that is sent already."""
+        await self.opened.pause(anew=not await self.is_open())
 
     async def begin(self) -> None:
         if self.held or await self.session() is not None:
@@ -217,7 +244,7 @@ class Updates:
         """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
         self._label, self._receiving, self._open_until = None, None, 0.0
         self.held.drop()
-        await self.opened.end()
+        await self.opened.end(committed=False)
         session = await self.session()
         if session is not None:
             with contextlib.suppress(PlaneError):
@@ -232,6 +259,8 @@ class Updates:
         if session is not None:
             self._label = (session.update_id, label)
             return
+        if sent := await self.opened.sent():
+            await self._commit_sent(sent)  # a lost one's name is not for what is served
         served = await served_version(self._plane)
         if served["label"] == label:
             return
@@ -275,6 +304,7 @@ class Updates:
         try:
             with begun():
                 await self._is_heard(update_id, task)
+                await self.opened.takes_more(update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # nobody will send it
                 await self._plane.calls.run("abort_weights_update", {"update_id": update_id})

@@ -76,10 +76,10 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
                 )
             held.add(tensors, fields.policy, fields.weight_version)
-            if await updates.waits_for_more() or not await held.is_whole():
+            if await updates.waits_for_more(held.update_id) or not await held.is_whole():
                 return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
             try:
-                reply = await held.commit()
+                reply = await updates.commit_held()
             except Locked:  # it has not begun: this call may come again
                 held.take_back(tensors)
                 raise
