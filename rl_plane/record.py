@@ -324,6 +324,12 @@ class UpdateSession:
     def armed(self) -> bool:
         return not self.digest
 
+    @property
+    def owner(self) -> str | None:
+        """Who goes on with it, where its body says so."""
+        owner: str | None = self.body.get("owner")
+        return owner
+
     def live(self, now: float) -> bool:
         return now < self.expires_at
 

@@ -292,6 +292,28 @@ async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> 
         assert await served(http) == [(True, "one")] * 2
 
 
+async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
+    """Not one that was prepared by the facade's own call; nor another trainer's, where its own is lost."""
+    plane.spawn_copies(2)
+
+    async def begin(at: httpx.AsyncClient, seed: int) -> None:
+        fine(await at.post("/start_weight_update"))
+        fine(await at.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(seed))}}))
+
+    async with facade(plane) as http, facade(plane) as other:
+        fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 1)}))
+        for at in (http, other):
+            refused(await at.post("/finish_weight_update", json={"weight_version": "not its"}), 409)
+        fine(await http.post("/v1/rl/complete_weights_update", json={"version": "its own"}))
+        assert await served(http) == [(True, "its own")] * 2
+        await begin(http, 2)
+        fine(await http.post("/v1/rl/abort_weights_update", json={}))
+        await begin(other, 1)
+        refused(await http.post("/finish_weight_update", json={"weight_version": "lost"}), 409)
+        fine(await other.post("/finish_weight_update", json={"weight_version": "the other's"}))
+        assert await served(http) == [(True, "the other's")] * 2
+
+
 async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

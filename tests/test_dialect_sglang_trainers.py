@@ -451,6 +451,42 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
             assert {*await served(http)} == {(True, "2")}
 
 
+async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:
+    """vLLM's trainer sends, and somebody lets the fleet go on by SGLang's call; and the other way round."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            port = free_port()
+            init = {"backend": "gloo", "group_name": "v", "master_address": HOST, "master_port": port}
+            formed, _ = await asyncio.gather(
+                http.post("/init_weight_transfer_engine", json={"init_info": {**init, "world_size": 3}}),
+                trainer.do("form", {"group": "v", "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+            )
+            fine(formed)
+            fine(await http.post("/start_weight_update", json={}))
+            for part in parts_of(plane.model(1), 2):
+                info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+                told = {"group": "v", "directory": str(plane.model(1)), "part": part}
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights", json={"update_info": info}), trainer.do("send", told)
+                )
+                fine(reply)
+                assert "weight_version" not in await replay.post("/continue_generation")
+                assert "nothing has changed" in (await replay.post("/end_weight_update"))["message"]
+                fine(await http.get("/flush_cache"))
+            fine(await http.post("/finish_weight_update", json={"weight_version": "vllm"}))
+            assert await served(http) == [(True, "vllm")] * 2
+            assert fine(await replay.form("s"))["success"] is True
+            await replay.post("/begin_weight_update")
+            (whole,) = parts_of(plane.model(2), 1)
+            fine(await replay.send("s", plane.model(2), whole, weight_version="sglang"))
+            refused(await http.post("/finish_weight_update", json={"weight_version": "vllm's next"}), 409)
+            assert (await replay.post("/end_weight_update"))["weight_version"] == "sglang"
+            assert await served(http) == [(True, "sglang")] * 2
+
+
 async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:
     """What was sent is not lost when somebody else changes the fleet in between: each call of an update waits for that,
     and says what has become of it."""

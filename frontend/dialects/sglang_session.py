@@ -31,7 +31,10 @@ from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
-from rl_plane.update_bodies import MAX_FED_TENSORS, UpdateWeights
+from rl_plane.update_bodies import MAX_FED_TENSORS
+
+OWNER = "sglang"
+"""Of the fleet's session."""
 
 
 class Update(Fields):
@@ -107,11 +110,11 @@ class Updates:
         return receiving or len(self.held) > 0 or time.monotonic() < self._open_until
 
     async def session(self) -> UpdateSession | None:
-        """The update that is fed."""
+        """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        if session is None or not session.live(time.time()):
+        if session is None or session.owner != OWNER or not session.live(time.time()):
             return None
-        return session if UpdateWeights.model_validate(session.body).fed else None
+        return session
 
     async def fed_standing(self) -> str | None:
         """Of what is broadcast: its next update may be announced by the same bodies."""
@@ -157,6 +160,7 @@ class Updates:
         body: dict[str, Any] = {
             "transport": {"backend": backend, "group": group, "fed": True},
             "policy": fields.policy,
+            "owner": OWNER,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
         }
         with begun():
@@ -208,9 +212,8 @@ class Updates:
             ) from error
 
     async def _note_commit(self) -> None:
-        with contextlib.suppress(
-            PlaneError
-        ):  # it is committed all the same, and what was begun runs out by itself
+        """It is committed, whether or not this is heard: what was begun runs out by itself."""
+        with contextlib.suppress(PlaneError):
             await self.opened.end()
 
     async def is_open(self) -> bool:

@@ -52,6 +52,7 @@ class Transactions:
     """Of one dialect, in this frontend."""
 
     def __init__(self, plane: DialectPlane, group: str) -> None:
+        """`group`: what the dialect's groups are called without another name; and whose its updates are."""
         self._plane = plane
         self._group = group
         self.transfer: Transfer | None = None
@@ -108,9 +109,11 @@ class Transactions:
         return await self.standing() == current.update_id
 
     async def standing(self) -> str | None:
-        """The id of the update that waits for its parts, or for its end."""
+        """The id of the update of this dialect that waits for its parts, or for its end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        return session.update_id if session is not None and session.live(time.time()) else None
+        if session is None or session.owner != self._group or not session.live(time.time()):
+            return None
+        return session.update_id
 
     async def update(self, given: Any, where: str) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
@@ -132,7 +135,8 @@ class Transactions:
                 fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
             )
         with begun(NOT_POSSIBLE):
-            await self._plane.calls.run("feed_weights_update", {**self._meant(), **feed_body(part, self.transfer)})
+            meant = {"update_id": await self._meant()}
+            await self._plane.calls.run("feed_weights_update", {**meant, **feed_body(part, self.transfer)})
 
     async def _from_directory(self, path: Any) -> None:
         current = self._current
@@ -161,11 +165,12 @@ class Transactions:
 
     async def _to_finish(self) -> _Current:
         """The update that waits for its end, whichever frontend it was started with; without one, the last one that was
-        finished here, whose answer may have been lost."""
+        finished here, whose answer may have been lost. One that is lost is not answered by another's."""
         current = self._current
         if current is not None and await self._goes_on(current):
             return current
-        if (standing := await self.standing()) is not None:
+        over = current is None or current.finished or current.failed
+        if over and (standing := await self.standing()) is not None:
             return _Current(standing, prepared=True)
         if current is None or await last_begun(self._plane) not in (None, current.update_id):
             raise Conflict(
@@ -195,15 +200,16 @@ class Transactions:
 
     async def _prepare(self, current: _Current, transport: dict[str, Any]) -> None:
         try:
-            await self._plane.calls.run("prepare_weights_update", {"transport": transport}, current.update_id)
+            body = {"transport": transport, "owner": self._group}
+            await self._plane.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:
             raise begun_before(error, self._current.update_id if self._current is not None else None) from error
         current.prepared = True
 
-    def _meant(self) -> dict[str, str]:
-        """None started here: the one that the fleet has, which another frontend may have started."""
-        if self._current is None:
-            return {}
-        if self._current.finished:
+    async def _meant(self) -> str:
+        """None started here: the one that waits, which another frontend may have started."""
+        current = self._current
+        update_id = await self.standing() if current is None else current.update_id
+        if update_id is None or (current is not None and current.finished):
             raise Conflict("no update is started", fix="start_weight_update first")
-        return {"update_id": self._current.update_id}
+        return update_id
