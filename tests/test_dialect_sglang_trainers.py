@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,9 @@ from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_
 from tests.fed_trainer import HOST, FedTrainer, parts_of
 from tests.test_dialect_sglang import one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
-from tests.test_hf_fleet import Witnesses
+from tests.test_hf_fleet import START_S, Witnesses
 from worker.engines.fake_model import make_fake_adapter
+from worker.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -449,6 +452,64 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
             await send(2, "/pause_generation")
             assert (await replay.post("/continue_generation"))["weight_version"] == "2"
             assert {*await served(http)} == {(True, "2")}
+
+
+TIED = "lm_head.weight"
+
+
+def tied_model(path: Path, seed: int, *, with_head: bool = False) -> Path:
+    """Its output rows are its input rows. `with_head`: as a trainer sends it, with both."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(make_tiny_model(path.with_name(f"untied{seed}"), seed), path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(path / "model.safetensors")
+    tensors[TIED] = tensors["model.embed_tokens.weight"].clone()
+    if not with_head:
+        del tensors[TIED]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
+    """First, last, or in the middle of the buckets; what counts is what the model needs. Nobody pauses."""
+    own = tied_model(plane.tmp / "weights" / "tied", 1)
+    await asyncio.to_thread(plane.spawn(ready=False, engine="hf", model=own).wait_ready, START_S)
+    steps = itertools.count(1)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            (described,) = fine(await http.get("/v1/rl/describe"))["workers"]
+            assert described["tied"] == [TIED]
+
+            async def broadcast(directory: Path, names: list[str], label: str) -> dict[str, Any]:
+                (part,) = parts_of(directory, 1)
+                places = [part["names"].index(name) for name in names]
+                part = {key: [values[place] for place in places] for key, values in part.items()}
+                return dict(fine(await replay.send("g", directory, part, weight_version=label)))
+
+            async def in_a_body(directory: Path, names: list[str], label: str) -> dict[str, Any]:
+                (tensors,) = buckets_of(directory, 1)
+                body = {"serialized_named_tensors": payload({name: tensors[name] for name in names})}
+                return dict(await replay.post("/update_weights_from_tensor", {**body, "weight_version": label}))
+
+            for send in (broadcast, in_a_body):
+                for where in (0, 1, -1):
+                    step = next(steps)
+                    directory = tied_model(plane.tmp / "sent" / str(step), step, with_head=True)
+                    (part,) = parts_of(directory, 1)
+                    *some, last = [name for name in part["names"] if name != TIED]
+                    buckets = [some, [last]]
+                    buckets.insert(where if where >= 0 else len(buckets), [TIED])
+                    told = [await send(directory, names, str(step)) for names in buckets]
+                    commits = [one.get("weight_version") for one in told]
+                    assert commits == [str(step) if names == [last] else None for names in buckets], told
+                    fine(await http.get("/flush_cache"))
+                    assert await served(http) == [(True, str(step))]
+                    error = await http.post("/v1/rl/abort_weights_update", json={})
+                    assert error.status_code == 409, "nothing is open"
 
 
 async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:

@@ -183,7 +183,8 @@ async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
 
 
 async def _refuse_to_flush(held: HeldTensors) -> None:
-    if await held.is_whole():
+    await held.ask_model()
+    if held.is_whole:
         raise InvalidRequest(
             f"Flush cache failed. The update is whole, but not committed, as nobody has ended it: {held.told}",
             fix=f"end_weight_update commits it; what is held is dropped after {IDLE_S:g} s of silence",

@@ -113,7 +113,7 @@ class HeldTensors:
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """How many tensors are the model's, as it was last asked."""
+        """How many tensors are the model's, as it was last asked; without those that it ties to others."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -172,10 +172,16 @@ class HeldTensors:
         last = repr(next(reversed(self._tensors), None))
         return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
 
-    async def is_whole(self) -> bool:
-        with begun(NOT_POSSIBLE):
-            rows = (await self._plane.calls.run("describe", {}))["workers"]
+    async def ask_model(self) -> frozenset[str]:
+        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others."""
+        rows = (await self._plane.calls.run("describe", {}))["workers"]
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
+        tied = [frozenset(row.get("tied", ())) for row in rows if row["status"] == "ok"]
+        return frozenset.intersection(*tied) if tied else frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing of what the model needed when it was last asked is missing."""
         return len(self._tensors) >= self._wanted
 
     async def missing(self) -> list[str]:

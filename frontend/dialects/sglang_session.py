@@ -145,7 +145,11 @@ class Updates:
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("feed_weights_update", part)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        if await self.waits_for_more(update_id) or reply["missing"]:  # in this order: each part is a sign of life
+        if await self.waits_for_more(update_id):  # in any case: each part is a sign of life
+            return reply
+        if session is None and reply["missing"] and await self._comes_with_others(fields.names):
+            await self._close(update_id)
+        if reply["missing"]:
             return reply
         try:
             return await self.commit(update_id)
@@ -166,6 +170,17 @@ class Updates:
         with begun():
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
+
+    async def _comes_with_others(self, names: list[str]) -> bool:
+        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update."""
+        with begun(NOT_POSSIBLE):
+            return set(names) <= await self.held.ask_model()
+
+    async def _close(self, update_id: str) -> None:
+        """Nobody is to wait for more of it. Every rank has what was sent, so its groups stay."""
+        with contextlib.suppress(PlaneError):  # it ends by its silence then
+            await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            await self.opened.end()
 
     async def waits_for_more(self, update_id: str) -> bool:
         """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says

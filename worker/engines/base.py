@@ -109,6 +109,8 @@ class EngineInfo:
     """Of `world_size`, those of tensor parallelism."""
     pp_size: int = 1
     """And the stages of its pipeline."""
+    tied: tuple[str, ...] = ()
+    """Names that a checkpoint may also hold, because the model ties them to another: `weight_spec` has none of them."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""
