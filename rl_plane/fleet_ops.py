@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from rl_plane import bodies, ops, update_bodies
+from rl_plane.record import PauseMode
 
 DEFAULT_WAIT_S = 5.0
 """How long a call waits for a fleet that is still coming up."""
@@ -79,6 +80,9 @@ class UpdateId(bodies.Body):
 
 class FeedWeights(update_bodies.Part, UpdateId):
     """Of an update that was prepared with `transport: {backend, group, fed: true}`."""
+
+    pause_mode: PauseMode | None = None
+    """From here on in place of the policy's, for a trainer that says it with a part; None: as before."""
 
 
 class CompleteUpdate(UpdateId):

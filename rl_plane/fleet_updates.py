@@ -174,7 +174,7 @@ class FleetUpdates:
         held_for = "" if waiting is None else waiting.update_id
         async with self._client.lock(call.view, wait_s, update_id=held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            asked_for = Coordination("feed", update_id or "", part=part)
+            asked_for = Coordination("feed", update_id or "", part=part, pause_mode=call.body.get("pause_mode"))
             try:
                 fed = await Coordinator(self._client, call.view, held, journal).run(asked_for)
             except PlaneError as error:

@@ -320,6 +320,13 @@ class UpdateSession:
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
 
+    def told(self, *, pause_mode: PauseMode | None = None) -> UpdateSession:
+        """As its trainer says only now. None: as before."""
+        body = dict(self.body)
+        if pause_mode is not None:
+            body["policy"] = {**body["policy"], "pause_mode": pause_mode}
+        return replace(self, body=body)
+
     @property
     def armed(self) -> bool:
         return not self.digest

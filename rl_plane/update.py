@@ -242,7 +242,8 @@ class UpdateMachine:
         try:
             self._check_armed(session, body)
             missing = yield from self._feed_pieces(session, self.call.part)
-            session = replace(session, expires_at=self._now + _idle_s(body))
+            said = session.told(pause_mode=self.call.pause_mode)
+            session = replace(said, expires_at=self._now + _idle_s(body))
             yield Note("session", session=session)
         except PlaneError:
             yield from self._give_up(session.update_id)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -624,6 +626,35 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
         fine(await http.post("/continue_generation", json={}))
         for ends in await asyncio.gather(*running):
             assert (ends[0], ends[-1]) == ("abort", "length")
+
+
+@asynccontextmanager
+async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:
+    """A request that runs when this begins is over when this ends, by an abort."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+
+    async def runs() -> bool:
+        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+        return sum(load["num_running_reqs"] for load in loads) > 0
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        request = tasks.create_task(http.post("/generate", json=body))
+        while not await runs():
+            assert not request.done()
+        yield
+        assert fine(await request)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.01)
+    async with facade(plane) as http:
+        for seed, whose in ((1, 0), (2, -1)):
+            bodies = one_by_one(plane, seed)
+            bodies[whose]["abort_all_requests"] = True
+            async with aborts_what_runs(http):
+                for body in bodies:
+                    fine(await http.post("/update_weights_from_tensor", json=body))
+            assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
 
 
 async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:

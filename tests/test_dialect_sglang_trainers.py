@@ -25,7 +25,7 @@ from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from rl_plane.lock import Holder, read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
-from tests.test_dialect_sglang import one_by_one
+from tests.test_dialect_sglang import aborts_what_runs, one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import START_S, Witnesses
 from worker.engines.fake_model import make_fake_adapter
@@ -452,6 +452,19 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
             await send(2, "/pause_generation")
             assert (await replay.post("/continue_generation"))["weight_version"] == "2"
             assert {*await served(http)} == {(True, "2")}
+
+
+async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
+    await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            for seed, says in ((1, (True, False)), (2, (False, True))):
+                async with aborts_what_runs(http):
+                    for part, one in zip(parts_of(plane.model(seed), 2), says, strict=True):
+                        fine(await replay.send("g", plane.model(seed), part, abort_all_requests=one))
+                assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
 
 
 TIED = "lm_head.weight"

@@ -126,7 +126,8 @@ class HeldTensors:
         return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
-        """`policy` and `label` of the update, as the newest call has them (None: as before)."""
+        """`label` of the update, as the newest call has it (None: as before). `policy`: what one call asks for, another
+        does not take back."""
         self._look()
         size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
         if size > MAX_HELD_BYTES:
@@ -142,8 +143,9 @@ class HeldTensors:
         if not self._tensors:
             self._number += 1
             self.update_id = uuid.uuid4().hex
+            self._policy = {}
         self._tensors.update(tensors)
-        self._policy, self._at = policy, time.monotonic()
+        self._policy, self._at = {**self._policy, **policy}, time.monotonic()
         asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
         self._label = label or self._label
 

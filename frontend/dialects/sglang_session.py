@@ -41,7 +41,8 @@ class Update(Fields):
     """What every update may say"""
 
     abort_all_requests: bool = False
-    """End running requests instead of freezing them while the weights change."""
+    """End running requests instead of freezing them while the weights change. Of an update in several calls: if any
+    says so."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     flush_cache: bool = True
     """False changes nothing: no new request may reuse KV of older weights."""
@@ -140,6 +141,7 @@ class Updates:
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
+            **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
         self._open_until = 0.0  # unless it comes
         with begun(NOT_POSSIBLE):
