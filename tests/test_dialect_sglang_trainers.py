@@ -454,6 +454,39 @@ async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(pl
             assert {*await served(http)} == {(True, "2")}
 
 
+async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: Plane) -> None:
+    """Which can't be dropped while somebody else has the fleet: its groups form when it is gone, or not at all."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    client = await plane.client()
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+
+            async def send(group: str, seed: int, count: int) -> list[Any]:
+                sent = [
+                    fine(await replay.send(group, plane.model(seed), part, weight_version=str(seed)))
+                    for part in parts_of(plane.model(seed), 2)[:count]
+                ]
+                return [one.get("weight_version") for one in sent]
+
+            fine(await replay.form("first"))
+            await send("first", 1, 1)
+            async with taken_before(client, "abort_weights_update"):
+                fine(await replay.form("second"))
+            assert await send("second", 1, 2) == [None, "1"]
+            await send("second", 2, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sglang_session, "FORM_WAIT_S", 0.0)
+                asked = {"master_address": HOST, "master_port": free_port(), "rank_offset": 1, "world_size": 3}
+                async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
+                    error = refused(await http.post("/init_weights_update_group", json=asked), 503)
+                assert error["code"] == "locked", "nobody has joined"
+            fine(await replay.form("third"))
+            assert await send("third", 2, 2) == [None, "2"]
+            assert await served(http) == [(True, "2")] * 2
+
+
 async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
     await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
     with FedTrainer(plane) as trainer:

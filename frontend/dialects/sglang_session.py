@@ -27,7 +27,8 @@ from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_opened import Opened
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError, UpdateAborted
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
+from rl_plane.fleet import FORM_WAIT_S
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
@@ -261,14 +262,23 @@ class Updates:
         self._open_until = time.monotonic() + SESSION_IDLE_S
 
     async def drop(self) -> None:
-        """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
+        """A trainer that forms a group begins anew: what one before it has left half sent is dropped. Locked: what it
+        had sent is still on its way, and would take the new groups with it when it fails."""
         self._label, self._receiving, self._open_until = None, None, 0.0
         self.held.drop()
         await self.opened.end(committed=False)
-        session = await self.session()
-        if session is not None:
-            with contextlib.suppress(PlaneError):
+        give_up = time.monotonic() + FORM_WAIT_S
+        while (session := await self.session()) is not None:
+            try:
                 await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                return
+            except Locked:
+                if time.monotonic() > give_up:
+                    raise
+            except BusUnreachable:
+                raise
+            except PlaneError:
+                return  # nothing is left of it
 
     async def name(self, label: str) -> None:
         """The update that is sent now; else the one that is served, as it can."""
