@@ -320,12 +320,14 @@ class UpdateSession:
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
 
-    def told(self, *, pause_mode: PauseMode | None = None) -> UpdateSession:
+    def told(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
         """As its trainer says only now. None: as before."""
         body = dict(self.body)
+        if version is not None:
+            body["version"] = version
         if pause_mode is not None:
             body["policy"] = {**body["policy"], "pause_mode": pause_mode}
-        return replace(self, body=body)
+        return replace(self, label=version or self.label, body=body)
 
     @property
     def armed(self) -> bool:

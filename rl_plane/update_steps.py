@@ -229,7 +229,7 @@ Result = Outcome | Prepared | Fed | UpdateSession
 class Call:
     """What is asked of a coordinator."""
 
-    kind: Literal["update", "prepare", "feed", "complete", "abort", "finish", "new_run"]
+    kind: Literal["update", "prepare", "feed", "name", "complete", "abort", "finish", "new_run"]
     """`finish`: only what a dead coordinator has left."""
     update_id: str
     body: UpdateWeights | None = None
@@ -238,7 +238,7 @@ class Call:
     digest: str | None = None
     """To complete an update: what the caller says was sent."""
     version: str | None = None
-    """To complete an update: the label, where it is given only now."""
+    """To feed, name or complete an update: the label, where it is given only now."""
     part: Part | None = None
     """To feed an update."""
     pause_mode: PauseMode | None = None

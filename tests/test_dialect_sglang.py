@@ -316,6 +316,28 @@ async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
         assert await served(http) == [(True, "the other's")] * 2
 
 
+async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: Plane) -> None:
+    """Of vLLM's update, whichever of the two it was begun, named or finished at."""
+    plane.spawn_copies(2)
+    async with facade(plane) as one, facade(plane) as other:
+        for seed, (begins, names, finishes) in enumerate(
+            ((one, one, other), (one, other, one), (other, one, other))
+        ):
+            label = {"new_version": f"step_{seed}"}
+            fine(await begins.post("/start_weight_update"))
+            update = {"update_info": {"weight_dir": str(plane.model(seed % 2))}}
+            fine(await begins.post("/update_weights", json=update))
+            fine(await names.post("/update_weight_version", json=label))
+            fine(await finishes.post("/finish_weight_update"))
+            assert await served(one) == [(True, f"step_{seed}")] * 2
+        # Before its weights have come, too.
+        fine(await one.post("/start_weight_update"))
+        fine(await one.post("/update_weight_version", json={"new_version": "early"}))
+        fine(await one.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+        fine(await other.post("/finish_weight_update"))
+        assert await served(one) == [(True, "early")] * 2
+
+
 async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,7 +657,7 @@ async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:
 
     async def runs() -> bool:
         loads = fine(await http.get("/v1/loads?include=core"))["loads"]
-        return sum(load["num_running_reqs"] for load in loads) > 0
+        return any(load["num_running_reqs"] for load in loads)
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         request = tasks.create_task(http.post("/generate", json=body))

@@ -487,6 +487,25 @@ async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: 
             assert await served(http) == [(True, "2")] * 2
 
 
+async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> None:
+    """Given with a part, or between the last of them and the end."""
+    await asyncio.to_thread(plane.spawn(ready=False).wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            for seed, at in ((1, None), (2, http), (1, other)):
+                await replay.post("/begin_weight_update")
+                for number, part in enumerate(parts_of(plane.model(seed), 2)):
+                    fine(await replay.send("g", plane.model(seed), part, weight_version=f"part {number}"))
+                if at is not None:
+                    named = {"new_version": "seven", "abort_all_requests": False}
+                    fine(await at.post("/update_weight_version", json=named))
+                label = "part 1" if at is None else "seven"
+                assert fine(await other.post("/end_weight_update", json={}))["weight_version"] == label
+                assert await served(http) == [(True, label)]
+
+
 async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
     await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
     with FedTrainer(plane) as trainer:

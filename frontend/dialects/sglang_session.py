@@ -99,8 +99,6 @@ class Updates:
         self._groups = groups
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
-        self._label: tuple[str, str] | None = None
-        """An update's id, and what it is called by now; once it is committed, what it stays called."""
         self._preparing = asyncio.Lock()
         self._receiving: _Receiving | None = None
         """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
@@ -132,8 +130,6 @@ class Updates:
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
-        if fields.weight_version is not None:
-            self._label = (update_id, fields.weight_version)
         part = {
             "update_id": update_id,
             "names": fields.names,
@@ -142,6 +138,7 @@ class Updates:
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
+            **({} if fields.weight_version is None else {"version": fields.weight_version}),
             **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
         self._open_until = 0.0  # unless it comes
@@ -238,15 +235,12 @@ class Updates:
         """Is something still to be committed?"""
         return len(self.held) > 0 or await self.session() is not None
 
-    async def commit(self, update_id: str) -> dict[str, Any]:
-        """Asked again, the same answer."""
-        label = self._label[1] if self._label is not None and self._label[0] == update_id else None
+    async def commit(self, update_id: str, label: str | None = None) -> dict[str, Any]:
+        """Asked again, the same answer. `label`: None is the one that it has."""
         self._open_until = 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
-        if self._label == (update_id, label):
-            self._label = (update_id, reply["version"]["label"])  # it keeps that one
         await self._note_commit()
         check_label(reply, label)
         return reply
@@ -264,7 +258,7 @@ class Updates:
     async def drop(self) -> None:
         """A trainer that forms a group begins anew: what one before it has left half sent is dropped. Locked: what it
         had sent is still on its way, and would take the new groups with it when it fails."""
-        self._label, self._receiving, self._open_until = None, None, 0.0
+        self._receiving, self._open_until = None, 0.0
         self.held.drop()
         await self.opened.end(committed=False)
         give_up = time.monotonic() + FORM_WAIT_S
@@ -287,7 +281,8 @@ class Updates:
             return
         session = await self.session()
         if session is not None:
-            self._label = (session.update_id, label)
+            named = {"update_id": session.update_id, "version": label}
+            await self._plane.calls.run("name_weights_update", named)
             return
         if sent := await self.opened.sent():
             await self._commit_sent(sent)  # a lost one's name is not for what is served
@@ -370,9 +365,7 @@ class Updates:
         except PlaneError:
             self._receiving = None  # it is over
             raise
-        if label is not None:
-            self._label = (receiving.update_id, label)
-        return receiving.buckets, await self.commit(receiving.update_id)
+        return receiving.buckets, await self.commit(receiving.update_id, label)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Another one may have been prepared since, by way of another frontend."""

@@ -43,6 +43,7 @@ class _Current:
     prepared: bool = False
     finished: bool = False
     label: str | None = None
+    """As it was named before it was prepared; then its session has it."""
     failed: bool = False
     """What was to come did not, or it was to be dropped."""
     started_at: float = field(default_factory=time.monotonic)
@@ -155,7 +156,6 @@ class Transactions:
     async def finish(self, label: str | None) -> dict[str, Any]:
         """Commits. Without a label the version is called by its number. Asked again, the same answer."""
         current = self._current = await self._to_finish()
-        label = label or current.label
         body = {"update_id": current.update_id, **({"version": label} if label is not None else {})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
@@ -169,9 +169,8 @@ class Transactions:
         current = self._current
         if current is not None and await self._goes_on(current):
             return current
-        over = current is None or current.finished or current.failed
-        if over and (standing := await self.standing()) is not None:
-            return _Current(standing, prepared=True)
+        if (waiting := await self._waiting()) is not None:
+            return _Current(waiting, prepared=True)
         if current is None or await last_begun(self._plane) not in (None, current.update_id):
             raise Conflict(
                 "no update is prepared",
@@ -180,11 +179,21 @@ class Transactions:
             )
         return current
 
+    async def _waiting(self) -> str | None:
+        """The update that waits for its end; None also where this frontend's own is another, which is lost."""
+        standing, current = await self.standing(), self._current
+        over = current is None or current.finished or current.failed or current.update_id == standing
+        return standing if over else None
+
     async def name_next(self, label: str) -> bool:
-        """The label of the update that is under way; False when none is."""
-        if self._current is None or not await self._goes_on(self._current):
+        """The label of the update that is under way, whichever frontend it was started with; False when none is."""
+        current = self._current
+        if current is not None and not current.prepared and await self._goes_on(current):
+            current.label = label
+        elif (update_id := await self._waiting()) is not None:
+            await self._plane.calls.run("name_weights_update", {"update_id": update_id, "version": label})
+        else:
             return False
-        self._current.label = label
         return True
 
     async def drop(self) -> None:
@@ -200,7 +209,8 @@ class Transactions:
 
     async def _prepare(self, current: _Current, transport: dict[str, Any]) -> None:
         try:
-            body = {"transport": transport, "owner": self._group}
+            named = {} if current.label is None else {"version": current.label}
+            body = {"transport": transport, "owner": self._group, **named}
             await self._plane.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:
             raise begun_before(error, self._current.update_id if self._current is not None else None) from error
