@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ from frontend.dialects.sglang_opened import Opened
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
 from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
+from rl_plane.subjects import OPENED
+from rl_plane.update import SESSION_IDLE_S
 from tests.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
@@ -504,6 +508,20 @@ async def test_what_was_begun_is_known_to_any_frontend_and_ends(
         fine(await one.post("/begin_weight_update", json={}))
         await send("silent")
         assert await served(one) == [(True, "silent")] * 2
+
+
+async def test_what_an_older_frontend_has_begun_goes_on(plane: Plane) -> None:
+    """Its entry says nothing of what was sent."""
+    plane.spawn()
+    client = await plane.client()
+    entry = json.dumps({"begun_until": time.time() + SESSION_IDLE_S, "pause": ""}).encode()
+    async with facade(plane) as http:
+        await client.bus.put((await client.view()).subjects.state, OPENED, entry)
+        assert (
+            "are held"
+            in fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))["message"]
+        )
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
 
 
 async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:

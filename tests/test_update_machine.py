@@ -945,6 +945,13 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
 
+def test_a_session_that_was_written_before_sessions_had_owners_is_nobodys() -> None:
+    older = replace(SESSION, body={name: value for name, value in SESSION.body.items() if name != "owner"})
+    assert UpdateSession.decode(older.encode()).owner is None
+    driver = with_session(COMPLETE, UpdateSession.decode(older.encode()))
+    assert driver.outcome().version.label == "new"
+
+
 @pytest.mark.parametrize("session", [None, replace(SESSION, expires_at=NOW), replace(SESSION, update_id="other")])
 def test_what_is_not_prepared_can_not_be_named(session: UpdateSession | None) -> None:
     driver = Driver(NAME)
