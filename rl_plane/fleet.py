@@ -102,6 +102,7 @@ class Fleet:
             "update_weights": updates.update,
             "prepare_weights_update": updates.prepare,
             "feed_weights_update": updates.feed,
+            "name_weights_update": updates.name,
             "complete_weights_update": updates.complete,
             "abort_weights_update": updates.abort,
             "load_lora_adapter": updates.load_lora,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, create_model, field_validator
 
 from rl_plane import bodies, ops, update_bodies
+from rl_plane.record import PauseMode
 
 DEFAULT_WAIT_S = 5.0
 """How long a call waits for a fleet that is still coming up."""
@@ -84,6 +85,16 @@ class UpdateId(bodies.Body):
 class FeedWeights(update_bodies.Part, UpdateId):
     """Of an update that was prepared with `transport: {backend, group, fed: true}`."""
 
+    version: str | None = Field(None, min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
+    """The update's label, for a trainer that says it with a part; None: as before."""
+    pause_mode: PauseMode | None = None
+    """From here on in place of the policy's, for a trainer that says it with a part; None: as before."""
+
+
+class NameUpdate(UpdateId):
+    version: str = Field(min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
+    """Its label, unless a later call has another."""
+
 
 class CompleteUpdate(UpdateId):
     version: str | None = Field(None, min_length=1, max_length=bodies.LABEL_CHARS, pattern=bodies.PRINTABLE)
@@ -150,6 +161,7 @@ FLEET_OPS: dict[str, FleetOp] = {
             FeedWeights,
             "Receive what the trainer broadcasts now, everywhere.",
         ),
+        _fleet_op("name_weights_update", NameUpdate, "Label what was prepared, before it is committed."),
         _fleet_op("complete_weights_update", CompleteUpdate, "Commit what was prepared, or pushed."),
         _fleet_op("abort_weights_update", UpdateId, "Drop what was prepared."),
         _fleet_op(
@@ -170,6 +182,7 @@ ONE_COMPONENT = frozenset(
         "update_weights",
         "prepare_weights_update",
         "feed_weights_update",
+        "name_weights_update",
         "complete_weights_update",
         "abort_weights_update",
         "load_lora_adapter",

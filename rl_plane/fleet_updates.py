@@ -175,7 +175,13 @@ class FleetUpdates:
         held_for = "" if waiting is None else waiting.update_id
         async with lock_of(self._client, call.view, waiting, wait_s, held_for) as held:
             journal = await self._prepared_journal(call, held, await self._session(call, update_id))
-            asked_for = Coordination("feed", update_id or "", part=part)
+            asked_for = Coordination(
+                "feed",
+                update_id or "",
+                part=part,
+                version=call.body.get("version"),
+                pause_mode=call.body.get("pause_mode"),
+            )
             try:
                 fed = await Coordinator(self._client, call.view, held, journal).run(asked_for)
             except PlaneError as error:
@@ -191,6 +197,15 @@ class FleetUpdates:
             "bytes": sum(spec.nbytes for spec in part.specs),
             "workers": _rows_of(fed.session.prepared),
         }
+
+    async def name(self, call: Call) -> dict[str, Any]:
+        snapshot, update_id = await self.whole(call), call.body.get("update_id")
+        async with self._client.lock(call.view, update_id=update_id or "") as held:
+            asked_for = Coordination("name", update_id or "", version=call.body["version"])
+            session = await Coordinator(self._client, call.view, held).run(asked_for)
+        assert isinstance(session, UpdateSession)
+        rows = _rows_of(session.prepared)
+        return {**head(call, snapshot), "update_id": session.update_id, "label": session.label, "workers": rows}
 
     async def complete(self, call: Call) -> dict[str, Any]:
         update_id = call.body.get("update_id")

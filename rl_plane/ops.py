@@ -148,6 +148,9 @@ class DescribeReply(TypedDict):
     max_lora_rank: int | None
     """None: any."""
     tensors: int
+    tied: list[str]
+    """Names that a full checkpoint may also hold, because the model ties them to another; `tensors`, `weight_bytes` and
+    `manifest` are without them."""
     weight_bytes: int
     version: VersionReply | None
     manifest: list[TensorReply] | None

@@ -320,9 +320,24 @@ class UpdateSession:
     def decode(cls, data: bytes) -> UpdateSession:
         return cls(**json.loads(data))
 
+    def told(self, *, version: str | None = None, pause_mode: PauseMode | None = None) -> UpdateSession:
+        """As its trainer says only now. None: as before."""
+        body = dict(self.body)
+        if version is not None:
+            body["version"] = version
+        if pause_mode is not None:
+            body["policy"] = {**body["policy"], "pause_mode": pause_mode}
+        return replace(self, label=version or self.label, body=body)
+
     @property
     def armed(self) -> bool:
         return not self.digest
+
+    @property
+    def owner(self) -> str | None:
+        """Who goes on with it, where its body says so."""
+        owner: str | None = self.body.get("owner")
+        return owner
 
     def live(self, now: float) -> bool:
         return now < self.expires_at

@@ -152,6 +152,7 @@ class UpdateMachine:
             "update": self._update,
             "prepare": self._prepare_only,
             "feed": self._feed,
+            "name": self._name,
             "complete": self._complete,
             "abort": self._abort_only,
             "finish": self._finish,
@@ -253,12 +254,25 @@ class UpdateMachine:
         try:
             self._check_armed(session, body)
             missing = yield from self._feed_pieces(session, self.call.part)
-            session = replace(session, expires_at=self._now + _idle_s(body))
+            said = session.told(version=self.call.version, pause_mode=self.call.pause_mode)
+            session = replace(said, expires_at=self._now + _idle_s(body))
             yield Note("session", session=session)
         except PlaneError:
             yield from self._give_up(session.update_id)
             raise
         return Fed(session, missing)
+
+    def _name(self) -> Steps:
+        """The label of a prepared update, which any coordinator then commits it under."""
+        session, base, _ = yield from self._survey()
+        if self._is_decided(session, base):
+            raise self._committed(base, "it keeps that label")
+        session = self._expected(session)
+        if not session.live(self._now):
+            raise UpdateAborted("the update was silent for too long", fix="prepare it again")
+        named = session.told(version=self.call.version)
+        yield Note("session", session=named)
+        return named
 
     def _feed_pieces(self, session: UpdateSession, part: Part) -> Generator[Instruction, Any, int]:
         """One after another, as the trainer broadcasts them; all within the part's own time."""
@@ -471,7 +485,7 @@ class UpdateMachine:
     def _goes_on_with(self, session: UpdateSession) -> bool:
         if self.call.kind == "prepare":
             return session.update_id == self.call.update_id
-        return self.call.kind in ("feed", "complete", "abort")
+        return self.call.kind in ("feed", "name", "complete", "abort")
 
     def _prepare(self, base: DecisionRecord, body: UpdateWeights) -> Generator[Instruction, Any, Prepared]:
         """Stages on every member; on failure the error tells of each worker."""

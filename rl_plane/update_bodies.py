@@ -371,6 +371,9 @@ class UpdateWeights(_Update):
 
     transport: Transport | None = None
     """None only to unload an adapter."""
+    owner: str | None = Field(None, min_length=1, max_length=64, pattern=PRINTABLE)
+    """Of a prepared update: by whose calls it goes on. A dialect's calls take only its own; feed, complete and abort
+    take any."""
 
     @model_validator(mode="after")
     def _source(self) -> Self:

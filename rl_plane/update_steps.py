@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.errors import PlaneError
-from rl_plane.record import DecisionRecord, DesiredPause, Source, UpdateSession
+from rl_plane.record import DecisionRecord, DesiredPause, PauseMode, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update_bodies import Part, UpdateWeights
 from rl_plane.versions import WeightVersion
@@ -229,7 +229,7 @@ Result = Outcome | Prepared | Fed | UpdateSession
 class Call:
     """What is asked of a coordinator."""
 
-    kind: Literal["update", "prepare", "feed", "complete", "abort", "finish", "new_run"]
+    kind: Literal["update", "prepare", "feed", "name", "complete", "abort", "finish", "new_run"]
     """`finish`: only what a dead coordinator has left."""
     update_id: str
     body: UpdateWeights | None = None
@@ -238,8 +238,10 @@ class Call:
     digest: str | None = None
     """To complete an update: what the caller says was sent."""
     version: str | None = None
-    """To complete an update: the label, where it is given only now."""
+    """To feed, name or complete an update: the label, where it is given only now."""
     part: Part | None = None
     """To feed an update."""
+    pause_mode: PauseMode | None = None
+    """To feed an update: in place of its policy's."""
     before: Source | None = None
     """To go back to a version that was sent as a delta: the source of the one that it changed."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ pytest.importorskip("trl")
 
 from examples.skyrl_client import FleetInferenceClient
 from frontend.generation import Generation
-from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Unsupported
+from rl_plane.errors import Conflict, EngineFailed, InvalidRequest, Locked, Unsupported
 from rl_plane.publish.vllm_client import FleetWeightSyncClient
 from rl_plane.sync import SyncRlClient
 from tests.dialect_facade import HEAL_S, PROMPT, TOKENS, facade, fine, proven, witnessed
@@ -306,3 +306,29 @@ async def test_what_our_client_over_nats_says_before_anybody_is_touched(
     told = "the field %r has no effect: it is not known here, and is dropped"
     assert caplog.messages == [told % name for name in ("init_info.colour", "update_info.colour")]
     await asyncio.to_thread(sync.close)
+
+
+class TakenOnce:
+    """A fleet that notes what is run, and is somebody else's when it is first asked to abort."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def run(self, op: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.ran.append(op)
+        if op == "abort_weights_update" and self.ran.count(op) == 1:
+            raise Locked("taken", retry_after_s=1.0)
+        return {"workers": []}
+
+
+def test_our_client_over_nats_forms_no_group_while_what_it_left_stands() -> None:
+    fleet = TakenOnce()
+    client = FleetWeightSyncClient(cast(SyncRlClient, fleet))
+    init = {"backend": "gloo", "master_address": HOST, "master_port": 1, "world_size": 2}
+    client.init_weight_transfer_engine(init)
+    client.start_weight_update()
+    fleet.ran.clear()
+    with pytest.raises(Locked):
+        client.init_weight_transfer_engine(init)
+    client.init_weight_transfer_engine(init)
+    assert [op for op in fleet.ran if op != "describe"] == ["abort_weights_update"] * 2 + ["init_transport"]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import pickle
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -16,6 +20,8 @@ from frontend.dialects.sglang_opened import Opened
 from rl_plane.errors import BusUnreachable, Locked, Unavailable
 from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
+from rl_plane.subjects import OPENED
+from rl_plane.update import SESSION_IDLE_S
 from tests.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from tests.conftest import Plane
 
 
+NAMED = {"new_version": "seven", "abort_all_requests": False}
 OVERTAKES_S = 1.0
 """A call that nothing holds up is answered by then."""
 
@@ -308,6 +315,50 @@ async def test_a_part_that_comes_while_the_update_is_committed(plane: Plane) -> 
         assert await served(http) == [(True, "one")] * 2
 
 
+async def test_a_finish_takes_only_an_update_of_its_own(plane: Plane) -> None:
+    """Not one that was prepared by the facade's own call; nor another trainer's, where its own is lost."""
+    plane.spawn_copies(2)
+
+    async def begin(at: httpx.AsyncClient, seed: int) -> None:
+        fine(await at.post("/start_weight_update"))
+        fine(await at.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(seed))}}))
+
+    async with facade(plane) as http, facade(plane) as other:
+        fine(await http.post("/v1/rl/prepare_weights_update", json={"transport": on_disk(plane, 1)}))
+        for at in (http, other):
+            refused(await at.post("/finish_weight_update", json={"weight_version": "not its"}), 409)
+        fine(await http.post("/v1/rl/complete_weights_update", json={"version": "its own"}))
+        assert await served(http) == [(True, "its own")] * 2
+        await begin(http, 2)
+        fine(await http.post("/v1/rl/abort_weights_update", json={}))
+        await begin(other, 1)
+        refused(await http.post("/finish_weight_update", json={"weight_version": "lost"}), 409)
+        fine(await other.post("/finish_weight_update", json={"weight_version": "the other's"}))
+        assert await served(http) == [(True, "the other's")] * 2
+
+
+async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: Plane) -> None:
+    """Of vLLM's update, whichever of the two it was begun, named or finished at."""
+    plane.spawn_copies(2)
+    async with facade(plane) as one, facade(plane) as other:
+        for seed, (begins, names, finishes) in enumerate(
+            ((one, one, other), (one, other, one), (other, one, other))
+        ):
+            label = {"new_version": f"step_{seed}"}
+            fine(await begins.post("/start_weight_update"))
+            update = {"update_info": {"weight_dir": str(plane.model(seed % 2))}}
+            fine(await begins.post("/update_weights", json=update))
+            fine(await names.post("/update_weight_version", json=label))
+            fine(await finishes.post("/finish_weight_update"))
+            assert await served(one) == [(True, f"step_{seed}")] * 2
+        # Before its weights have come, too.
+        fine(await one.post("/start_weight_update"))
+        fine(await one.post("/update_weight_version", json={"new_version": "early"}))
+        fine(await one.post("/update_weights", json={"update_info": {"weight_dir": str(plane.model(1))}}))
+        fine(await other.post("/finish_weight_update"))
+        assert await served(one) == [(True, "early")] * 2
+
+
 async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,8 +373,30 @@ async def test_a_commit_is_told_of_though_its_end_could_not_be_noted(
         fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
         monkeypatch.setattr(Opened, "end", unreachable)
         assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one", "it is asked again"
         assert await served(http) == [(True, "one")] * 2
+        fine(await http.post("/begin_weight_update", json={}))
         assert refused(await http.post("/end_weight_update", json={}), 503)["code"] == "bus_unreachable"
+
+
+async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plane: Plane) -> None:
+    plane.spawn_copies(2)
+    whole = tensors_of(plane, 1)
+    for opening in ("/begin_weight_update", "/pause_generation"):
+        async with facade(plane) as http:
+            fine(await http.post(opening, json={}))
+            fine(await http.post("/update_weights_from_tensor", json=whole))
+            fine(await http.post("/pause_generation", json={}))
+        async with facade(plane) as http:
+            for path in ("/end_weight_update", "/continue_generation") * 2:
+                error = refused(await http.post(path, json={}), 409)
+                assert ("is lost" in error["message"], "send all of it again" in error["fix"]) == (True, True)
+            error = refused(await http.post("/update_weight_version", json=NAMED), 409)
+            assert "is lost" in error["message"], "what is served is not what is meant"
+            assert await served(http) == [(True, "initial")] * 2
+            for path in ("/begin_weight_update", "/end_weight_update"):
+                fine(await http.post(path, json={}))
+            fine(await http.post("/continue_generation", json={}))
 
 
 def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
@@ -452,6 +525,20 @@ async def test_what_was_begun_is_known_to_any_frontend_and_ends(
         fine(await one.post("/begin_weight_update", json={}))
         await send("silent")
         assert await served(one) == [(True, "silent")] * 2
+
+
+async def test_what_an_older_frontend_has_begun_goes_on(plane: Plane) -> None:
+    """Its entry says nothing of what was sent."""
+    plane.spawn()
+    client = await plane.client()
+    entry = json.dumps({"begun_until": time.time() + SESSION_IDLE_S, "pause": ""}).encode()
+    async with facade(plane) as http:
+        await client.bus.put((await client.view()).subjects.state, OPENED, entry)
+        assert (
+            "are held"
+            in fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))["message"]
+        )
+        assert fine(await http.post("/end_weight_update", json={}))["weight_version"] == "one"
 
 
 async def test_without_vllms_dialect_its_bodies_are_sglangs(plane: Plane) -> None:
@@ -596,6 +683,35 @@ async def test_areal_sends_aborted_requests_again(plane: Plane) -> None:
         fine(await http.post("/continue_generation", json={}))
         for ends in await asyncio.gather(*running):
             assert (ends[0], ends[-1]) == ("abort", "length")
+
+
+@asynccontextmanager
+async def aborts_what_runs(http: httpx.AsyncClient) -> AsyncIterator[None]:
+    """A request that runs when this begins is over when this ends, by an abort."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+
+    async def runs() -> bool:
+        loads = fine(await http.get("/v1/loads?include=core"))["loads"]
+        return any(load["num_running_reqs"] for load in loads)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        request = tasks.create_task(http.post("/generate", json=body))
+        while not await runs():
+            assert not request.done()
+        yield
+        assert fine(await request)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_requests_are_aborted_if_any_call_of_an_update_says_so(plane: Plane) -> None:
+    plane.spawn(token_delay_s=0.01)
+    async with facade(plane) as http:
+        for seed, whose in ((1, 0), (2, -1)):
+            bodies = one_by_one(plane, seed)
+            bodies[whose]["abort_all_requests"] = True
+            async with aborts_what_runs(http):
+                for body in bodies:
+                    fine(await http.post("/update_weights_from_tensor", json=body))
+            assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
 
 
 async def test_memory_is_released_by_all_or_by_nobody(plane: Plane) -> None:

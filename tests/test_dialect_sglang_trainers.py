@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,11 @@ from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
 from tests.dialect_facade import HEAL_S, facade, fine, proven, refused, refused_before, served, taken_before
 from tests.fed_trainer import HOST, FedTrainer, parts_of
-from tests.test_dialect_sglang import one_by_one
+from tests.test_dialect_sglang import aborts_what_runs, one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
-from tests.test_hf_fleet import Witnesses
+from tests.test_hf_fleet import START_S, Witnesses
+from worker.engines.fake_model import make_fake_adapter
+from worker.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from rl_plane.client import RlClient
@@ -383,7 +387,8 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 refused(await call, 409)
                 with contextlib.suppress(EngineFailed):  # it may have had another child than the dead one
                     await sent
-            await replay.post("/continue_generation")
+            error = refused(await http.post("/continue_generation", json={}), 409)
+            assert "goes on by the committed version" in error["message"]
             left = [one for one in ids if one != doomed.instance_id]
             await plane.until(lambda: _are(http, left), HEAL_S)
             await proven(http, left, 1)
@@ -393,6 +398,220 @@ async def test_a_worker_that_is_killed_between_two_buckets(plane: Plane) -> None
                 fine(await replay.send("second", directory, part, weight_version="after"))
             await replay.post("/continue_generation")
             await proven(http, left, 2, "after")
+
+
+async def test_an_update_that_is_lost_after_its_last_part_is_told_at_each_end(plane: Plane) -> None:
+    """By whatever it was lost, and however often its trainer asks: nothing that has ended is taken for nothing."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+            replay = Replay(http, trainer)
+            groups = iter(f"g{number}" for number in range(9))
+
+            async def send(seed: int, opening: str) -> None:
+                group = next(groups)
+                assert fine(await replay.form(group))["success"] is True
+                fine(await http.post(opening, json={}))
+                for part in parts_of(plane.model(seed), 2):
+                    fine(await replay.send(group, plane.model(seed), part, weight_version=str(seed)))
+
+            async def is_lost(label: str) -> None:
+                for path in ("/end_weight_update", "/continue_generation") * 2:
+                    for at in (http, other):
+                        error = refused(await at.post(path, json={}), 409)
+                        assert error["code"] == "update_aborted", (path, error)
+                assert {*await served(http)} == {(True, label)}, "nobody stands still for it"
+
+            # Committed by somebody's own call: that is what the trainer wanted.
+            await send(1, "/pause_generation")
+            fine(await http.post("/v1/rl/complete_weights_update", json={}))
+            assert fine(await other.post("/continue_generation", json={}))["weight_version"] == "1"
+            assert "nothing has changed" in fine(await http.post("/end_weight_update", json={}))["message"]
+            assert await served(http) == [(True, "1")] * 3
+            # Aborted, and dropped by a trainer that begins anew.
+            await send(2, "/pause_generation")
+            fine(await other.post("/v1/rl/abort_weights_update", json={}))
+            await is_lost("1")
+            await send(2, "/begin_weight_update")
+            assert "not committed" in refused(await http.get("/flush_cache"), 400)["message"]
+            assert fine(await replay.form(next(groups)))["success"] is True
+            await is_lost("1")
+            # By a worker that dies: the end says so, and says it again; or a change in between has cleared it away.
+            for change in (False, True):
+                await send(2, "/begin_weight_update")
+                (doomed, *left) = [row["instance_id"] for row in fine(await http.get("/v1/rl/state"))["workers"]]
+                next(one for one in plane.spawned if one.instance_id == doomed).kill()
+                await plane.until(lambda left=left: _are(http, left), HEAL_S)
+                if change:
+                    adapter = str(make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model()))
+                    await replay.post("/load_lora_adapter", {"lora_name": "a", "lora_path": adapter})
+                await is_lost("1")
+            # The next one is opened: nothing was sent of it.
+            await replay.post("/pause_generation")
+            assert "weight_version" not in await replay.post("/continue_generation")
+            await send(2, "/pause_generation")
+            assert (await replay.post("/continue_generation"))["weight_version"] == "2"
+            assert {*await served(http)} == {(True, "2")}
+
+
+async def test_a_trainer_that_begins_anew_does_not_join_what_it_has_left(plane: Plane) -> None:
+    """Which can't be dropped while somebody else has the fleet: its groups form when it is gone, or not at all."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    client = await plane.client()
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+
+            async def send(group: str, seed: int, count: int) -> list[Any]:
+                sent = [
+                    fine(await replay.send(group, plane.model(seed), part, weight_version=str(seed)))
+                    for part in parts_of(plane.model(seed), 2)[:count]
+                ]
+                return [one.get("weight_version") for one in sent]
+
+            fine(await replay.form("first"))
+            await send("first", 1, 1)
+            async with taken_before(client, "abort_weights_update"):
+                fine(await replay.form("second"))
+            assert await send("second", 1, 2) == [None, "1"]
+            await send("second", 2, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sglang_session, "FORM_WAIT_S", 0.0)
+                asked = {"master_address": HOST, "master_port": free_port(), "rank_offset": 1, "world_size": 3}
+                async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
+                    error = refused(await http.post("/init_weights_update_group", json=asked), 503)
+                assert error["code"] == "locked", "nobody has joined"
+            fine(await replay.form("third"))
+            assert await send("third", 2, 2) == [None, "2"]
+            assert await served(http) == [(True, "2")] * 2
+
+
+async def test_an_update_keeps_its_name_at_another_frontend(plane: Plane) -> None:
+    """Given with a part, or between the last of them and the end."""
+    await asyncio.to_thread(plane.spawn(ready=False).wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            for seed, at in ((1, None), (2, http), (1, other)):
+                await replay.post("/begin_weight_update")
+                for number, part in enumerate(parts_of(plane.model(seed), 2)):
+                    fine(await replay.send("g", plane.model(seed), part, weight_version=f"part {number}"))
+                if at is not None:
+                    named = {"new_version": "seven", "abort_all_requests": False}
+                    fine(await at.post("/update_weight_version", json=named))
+                label = "part 1" if at is None else "seven"
+                assert fine(await other.post("/end_weight_update", json={}))["weight_version"] == label
+                assert await served(http) == [(True, label)]
+
+
+async def test_requests_are_aborted_if_any_broadcast_of_an_update_says_so(plane: Plane) -> None:
+    await asyncio.to_thread(plane.spawn(ready=False, token_delay_s=0.01).wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            for seed, says in ((1, (True, False)), (2, (False, True))):
+                async with aborts_what_runs(http):
+                    for part, one in zip(parts_of(plane.model(seed), 2), says, strict=True):
+                        fine(await replay.send("g", plane.model(seed), part, abort_all_requests=one))
+                assert fine(await http.get("/v1/rl/state"))["sequence"] == seed
+
+
+TIED = "lm_head.weight"
+
+
+def tied_model(path: Path, seed: int, *, with_head: bool = False) -> Path:
+    """Its output rows are its input rows. `with_head`: as a trainer sends it, with both."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(make_tiny_model(path.with_name(f"untied{seed}"), seed), path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(path / "model.safetensors")
+    tensors[TIED] = tensors["model.embed_tokens.weight"].clone()
+    if not with_head:
+        del tensors[TIED]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
+    """First, last, or in the middle of the buckets; what counts is what the model needs. Nobody pauses."""
+    own = tied_model(plane.tmp / "weights" / "tied", 1)
+    await asyncio.to_thread(plane.spawn(ready=False, engine="hf", model=own).wait_ready, START_S)
+    steps = itertools.count(1)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            assert fine(await replay.form("g"))["success"] is True
+            (described,) = fine(await http.get("/v1/rl/describe"))["workers"]
+            assert described["tied"] == [TIED]
+
+            async def broadcast(directory: Path, names: list[str], label: str) -> dict[str, Any]:
+                (part,) = parts_of(directory, 1)
+                places = [part["names"].index(name) for name in names]
+                part = {key: [values[place] for place in places] for key, values in part.items()}
+                return dict(fine(await replay.send("g", directory, part, weight_version=label)))
+
+            async def in_a_body(directory: Path, names: list[str], label: str) -> dict[str, Any]:
+                (tensors,) = buckets_of(directory, 1)
+                body = {"serialized_named_tensors": payload({name: tensors[name] for name in names})}
+                return dict(await replay.post("/update_weights_from_tensor", {**body, "weight_version": label}))
+
+            for send in (broadcast, in_a_body):
+                for where in (0, 1, -1):
+                    step = next(steps)
+                    directory = tied_model(plane.tmp / "sent" / str(step), step, with_head=True)
+                    (part,) = parts_of(directory, 1)
+                    *some, last = [name for name in part["names"] if name != TIED]
+                    buckets = [some, [last]]
+                    buckets.insert(where if where >= 0 else len(buckets), [TIED])
+                    told = [await send(directory, names, str(step)) for names in buckets]
+                    commits = [one.get("weight_version") for one in told]
+                    assert commits == [str(step) if names == [last] else None for names in buckets], told
+                    fine(await http.get("/flush_cache"))
+                    assert await served(http) == [(True, str(step))]
+                    error = await http.post("/v1/rl/abort_weights_update", json={})
+                    assert error.status_code == 409, "nothing is open"
+
+
+async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:
+    """vLLM's trainer sends, and somebody lets the fleet go on by SGLang's call; and the other way round."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http:
+            replay = Replay(http, trainer)
+            port = free_port()
+            init = {"backend": "gloo", "group_name": "v", "master_address": HOST, "master_port": port}
+            formed, _ = await asyncio.gather(
+                http.post("/init_weight_transfer_engine", json={"init_info": {**init, "world_size": 3}}),
+                trainer.do("form", {"group": "v", "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+            )
+            fine(formed)
+            fine(await http.post("/start_weight_update", json={}))
+            for part in parts_of(plane.model(1), 2):
+                info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+                told = {"group": "v", "directory": str(plane.model(1)), "part": part}
+                reply, _ = await asyncio.gather(
+                    http.post("/update_weights", json={"update_info": info}), trainer.do("send", told)
+                )
+                fine(reply)
+                assert "weight_version" not in await replay.post("/continue_generation")
+                assert "nothing has changed" in (await replay.post("/end_weight_update"))["message"]
+                fine(await http.get("/flush_cache"))
+            fine(await http.post("/finish_weight_update", json={"weight_version": "vllm"}))
+            assert await served(http) == [(True, "vllm")] * 2
+            assert fine(await replay.form("s"))["success"] is True
+            await replay.post("/begin_weight_update")
+            (whole,) = parts_of(plane.model(2), 1)
+            fine(await replay.send("s", plane.model(2), whole, weight_version="sglang"))
+            refused(await http.post("/finish_weight_update", json={"weight_version": "vllm's next"}), 409)
+            assert (await replay.post("/end_weight_update"))["weight_version"] == "sglang"
+            assert await served(http) == [(True, "sglang")] * 2
 
 
 async def test_a_fleet_that_is_taken_for_a_moment(plane: Plane) -> None:

@@ -293,7 +293,7 @@ def test_the_ops_are_those_of_the_design() -> None:
 
 def test_the_fleets_ops_are_those_of_the_design() -> None:
     posts = """pause resume flush_cache abort_requests init_transport destroy_transport update_weights
-        prepare_weights_update feed_weights_update complete_weights_update abort_weights_update
+        prepare_weights_update feed_weights_update name_weights_update complete_weights_update abort_weights_update
         release_memory resume_memory check_weights load_lora_adapter unload_lora_adapter new_run
         workers/{id}/enable workers/{id}/disable"""
     gets = "ready liveness state workers weight_version updates"

@@ -943,6 +943,34 @@ def test_a_decided_update_is_carried_out_though_its_session_can_not_be_ended() -
     assert driver.outcome().version.label == "new"
 
 
+NAME = Call("name", "u9", version="seven")
+
+
+def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
+    driver = with_session(NAME, SESSION)
+    named = driver.run().result
+    assert isinstance(named, UpdateSession)
+    assert (named.label, driver.phases) == ("seven", ["survey", "session"])
+    assert driver.one(Note, "session").session == named
+    assert with_session(COMPLETE, named).outcome().version.label == "seven"
+    assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
+
+
+def test_a_session_that_was_written_before_sessions_had_owners_is_nobodys() -> None:
+    older = replace(SESSION, body={name: value for name, value in SESSION.body.items() if name != "owner"})
+    assert UpdateSession.decode(older.encode()).owner is None
+    driver = with_session(COMPLETE, UpdateSession.decode(older.encode()))
+    assert driver.outcome().version.label == "new"
+
+
+@pytest.mark.parametrize("session", [None, replace(SESSION, expires_at=NOW), replace(SESSION, update_id="other")])
+def test_what_is_not_prepared_can_not_be_named(session: UpdateSession | None) -> None:
+    driver = Driver(NAME)
+    driver.session = session
+    driver.error(UpdateAborted)
+    assert driver.phases == ["survey"]
+
+
 DECIDED = replace(R1, update_id="u9")
 
 
@@ -959,8 +987,8 @@ def test_completed_again_after_its_coordinator_died_it_is_not_decided_twice(expi
         assert ("gate" in driver.phases) == (not record.final)
 
 
-def test_what_is_decided_is_neither_aborted_nor_prepared_again() -> None:
-    for call in (ABORT, prepare()):
+def test_what_is_decided_is_neither_aborted_nor_named_nor_prepared_again() -> None:
+    for call in (ABORT, NAME, prepare()):
         driver = with_session(call, SESSION, DECIDED.opened())
         assert driver.error(Conflict).facts["version"] == V1.to_wire()
         assert driver.phases == ["survey", "clear"]

@@ -75,7 +75,7 @@ class SglangCheckerFields(Fields):
 def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
     async def pause(ask: Ask) -> Any:
         await plane.calls.run("pause", {"mode": take(SglangPauseFields, ask).mode}, ask.request_id)
-        await updates.opened.pause()
+        await updates.pause()
         return {**PAUSED, **skipped(plane)}
 
     async def go_on(ask: Ask) -> Any:
@@ -114,9 +114,9 @@ def mount_control(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
 
     async def flush(ask: Ask) -> Any:
         fields = take(FlushFields, ask)
-        if updates.held and not await updates.opened.in_pause():
-            # verl flushes after its last bucket: without a word it would take the update for done.
-            await _refuse_to_flush(updates.held)
+        # verl flushes after its last bucket: without a word it would take the update for done.
+        if await updates.is_open() and not await updates.opened.in_pause():
+            await (_refuse_to_flush(updates.held) if updates.held else _refuse_to_flush_fed())
         return await _flush(plane, fields.timeout)
 
     async def release(ask: Ask) -> Any:
@@ -185,7 +185,8 @@ async def _flush(plane: DialectPlane, timeout_s: float) -> dict[str, Any]:
 
 
 async def _refuse_to_flush(held: HeldTensors) -> None:
-    if await held.is_whole():
+    await held.ask_model()
+    if held.is_whole:
         raise InvalidRequest(
             f"Flush cache failed. The update is whole, but not committed, as nobody has ended it: {held.told}",
             fix=f"end_weight_update commits it; what is held is dropped after {IDLE_S:g} s of silence",
@@ -196,6 +197,13 @@ async def _refuse_to_flush(held: HeldTensors) -> None:
         f"missing: {', '.join(missing)}",
         missing=missing,
         fix=f"send the rest; what is held is dropped after {IDLE_S:g} s of silence",
+    )
+
+
+async def _refuse_to_flush_fed() -> None:
+    raise InvalidRequest(
+        "Flush cache failed. The update is not committed: tensors are missing, or nobody has ended it",
+        fix="send the rest; where all is here, end_weight_update commits it",
     )
 
 

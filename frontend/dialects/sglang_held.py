@@ -11,6 +11,7 @@ import json
 import logging
 import struct
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,10 +109,12 @@ class HeldTensors:
         self._store = store
         self._tensors: dict[str, HostTensor] = {}
         self._number = 0
+        self.update_id = ""
+        """Of what is held, or was: the history has it once it is committed."""
         self._policy: dict[str, Any] = {}
         self._label: str | None = None
         self._wanted = 0
-        """How many tensors are the model's, as it was last asked."""
+        """How many tensors are the model's, as it was last asked; without those that it ties to others."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -124,7 +127,8 @@ class HeldTensors:
         return self._number
 
     def add(self, tensors: Tensors, policy: dict[str, Any], label: str | None) -> None:
-        """`policy` and `label` of the update, as the newest call has them (None: as before)."""
+        """`label` of the update, as the newest call has it (None: as before). `policy`: what one call asks for, another
+        does not take back."""
         self._look()
         size = sum(one.data.nbytes for one in (*self._tensors.values(), *tensors.values()))
         if size > MAX_HELD_BYTES:
@@ -137,9 +141,12 @@ class HeldTensors:
         if twice := sorted(self._tensors.keys() & tensors.keys()):
             self.drop()
             raise InvalidWeights(f"{twice[0]!r} came twice in one update", field=FIELD, fix="send each once")
-        self._number += not self._tensors
+        if not self._tensors:
+            self._number += 1
+            self.update_id = uuid.uuid4().hex
+            self._policy = {}
         self._tensors.update(tensors)
-        self._policy, self._at = policy, time.monotonic()
+        self._policy, self._at = {**self._policy, **policy}, time.monotonic()
         asyncio.get_running_loop().call_later(IDLE_S + 1.0, self._look)
         self._label = label or self._label
 
@@ -168,10 +175,16 @@ class HeldTensors:
         last = repr(next(reversed(self._tensors), None))
         return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
 
-    async def is_whole(self) -> bool:
-        with begun(NOT_POSSIBLE):
-            rows = engine_rows(await self._plane.calls.run("describe", {}))
+    async def ask_model(self) -> frozenset[str]:
+        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others."""
+        rows = engine_rows(await self._plane.calls.run("describe", {}))
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
+        tied = [frozenset(row.get("tied", ())) for row in rows if row["status"] == "ok"]
+        return frozenset.intersection(*tied) if tied else frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing of what the model needed when it was last asked is missing."""
         return len(self._tensors) >= self._wanted
 
     async def missing(self) -> list[str]:
@@ -199,7 +212,7 @@ class HeldTensors:
                 **({} if label is None else {"version": label}),
             }
             try:
-                return await self._plane.calls.run("update_weights", body)
+                return await self._plane.calls.run("update_weights", body, self.update_id)
             except Locked:  # it has not begun: who asks once more commits it
                 self._tensors, self._policy, self._label, self._number = tensors, policy, label, number
                 raise

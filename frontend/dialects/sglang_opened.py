@@ -1,5 +1,6 @@
 """What a trainer has opened by SGLang's calls, and will close: an entry of the fleet's state, so that any frontend
-knows it. It ends by its trainer's silence; a pause, also by anybody else's pause or resume.
+knows it. It ends by its trainer's silence; a pause, also by anybody else's pause or resume. Which update has parts here
+is kept until that one is committed, or the next is opened: an end must not call a lost one nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ class _Entry:
     pause: str = ""
     """The desired pause that `pause_generation` made, as it is written; at another one, the fleet's pause is not its.
     (Its end makes it one of its kind; its sequence would not: a call that fails to replace it writes it anew.)"""
+    sent: str = ""
+    """The update that has taken parts, as long as nobody has seen its commit. It outlasts the update itself: who ends
+    it then is told that it is lost, as often as asked."""
 
 
 class Opened:
@@ -31,24 +35,32 @@ class Opened:
         self._state = plane.view.subjects.state
 
     async def begin(self) -> None:
-        await self._write(replace(await self._read(), begun_until=time.time() + SESSION_IDLE_S))
+        await self._write(replace(await self._read(), begun_until=time.time() + SESSION_IDLE_S, sent=""))
 
-    async def pause(self) -> None:
-        """The fleet was paused just now."""
-        pause = await read_pause(self._bus, self._state)
-        await self._write(replace(await self._read(), pause=pause.encode().decode()))
+    async def pause(self, *, anew: bool) -> None:
+        """The fleet was paused just now. `anew`: for an update of which nothing has come yet."""
+        pause = (await read_pause(self._bus, self._state)).encode().decode()
+        entry = replace(await self._read(), pause=pause)
+        await self._write(replace(entry, sent="") if anew else entry)
 
     async def is_begun(self) -> bool:
         return (await self._read()).begun_until > time.time()
 
-    async def takes_more(self, *, was_begun: bool = False) -> bool:
-        """A part has come: will more come, or an end? What was begun waits for it anew. `was_begun`: when the part was
-        announced; its trainer was not silent since, however long that took."""
+    async def takes_more(self, update_id: str, *, was_begun: bool = False) -> bool:
+        """A part of it has come: will more come, or an end? What was begun waits for it anew. `was_begun`: when the
+        part was announced; its trainer was not silent since, however long that took."""
         entry = await self._read()
-        if entry.begun_until > (0.0 if was_begun else time.time()):
-            await self._write(replace(entry, begun_until=time.time() + SESSION_IDLE_S))
-            return True
-        return await self._in_pause(entry)
+        begun = entry.begun_until > (0.0 if was_begun else time.time())
+        until = time.time() + SESSION_IDLE_S if begun else entry.begun_until
+        noted = replace(entry, sent=update_id, begun_until=until)
+        if noted != entry:
+            await self._write(noted)
+        return begun or await self._in_pause(entry)
+
+    async def sent(self) -> str:
+        """The update that has taken parts, and may be lost by now; empty: none, since the last was committed or the
+        next was opened."""
+        return (await self._read()).sent
 
     async def is_open(self) -> bool:
         """Will an end come, of one or the other?"""
@@ -59,11 +71,12 @@ class Opened:
         """Will `continue_generation` come?"""
         return await self._in_pause(await self._read())
 
-    async def end(self) -> None:
-        """What was begun is over. (A pause ends with the fleet's own.)"""
+    async def end(self, *, committed: bool = True) -> None:
+        """What was begun is over. (A pause ends with the fleet's own.) Not `committed`: what was sent is lost."""
         entry = await self._read()
-        if entry.begun_until:
-            await self._write(replace(entry, begun_until=0.0))
+        over = replace(entry, begun_until=0.0, sent="" if committed else entry.sent)
+        if over != entry:
+            await self._write(over)
 
     async def _in_pause(self, entry: _Entry) -> bool:
         if not entry.pause:

@@ -27,18 +27,23 @@ from frontend.dialects.sglang_groups import DEFAULT_GROUP, MAX_GROUP_CHARS, Grou
 from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_opened import Opened
 from rl_plane.bodies import LABEL_CHARS, PRINTABLE
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError, UpdateAborted
+from rl_plane.fleet import FORM_WAIT_S
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
 from rl_plane.update import SESSION_IDLE_S
-from rl_plane.update_bodies import MAX_FED_TENSORS, UpdateWeights
+from rl_plane.update_bodies import MAX_FED_TENSORS
+
+OWNER = "sglang"
+"""Of the fleet's session."""
 
 
 class Update(Fields):
     """What every update may say"""
 
     abort_all_requests: bool = False
-    """End running requests instead of freezing them while the weights change."""
+    """End running requests instead of freezing them while the weights change. Of an update in several calls: if any
+    says so."""
     weight_version: str | None = Field(None, min_length=1, max_length=LABEL_CHARS, pattern=PRINTABLE)
     flush_cache: bool = True
     """False changes nothing: no new request may reuse KV of older weights."""
@@ -94,8 +99,6 @@ class Updates:
         self._groups = groups
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
-        self._label: tuple[str, str] | None = None
-        """An update's id, and what it is called by now; once it is committed, what it stays called."""
         self._preparing = asyncio.Lock()
         self._receiving: _Receiving | None = None
         """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
@@ -107,11 +110,11 @@ class Updates:
         return receiving or len(self.held) > 0 or time.monotonic() < self._open_until
 
     async def session(self) -> UpdateSession | None:
-        """The update that is fed."""
+        """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        if session is None or not session.live(time.time()):
+        if session is None or session.owner != OWNER or not session.live(time.time()):
             return None
-        return session if UpdateWeights.model_validate(session.body).fed else None
+        return session
 
     async def fed_standing(self) -> str | None:
         """Of what is broadcast: its next update may be announced by the same bodies."""
@@ -128,8 +131,6 @@ class Updates:
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
-        if fields.weight_version is not None:
-            self._label = (update_id, fields.weight_version)
         part = {
             "update_id": update_id,
             "names": fields.names,
@@ -138,13 +139,19 @@ class Updates:
             "layout": "each" if fields.load_format is None else "flat",
             "group": fields.group_name,
             "timeout_s": self._plane.feed_timeout_s,
+            **({} if fields.weight_version is None else {"version": fields.weight_version}),
+            **({"pause_mode": "abort"} if fields.abort_all_requests else {}),
         }
         self._open_until = 0.0  # unless it comes
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("feed_weights_update", part, digest=digest)
         self._open_until = time.monotonic() + SESSION_IDLE_S
-        more = await self.waits_for_more(was_begun=was_begun)  # in any case: each part is a sign of life
-        if more or reply["missing"]:
+        # In any case: each part is a sign of life.
+        if await self.waits_for_more(update_id, was_begun=was_begun):
+            return reply
+        if session is None and reply["missing"] and await self._comes_with_others(fields.names):
+            await self._close(update_id)
+        if reply["missing"]:
             return reply
         try:
             return await self.commit(update_id)
@@ -159,55 +166,90 @@ class Updates:
         body: dict[str, Any] = {
             "transport": {"backend": backend, "group": group, "fed": True},
             "policy": fields.policy,
+            "owner": OWNER,
             **({} if fields.weight_version is None else {"version": fields.weight_version}),
         }
         with begun():
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def waits_for_more(self, *, was_begun: bool = False) -> bool:
-        """After a part: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says nothing of
-        this update: nobody would commit it."""
+    async def _comes_with_others(self, names: list[str]) -> bool:
+        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update."""
         with begun(NOT_POSSIBLE):
-            return await self.opened.takes_more(was_begun=was_begun)
+            return set(names) <= await self.held.ask_model()
+
+    async def _close(self, update_id: str) -> None:
+        """Nobody is to wait for more of it. Every rank has what was sent, so its groups stay."""
+        with contextlib.suppress(PlaneError):  # it ends by its silence then
+            await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+            await self.opened.end()
+
+    async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
+        """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
+        nothing of this update: nobody would commit it."""
+        with begun(NOT_POSSIBLE):
+            return await self.opened.takes_more(update_id, was_begun=was_begun)
 
     # ---- commits ----
 
     async def commit_open(self) -> dict[str, Any] | None:
-        """None: nothing was sent."""
+        """None: nothing was sent. What was, and is lost, is an error as often as it is asked for."""
         try:
             async with self.held.turn:
-                reply = await self.held.commit() if self.held else None
+                reply = await self.commit_held() if self.held else None
             if reply is None and (session := await self.session()) is not None:
                 reply = await self.commit(session.update_id)
+            if reply is None and (sent := await self.opened.sent()):
+                reply = await self._commit_sent(sent)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
                 if not await self.is_open():
-                    await self.opened.end()
+                    await self.opened.end(committed=False)
             raise
-        try:
+        if reply is None:
             await self.opened.end()
-        except PlaneError:
-            if reply is None:
-                raise
-            # It is committed all the same: what was begun runs out by itself.
         return reply
+
+    async def commit_held(self) -> dict[str, Any]:
+        """In its `turn`."""
+        reply = await self.held.commit()
+        await self._note_commit()
+        return reply
+
+    async def _commit_sent(self, update_id: str) -> dict[str, Any]:
+        """Of what was sent and does not wait here: somebody has committed it, or the answer was lost; else it is."""
+        try:
+            return await self.commit(update_id)
+        except UpdateAborted as error:
+            raise UpdateAborted(
+                f"what was sent is lost, and nothing of it is committed: {error.message}",
+                update_id=update_id,
+                fix="begin_weight_update or pause_generation, and send all of it again; or, where it came in bodies, "
+                "ask the frontend that took them",
+            ) from error
+
+    async def _note_commit(self) -> None:
+        """It is committed, whether or not this is heard: what was begun runs out by itself."""
+        with contextlib.suppress(PlaneError):
+            await self.opened.end()
 
     async def is_open(self) -> bool:
         """Is something still to be committed?"""
         return len(self.held) > 0 or await self.session() is not None
 
-    async def commit(self, update_id: str) -> dict[str, Any]:
-        """Asked again, the same answer."""
-        label = self._label[1] if self._label is not None and self._label[0] == update_id else None
+    async def commit(self, update_id: str, label: str | None = None) -> dict[str, Any]:
+        """Asked again, the same answer. `label`: None is the one that it has."""
         self._open_until = 0.0
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
-        if self._label == (update_id, label):
-            self._label = (update_id, reply["version"]["label"])  # it keeps that one
+        await self._note_commit()
         check_label(reply, label)
         return reply
+
+    async def pause(self) -> None:
+        """The fleet was paused just now, for an update to come; or for one that is sent already."""
+        await self.opened.pause(anew=not await self.is_open())
 
     async def begin(self) -> None:
         if self.held or await self.session() is not None:
@@ -216,14 +258,23 @@ class Updates:
         self._open_until = time.monotonic() + SESSION_IDLE_S
 
     async def drop(self) -> None:
-        """A trainer that forms a group begins anew: what one before it has left half sent is dropped."""
-        self._label, self._receiving, self._open_until = None, None, 0.0
+        """A trainer that forms a group begins anew: what one before it has left half sent is dropped. Locked: what it
+        had sent is still on its way, and would take the new groups with it when it fails."""
+        self._receiving, self._open_until = None, 0.0
         self.held.drop()
-        await self.opened.end()
-        session = await self.session()
-        if session is not None:
-            with contextlib.suppress(PlaneError):
+        await self.opened.end(committed=False)
+        give_up = time.monotonic() + FORM_WAIT_S
+        while (session := await self.session()) is not None:
+            try:
                 await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+                return
+            except Locked:
+                if time.monotonic() > give_up:
+                    raise
+            except BusUnreachable:
+                raise
+            except PlaneError:
+                return  # nothing is left of it
 
     async def name(self, label: str) -> None:
         """The update that is sent now; else the one that is served, as it can."""
@@ -232,8 +283,11 @@ class Updates:
             return
         session = await self.session()
         if session is not None:
-            self._label = (session.update_id, label)
+            named = {"update_id": session.update_id, "version": label}
+            await self._plane.calls.run("name_weights_update", named)
             return
+        if sent := await self.opened.sent():
+            await self._commit_sent(sent)  # a lost one's name is not for what is served
         served = await served_version(self._plane)
         if served["label"] == label:
             return
@@ -278,6 +332,7 @@ class Updates:
         try:
             with begun():
                 await self._is_heard(update_id, task)
+                await self.opened.takes_more(update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # nobody will send it
                 await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
@@ -313,9 +368,7 @@ class Updates:
         except PlaneError:
             self._receiving = None  # it is over
             raise
-        if label is not None:
-            self._label = (receiving.update_id, label)
-        return receiving.buckets, await self.commit(receiving.update_id)
+        return receiving.buckets, await self.commit(receiving.update_id, label)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Another one may have been prepared since, by way of another frontend."""

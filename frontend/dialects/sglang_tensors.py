@@ -69,17 +69,24 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         refuse_draft(fields.selector)
         _check_format(fields.load_format)
         report_unused(ask, fields)
-        tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
+        sent = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
+        tied = await held.ask_model()
+        tensors = {name: one for name, one in sent.items() if name not in tied}
+        if not tensors:
+            return {
+                "success": True,
+                "message": f"{len(sent)} tensors come with others, to which the model ties them",
+            }
         async with held.turn:
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
                 )
             held.add(tensors, fields.policy, fields.weight_version)
-            if await updates.waits_for_more() or not await held.is_whole():
-                return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
+            if await updates.waits_for_more(held.update_id) or not held.is_whole:
+                return {"success": True, "message": f"{len(sent)} tensors are held, {len(held)} of this update"}
             try:
-                reply = await held.commit()
+                reply = await updates.commit_held()
             except Locked:  # it has not begun: this call may come again
                 held.take_back(tensors)
                 raise

@@ -44,6 +44,7 @@ class _Current:
     prepared: bool = False
     finished: bool = False
     label: str | None = None
+    """As it was named before it was prepared; then its session has it."""
     failed: bool = False
     """What was to come did not, or it was to be dropped."""
     started_at: float = field(default_factory=time.monotonic)
@@ -53,6 +54,7 @@ class Transactions:
     """Of one dialect, in this frontend."""
 
     def __init__(self, plane: DialectPlane, group: str) -> None:
+        """`group`: what the dialect's groups are called without another name; and whose its updates are."""
         self._plane = plane
         self._group = group
         self.transfer: Transfer | None = None
@@ -109,9 +111,11 @@ class Transactions:
         return await self.standing() == current.update_id
 
     async def standing(self) -> str | None:
-        """The id of the update that waits for its parts, or for its end."""
+        """The id of the update of this dialect that waits for its parts, or for its end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        return session.update_id if session is not None and session.live(time.time()) else None
+        if session is None or session.owner != self._group or not session.live(time.time()):
+            return None
+        return session.update_id
 
     async def update(self, given: Any, ask: Ask) -> None:
         """`given`: an `update_info`. A failure ends the update, as in vLLM."""
@@ -133,7 +137,7 @@ class Transactions:
                 fix="init_weight_transfer_engine first; or name a directory (update_info.weight_dir)",
             )
         with begun(NOT_POSSIBLE):
-            body = {**self._meant(), **feed_body(part, self.transfer)}
+            body = {"update_id": await self._meant(), **feed_body(part, self.transfer)}
             await self._plane.calls.run("feed_weights_update", body, digest=ask.digest)
 
     async def _from_directory(self, path: Any) -> None:
@@ -153,7 +157,6 @@ class Transactions:
     async def finish(self, label: str | None) -> dict[str, Any]:
         """Commits. Without a label the version is called by its number. Asked again, the same answer."""
         current = self._current = await self._to_finish()
-        label = label or current.label
         body = {"update_id": current.update_id, **({"version": label} if label is not None else {})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
@@ -163,12 +166,12 @@ class Transactions:
 
     async def _to_finish(self) -> _Current:
         """The update that waits for its end, whichever frontend it was started with; without one, the last one that was
-        finished here, whose answer may have been lost."""
+        finished here, whose answer may have been lost. One that is lost is not answered by another's."""
         current = self._current
         if current is not None and await self._goes_on(current):
             return current
-        if (standing := await self.standing()) is not None:
-            return _Current(standing, prepared=True)
+        if (waiting := await self._waiting()) is not None:
+            return _Current(waiting, prepared=True)
         if current is None or await last_begun(self._plane) not in (None, current.update_id):
             raise Conflict(
                 "no update is prepared",
@@ -177,11 +180,21 @@ class Transactions:
             )
         return current
 
+    async def _waiting(self) -> str | None:
+        """The update that waits for its end; None also where this frontend's own is another, which is lost."""
+        standing, current = await self.standing(), self._current
+        over = current is None or current.finished or current.failed or current.update_id == standing
+        return standing if over else None
+
     async def name_next(self, label: str) -> bool:
-        """The label of the update that is under way; False when none is."""
-        if self._current is None or not await self._goes_on(self._current):
+        """The label of the update that is under way, whichever frontend it was started with; False when none is."""
+        current = self._current
+        if current is not None and not current.prepared and await self._goes_on(current):
+            current.label = label
+        elif (update_id := await self._waiting()) is not None:
+            await self._plane.calls.run("name_weights_update", {"update_id": update_id, "version": label})
+        else:
             return False
-        self._current.label = label
         return True
 
     async def drop(self) -> None:
@@ -197,15 +210,17 @@ class Transactions:
 
     async def _prepare(self, current: _Current, transport: dict[str, Any]) -> None:
         try:
-            await self._plane.calls.run("prepare_weights_update", {"transport": transport}, current.update_id)
+            named = {} if current.label is None else {"version": current.label}
+            body = {"transport": transport, "owner": self._group, **named}
+            await self._plane.calls.run("prepare_weights_update", body, current.update_id)
         except Locked as error:
             raise begun_before(error, self._current.update_id if self._current is not None else None) from error
         current.prepared = True
 
-    def _meant(self) -> dict[str, str]:
-        """None started here: the one that the fleet has, which another frontend may have started."""
-        if self._current is None:
-            return {}
-        if self._current.finished:
+    async def _meant(self) -> str:
+        """None started here: the one that waits, which another frontend may have started."""
+        current = self._current
+        update_id = await self.standing() if current is None else current.update_id
+        if update_id is None or (current is not None and current.finished):
             raise Conflict("no update is started", fix="start_weight_update first")
-        return {"update_id": self._current.update_id}
+        return update_id

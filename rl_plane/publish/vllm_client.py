@@ -11,13 +11,12 @@ gloo or nccl); see docs/dialects.md.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from rl_plane.errors import Conflict, InvalidRequest, Locked, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError
 from rl_plane.publish.sender import members, world_size
 from rl_plane.rows import engine_rows
 from rl_plane.sync import SyncRlClient
@@ -134,8 +133,13 @@ class FleetWeightSyncClient:
         return {"update_id": self._update_id}
 
     def _drop(self) -> None:
-        """What was started and not finished."""
-        update_id, self._update_id = self._update_id, None
-        if update_id is not None:
-            with contextlib.suppress(PlaneError):
-                self._fleet.run("abort_weights_update", {"update_id": update_id})
+        """What was started and not finished. One that could not be dropped stands yet, and would take the next group
+        with it when it ends: who calls is told, and may call again."""
+        if self._update_id is not None:
+            try:
+                self._fleet.run("abort_weights_update", {"update_id": self._update_id})
+            except (Locked, BusUnreachable):
+                raise
+            except PlaneError:
+                pass  # nothing is left of it
+        self._update_id = None

@@ -173,6 +173,7 @@ class SglangEngine(Tokenizing):
             max_model_len=int(engine._scheduler_init_result.scheduler_infos[0]["max_req_input_len"]),
             capabilities=lacking,
             transports=self._process.ranks.transports,
+            tied=self._process.ranks.tied,
             deterministic=arguments.enable_deterministic_inference,
             memory_saver=arguments.enable_memory_saver,
             max_lora_rank=arguments.max_lora_rank if arguments.enable_lora else None,

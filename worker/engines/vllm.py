@@ -129,6 +129,7 @@ class VllmEngine(Tokenizing):
             max_model_len=model.max_model_len,
             capabilities=self._lacking(),
             transports=ranks.transports,
+            tied=ranks.tied,
             deterministic=self._options.deterministic,
             memory_saver=bool(model.enable_sleep_mode),
             max_adapters=self._lora_places(),

@@ -71,6 +71,7 @@ class GroupFedDelivery:
         self._whole = False
         self._asked_only = False
         """Whether its tensors fit: nothing is sent before that is answered, so the groups are in step."""
+        self._receiving = False
         self._groups = {group.place.group: group}
         self._first = group
         self._group_named = group_named
@@ -102,6 +103,7 @@ class GroupFedDelivery:
                 self._check_whole(part)
                 return 0
             coming = _Coming(part, self._announce(part), deadline, cancelled)
+            self._receiving = True  # unless all of it comes
             self._coming.put(coming)
             while not coming.taken.wait(LOOK_S):
                 self._check_on()
@@ -109,6 +111,7 @@ class GroupFedDelivery:
                     raise DeadlineExceeded(
                         f"the part did not come within its {part.timeout_s:g} s", fix=FORM_AGAIN
                     )
+            self._receiving = False
             return self._missing
         except PlaneError as error:
             self._error = self._error or error
@@ -120,6 +123,13 @@ class GroupFedDelivery:
     @property
     def _missing(self) -> int:
         return len(self._wanted.keys() - self._optional - self._came.keys())
+
+    @property
+    def _in_step(self) -> bool:
+        """May its groups stay, as nobody has sent what no rank takes? Of what is tied to tensors of another update,
+        nothing else comes."""
+        only_tied = self._came.keys() <= self._optional and not self._receiving
+        return self._whole or self._asked_only or (bool(self._came) and only_tied)
 
     def _check_on(self) -> None:
         if isinstance(self._error, PlaneError):
@@ -213,5 +223,5 @@ class GroupFedDelivery:
     def close(self) -> None:
         if not self.ended:
             self.ended = True
-            if not (self._whole or self._asked_only):
+            if not self._in_step:
                 self._drop(f"rank {self._first.place.rank} did not take the whole update")
