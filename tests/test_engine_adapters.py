@@ -961,6 +961,28 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
     assert (await other.end()).finish == "length"
 
 
+@pytest.mark.parametrize("then", ["unload", "wait"])
+async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
+    engine: EngineAdapter, models: Models, then: str
+) -> None:
+    """Its requests are neither lost nor forgotten while they stand still."""
+    await update(engine, models.tiny[1], 1)
+    await load_adapter(engine, "x", models.adapters[1])
+    one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS if then == "unload" else 100))
+    await one.reach(3)
+    staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
+    await engine.pause("keep", False)
+    await engine.swap_adapter("x", staging, adapter_version(2, models.adapters[2]))
+    if then == "unload":
+        await engine.swap_adapter("x", None, None)
+        assert (await one.end()).finish == "abort"
+    else:
+        await engine.pause("wait", False)
+        result = await one.end()
+        assert (result.finish, len(result.tokens)) == ("length", 100)
+    await engine.resume()
+
+
 async def test_a_request_whose_adapter_could_not_be_replaced_goes_on(
     kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -522,19 +522,25 @@ class RecordFollower:
             raise
         finally:
             self._updates.exchanged()
-            if not was_paused and not (pause_s and swapped) and state.may_run:
-                # The worker is open by now: a frozen engine under it would be nobody's to thaw.
-                await self._engine.run(self._adapter.resume(), to_its_end=True)
+            try:
+                if not was_paused and not (pause_s and swapped) and state.may_run:
+                    # The worker is open by now: a frozen engine under it would be nobody's to thaw.
+                    await self._engine.run(self._adapter.resume(), to_its_end=True)
+            finally:
+                if swapped:  # also where the deadline comes in the thaw
+                    done = self._noted(swap, flushed, time.monotonic() - start)
+                    await self._updates.swapped()
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
-        await self._updates.swapped()
-        record = core.record
+        return done
+
+    def _noted(self, swap: Swap | Unload, flushed: bool, swap_s: float) -> update_bodies.CommittedReply:
+        record = self._core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None
-        self._last_commit = update_bodies.CommittedReply(
-            version=made.to_wire(), cache_flushed=flushed, swap_s=time.monotonic() - start
-        )
-        log.info("%s holds %s", state.instance_id, made.label)
-        return self._last_commit
+        done = update_bodies.CommittedReply(version=made.to_wire(), cache_flushed=flushed, swap_s=swap_s)
+        self._last_commit = done
+        log.info("%s holds %s", self._state.instance_id, made.label)
+        return done
 
     async def _exchange(self, swap: Swap | Unload) -> bool:
         """Whether the prefix cache was flushed."""

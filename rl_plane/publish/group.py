@@ -137,8 +137,8 @@ class GroupSender:
             except RuntimeError as error:
                 raise InvalidRequest(
                     f"can't listen at {self._host}:{self._port}: {str(error)[:300]}",
-                    field="options.port",
-                    fix="give a free port, or 0",
+                    field="options.host",
+                    fix="give an address of this machine (options.host), and a free port or 0 (options.port)",
                 ) from error
         return {
             "backend": self.backend,

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, PlaneError
+from rl_plane.errors import Conflict, DeadlineExceeded, InvalidRequest, Locked, PlaneError, Unavailable
 from rl_plane.publish.sender import members, world_size
 from rl_plane.rows import engine_rows
 from rl_plane.sync import SyncRlClient
@@ -138,7 +138,7 @@ class FleetWeightSyncClient:
         if self._update_id is not None:
             try:
                 self._fleet.run("abort_weights_update", {"update_id": self._update_id})
-            except (Locked, BusUnreachable):
+            except (Unavailable, DeadlineExceeded):
                 raise
             except PlaneError:
                 pass  # nothing is left of it

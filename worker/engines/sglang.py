@@ -110,6 +110,8 @@ class SglangEngine(Tokenizing):
         self._adapters: dict[str, Adapter] = {}
         self._in_place: set[str] = set()
         self._released: set[str] = set()
+        self._changing = asyncio.Lock()
+        """An adapter's change has it to its end, likewise."""
         self._memory = asyncio.Lock()
         """A release or resume has it to its end, also where its caller has given up: SGLang ends itself where one comes
         twice."""
@@ -297,15 +299,16 @@ class SglangEngine(Tokenizing):
         feeder.close()
         if self._paused:
             await self._thaw()
-        while running := [stream.feeding for stream in feeder.submitted() if stream.feeding is not None]:
+        feeder.go_on()
+        while running := [stream.feeding for stream in feeder.begun() if stream.feeding is not None]:
             await asyncio.wait(running)
         await self._freeze("retract")  # of nothing; in_place would keep the last step, and refuse a flush
 
     async def resume(self) -> None:
-        feeder = self._running()
-        if self._paused:
-            await self._thaw()
-        feeder.open()
+        async with self._changing:  # a change whose caller was cut goes on
+            if self._paused:
+                await self._thaw()
+            self._running().open()
 
     async def flush_cache(self) -> bool:
         """SGLang refuses while requests run. Those that stand still are retracted: they compute their KV anew."""
@@ -408,8 +411,12 @@ class SglangEngine(Tokenizing):
         """Each has a name of its own in the engine, and so a prefix cache of its own. The new one is loaded beside
         the old one, which goes when that has worked; where it can't go, the new one does."""
         self._check_paused()
-        await self._process.ask(self._swap_adapter(name, staging, version))
+        await self._process.ask(self._change_adapter(name, staging, version))
         return False  # nobody finds what is in the old one's
+
+    async def _change_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
+        async with self._changing:
+            await self._swap_adapter(name, staging, version)
 
     async def _swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> None:
         old = self._adapters.get(name)
@@ -425,7 +432,7 @@ class SglangEngine(Tokenizing):
                     "put_adapter", staging=staging, name=fresh.engine_name, lora_id=fresh.lora_id
                 )
             if old is not None:
-                await self._retire(old, replaced=fresh is not None)
+                await self._retire(name, old, replaced=fresh is not None)
         except BaseException:
             if fresh is not None:  # a rank may have it, where another one failed
                 with contextlib.suppress(PlaneError):  # the first error is the one that counts
@@ -437,11 +444,13 @@ class SglangEngine(Tokenizing):
         else:
             self._adapters.pop(name, None)
 
-    async def _retire(self, old: Adapter, replaced: bool) -> None:
+    async def _retire(self, name: str, old: Adapter, replaced: bool) -> None:
         """A request can't change from one to the other: of one that is replaced, the new one is asked for the rest."""
         registry, feeder = self._process.manager.lora_registry, self._running()
-        running = [stream for stream in feeder.submitted() if stream.adapter == old.engine_name]
-        await (feeder.begin_again(running) if replaced else feeder.abort(running))
+        if replaced:
+            await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
+        else:
+            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
         feeder.end_left(old.engine_name)
         await registry.unregister(old.engine_name)
         try:

@@ -214,6 +214,10 @@ class Feeder:
     def submitted(self) -> list[Stream]:
         return [stream for stream in self.streams.values() if stream.submitted]
 
+    def begun(self) -> list[Stream]:
+        """Those that are with the engine, and those that wait to be there again."""
+        return [stream for stream in self.streams.values() if stream.submitted or stream.made]
+
     async def run(self, request: GenerateRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
         """Until a piece has a finish_reason. Leaving early aborts the request in the engine."""
         after = frozenset(request.stop_token_ids) if request.ignore_eos else frozenset()
@@ -254,6 +258,13 @@ class Feeder:
                 state.abort_sent = False  # or it is not sent twice
                 self._manager.abort_request(rid)
 
+    def go_on(self) -> None:
+        """The gate is no bar to what has begun."""
+        for stream in self.begun():
+            if not (stream.submitted or stream.ended) and stream.feeding is not None:
+                stream.feeding.cancel()
+                stream.feeding = asyncio.create_task(self._feed(stream, waits=False))
+
     @staticmethod
     async def _take_out(streams: list[Stream]) -> None:
         tasks = [stream.feeding for stream in streams if stream.feeding is not None]
@@ -269,9 +280,9 @@ class Feeder:
             if stream.feeding is not None:
                 stream.feeding.cancel()  # it would wait for ever
 
-    async def _feed(self, stream: Stream) -> None:
+    async def _feed(self, stream: Stream, *, waits: bool = True) -> None:
         try:
-            while not self._open.is_set():
+            while waits and not self._open.is_set():
                 await self._open.wait()
             stream.adapter = self._adapter_of(stream.request.adapter)
             stream.submitted = True
