@@ -90,9 +90,20 @@ class Models:
     """The base models that every member serves."""
     adapters: tuple[str, ...]
     """The committed ones; a base model's name counts first."""
-    max_model_len: int | None
+    lengths: Mapping[str, int]
+    """Instance id → its `max_model_len`."""
     root: str | None
     """Where the workers have the base model, if all have it in one place."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What every member has room for."""
+        return min(self.lengths.values(), default=None)
+
+    @property
+    def longest(self) -> int | None:
+        """What some member has room for: a request that is not pinned goes there."""
+        return max(self.lengths.values(), default=None)
 
     @property
     def base(self) -> str:
@@ -102,11 +113,12 @@ class Models:
     def of(cls, members: Collection[Member], record: DecisionRecord | None) -> Models:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
-        lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
+        told = {member.instance_id: member.info.get("max_model_len") for member in members}
+        lengths = {key: length for key, length in told.items() if isinstance(length, int)}
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
-        return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None), root)
+        return cls(tuple(sorted(names)), tuple(sorted(adapters)), lengths, root)
 
 
 def _names(told: Any) -> set[str]:
@@ -197,17 +209,17 @@ class Generation:
         return await self._answer(request, plan, OPENAI)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await read_json(request)
-        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", self.models.max_model_len)
+        body, models = await read_json(request), self.models
+        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", models.longest, models.lengths)
         return await self._answer(request, plan, OPENAI)
 
     async def vllm_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.max_model_len), VLLM)
+        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.longest), VLLM)
 
     async def sglang_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.max_model_len), SGLANG)
+        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.longest), SGLANG)
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")

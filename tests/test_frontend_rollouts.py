@@ -240,6 +240,30 @@ async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
     assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
 
 
+@pytest.mark.parametrize("pinned", [None, 0, 1])
+async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
+    plane: Plane, http: httpx.AsyncClient, pinned: int | None
+) -> None:
+    """Not as many as every worker has: those that have too little say so."""
+    workers = [plane.spawn(max_model_len=length) for length in (16, 64)]
+    await ready(plane, 2)
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["max_model_len"] == 16  # of which nobody is refused
+    ids, room = PROMPT * (7 if pinned is None else 3), {None: 64, 0: 16, 1: 64}[pinned]
+    made = min(room - len(ids), room // 2)
+    chat: dict[str, Any] = {"prompt_token_ids": ids, "return_token_ids": True}
+    if pinned is not None:
+        chat["nvext"] = {"instance_id": workers[pinned].instance_id}
+    for _ in workers:
+        reply = await http.post("/v1/chat/completions", json=chat)
+        assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
+        if pinned is None:
+            reply = await http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": {}})
+            assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
+            reply = await http.post("/generate", json={"input_ids": ids})
+            assert len(reply.json()["output_ids"]) == room - len(ids), reply.text
+
+
 # ---- too much at once ----
 
 
