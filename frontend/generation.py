@@ -255,25 +255,25 @@ class Generation:
     def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
         """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
         for choice in choices:
-            if choice.cut is None:
-                for event in self._cut_by_lag(plan, choice.index, choice.labelled()):
-                    choice.take(event)
+            if choice.cut is None and (cut := self._cut_by_lag(plan, choice.index, choice.labelled())):
+                choice.take(cut)
+                choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
 
-    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> list[Event]:
-        """How a choice with tokens of these weights ends, if they are too old by now; else an error, or nothing."""
+    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> Cut | None:
+        """Why a choice with tokens of these weights ends, if they are too old by now; or an error."""
         record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
         if record is None or demands.max_lag is None or not spans:
-            return []
+            return None
         adapter = spans[0].adapter.name if spans[0].adapter is not None else None
         unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
         if unmet is None:
-            return []
+            return None
         if plan.demands.on_stale != "cut":
             error = unmet.error()
             _of_choice(error, plan, index)
             raise error
         self._engines.moves["cut"] += 1
-        return [Cut(unmet.demand, unmet.message), GenerateDelta(token_ids=[], finish_reason="abort")]
+        return Cut(unmet.demand, unmet.message)
 
     async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False
@@ -406,11 +406,13 @@ class Generation:
                     continue
                 if plan.demands.max_lag is not None and isinstance(event, GenerateDelta) and event.token_ids:
                     spans[index] = event.spans or spans.get(index, [])
-                    if end := self._cut_by_lag(plan, index, spans[index]):
+                    if cut := self._cut_by_lag(plan, index, spans[index]):
                         left.remove(index)
                         tasks[index].cancel()
-                        for last in end:
-                            yield index, last
+                        yield index, cut
+                        # Too old are its tokens, not its prompt, which came with the first of them.
+                        prompt = event.prompt_token_ids
+                        yield index, GenerateDelta(token_ids=[], finish_reason="abort", prompt_token_ids=prompt)
                         continue
                 yield index, event
         finally:
