@@ -245,18 +245,23 @@ class Generation:
             try:
                 async with aclosing(run) as events:
                     async for index, event in events:
-                        choices[index].take(event)
+                        self._take(choices[index], event)
                 self._check_lag(plan, choices)
             except PlaneError as error:
                 _add_partial(error, choices)
                 raise
         return dialect.whole(plan, choices, model, created)
 
+    def _take(self, choice: Choice, event: Event) -> None:
+        choice.take(event)
+        if isinstance(event, Cut):
+            self._engines.moves["cut"] += 1
+
     def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
         """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
         for choice in choices:
             if choice.cut is None and (cut := self._cut_by_lag(plan, choice.index, choice.labelled())):
-                choice.take(cut)
+                self._take(choice, cut)
                 choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
 
     def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> Cut | None:
@@ -272,7 +277,6 @@ class Generation:
             error = unmet.error()
             _of_choice(error, plan, index)
             raise error
-        self._engines.moves["cut"] += 1
         return Cut(unmet.demand, unmet.message)
 
     async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
@@ -285,7 +289,7 @@ class Generation:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         offset = len(choices[index].text)
-                        choices[index].take(event)
+                        self._take(choices[index], event)
                         if isinstance(event, GenerateDelta) and not event.is_ahead:
                             yield to_json(chunks.of(choices[index], event, offset))
                             begun = True

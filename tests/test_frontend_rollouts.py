@@ -629,6 +629,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
             assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", "max_lag")
             assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
             assert choice["prompt_token_ids"] == PROMPT
+        assert generation._engines.moves["cut"] == len(choices)
 
 
 async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
