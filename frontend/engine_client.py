@@ -70,7 +70,8 @@ class EngineClient:
         self.router = Router()
         self.aborts = Aborts()
         self.moves: Counter[str] = Counter()
-        """What befell choices: tried elsewhere, continued elsewhere, cut, begun anew for other weights."""
+        """What befell choices: tried elsewhere, continued elsewhere, begun anew for other weights; cut, which whoever
+        delivers them counts, as it may cut one itself."""
         self._view = view
         self._status = status
         self._committed = committed
@@ -187,7 +188,6 @@ class EngineClient:
                         raise
                     raise WorkerLost(f"no other worker can go on: {error.message}", retry_after_s=1.0) from error
                 if so_far.made and demands.on_stale == "cut":
-                    self.moves["cut"] += 1
                     yield Cut(unmet.demand, unmet.message)
                     yield so_far.end("abort")
                     return

@@ -90,9 +90,20 @@ class Models:
     """The base models that every member serves."""
     adapters: tuple[str, ...]
     """The committed ones; a base model's name counts first."""
-    max_model_len: int | None
+    lengths: Mapping[str, int]
+    """Instance id → its `max_model_len`."""
     root: str | None
     """Where the workers have the base model, if all have it in one place."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """What every member has room for."""
+        return min(self.lengths.values(), default=None)
+
+    @property
+    def longest(self) -> int | None:
+        """What some member has room for: a request that is not pinned goes there."""
+        return max(self.lengths.values(), default=None)
 
     @property
     def base(self) -> str:
@@ -102,11 +113,12 @@ class Models:
     def of(cls, members: Collection[Member], record: DecisionRecord | None) -> Models:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
-        lengths = [length for member in members if isinstance(length := member.info.get("max_model_len"), int)]
+        told = {member.instance_id: member.info.get("max_model_len") for member in members}
+        lengths = {key: length for key, length in told.items() if isinstance(length, int)}
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
-        return cls(tuple(sorted(names)), tuple(sorted(adapters)), min(lengths, default=None), root)
+        return cls(tuple(sorted(names)), tuple(sorted(adapters)), lengths, root)
 
 
 def _names(told: Any) -> set[str]:
@@ -197,17 +209,17 @@ class Generation:
         return await self._answer(request, plan, OPENAI)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await read_json(request)
-        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", self.models.max_model_len)
+        body, models = await read_json(request), self.models
+        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", models.longest, models.lengths)
         return await self._answer(request, plan, OPENAI)
 
     async def vllm_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.max_model_len), VLLM)
+        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.longest), VLLM)
 
     async def sglang_generate(self, request: Request) -> Response:
         body = await read_json(request)
-        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.max_model_len), SGLANG)
+        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.longest), SGLANG)
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
@@ -233,35 +245,39 @@ class Generation:
             try:
                 async with aclosing(run) as events:
                     async for index, event in events:
-                        choices[index].take(event)
+                        self._take(choices[index], event)
                 self._check_lag(plan, choices)
             except PlaneError as error:
                 _add_partial(error, choices)
                 raise
         return dialect.whole(plan, choices, model, created)
 
+    def _take(self, choice: Choice, event: Event) -> None:
+        choice.take(event)
+        if isinstance(event, Cut):
+            self._engines.moves["cut"] += 1
+
     def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
         """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
         for choice in choices:
-            if choice.cut is None:
-                for event in self._cut_by_lag(plan, choice.index, choice.labelled()):
-                    choice.take(event)
+            if choice.cut is None and (cut := self._cut_by_lag(plan, choice.index, choice.labelled())):
+                self._take(choice, cut)
+                choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
 
-    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> list[Event]:
-        """How a choice with tokens of these weights ends, if they are too old by now; else an error, or nothing."""
+    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> Cut | None:
+        """Why a choice with tokens of these weights ends, if they are too old by now; or an error."""
         record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
         if record is None or demands.max_lag is None or not spans:
-            return []
+            return None
         adapter = spans[0].adapter.name if spans[0].adapter is not None else None
         unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
         if unmet is None:
-            return []
+            return None
         if plan.demands.on_stale != "cut":
             error = unmet.error()
             _of_choice(error, plan, index)
             raise error
-        self._engines.moves["cut"] += 1
-        return [Cut(unmet.demand, unmet.message), GenerateDelta(token_ids=[], finish_reason="abort")]
+        return Cut(unmet.demand, unmet.message)
 
     async def _stream(self, plan: Plan, dialect: Dialect) -> AsyncGenerator[bytes, None]:
         start, begun = time.monotonic(), False
@@ -273,7 +289,7 @@ class Generation:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         offset = len(choices[index].text)
-                        choices[index].take(event)
+                        self._take(choices[index], event)
                         if isinstance(event, GenerateDelta) and not event.is_ahead:
                             yield to_json(chunks.of(choices[index], event, offset))
                             begun = True
@@ -394,11 +410,13 @@ class Generation:
                     continue
                 if plan.demands.max_lag is not None and isinstance(event, GenerateDelta) and event.token_ids:
                     spans[index] = event.spans or spans.get(index, [])
-                    if end := self._cut_by_lag(plan, index, spans[index]):
+                    if cut := self._cut_by_lag(plan, index, spans[index]):
                         left.remove(index)
                         tasks[index].cancel()
-                        for last in end:
-                            yield index, last
+                        yield index, cut
+                        # Too old are its tokens, not its prompt, which came with the first of them.
+                        prompt = event.prompt_token_ids
+                        yield index, GenerateDelta(token_ids=[], finish_reason="abort", prompt_token_ids=prompt)
                         continue
                 yield index, event
         finally:

@@ -105,7 +105,7 @@ class Picker:
     ) -> Picked:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
         which is raised where no other one is found. `failure`: of an engine that is still there; it is raised at once
-        where no other one is admitted, as waiting mends nothing."""
+        where no other one can do what is asked, open or closed, as waiting mends nothing."""
         loop = asyncio.get_running_loop()
         if aim.pinned is not None:
             await self._lease.wait(since + self._wait_s)
@@ -114,10 +114,9 @@ class Picker:
         while True:
             floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
-            able = self._able(aim, lost)
-            if failure is not None and not able:
+            if failure is not None and not self._anybody(aim, lost):
                 raise failure
-            fit, unmet = self._fit(aim, able, floor)
+            fit, unmet = self._fit(aim, self._able(aim, lost), floor)
             if unknown is not None:
                 fit, unmet = set(), unknown
             if (chosen := self.router.pick(fit, aim.wish)) is not None:
@@ -141,9 +140,7 @@ class Picker:
         """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody has more. Only a
         worker can count the tokens of a text."""
         longer = replace(aim, room=_room(short) + 1)
-        out = self._unable(aim).keys() | self._short(longer)
-        able = (member for member in self._view.snapshot() if member.instance_id not in out)
-        return longer if aim.pinned is None and any(able) else None
+        return longer if aim.pinned is None and self._anybody(longer) else None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
@@ -166,9 +163,18 @@ class Picker:
             if aim.pinned in unable:
                 raise _unsupported(*unable[aim.pinned])
             return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = {member.instance_id for member in lost if self.is_current(member)}
-        out |= unable.keys() | self._short(aim)
+        out = self._out(aim, lost)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
+
+    def _anybody(self, aim: Aim, lost: Sequence[Member] = ()) -> bool:
+        """Who is closed counts too: it may open soon."""
+        out = self._out(aim, lost)
+        return any(member.instance_id not in out for member in self._view.snapshot())
+
+    def _out(self, aim: Aim, lost: Sequence[Member]) -> Collection[str]:
+        """Those that can't do what is asked, or were lost under this request."""
+        gone = {member.instance_id for member in lost if self.is_current(member)}
+        return gone | self._unable(aim).keys() | self._short(aim)
 
     def _fit(
         self, aim: Aim, able: Mapping[str, WorkerStatus], floor: Point | None

@@ -191,7 +191,10 @@ def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
     return other
 
 
-def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
+def plan_chat(
+    body: dict[str, Any], request_id: str, max_model_len: int | None, lengths: Mapping[str, int] = {}
+) -> Plan:
+    """`lengths`: instance id → the `max_model_len` of a worker to which a request may be pinned."""
     body = without_nulls_in_messages(without_neutral(body, ChatBody))
     refuse_in_messages(body)
     if body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), dict):
@@ -218,6 +221,8 @@ def plan_chat(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ", field="max_completion_tokens", fix="send one of the two"
         )
+    if parsed.nvext is not None and parsed.nvext.instance_id is not None:
+        max_model_len = lengths.get(parsed.nvext.instance_id, max_model_len)
     kept = ids[-parsed.truncate_prompt_tokens :] if ids and parsed.truncate_prompt_tokens else ids
     default = fitting(default_tokens(max_model_len), max_model_len, kept)
     tokens = parsed.max_completion_tokens or parsed.max_tokens or default

@@ -32,7 +32,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import RECONNECT_GRACE_S, Bus
-from rl_plane.errors import DeadlineExceeded, EngineFailed, PayloadTooLarge, WorkerLost, error_from_wire
+from rl_plane.errors import BusUnreachable, DeadlineExceeded, PayloadTooLarge, WorkerLost, error_from_wire
 from rl_plane.wire import MAX_MESSAGE_BYTES
 
 WINDOW = 256
@@ -360,8 +360,9 @@ class StreamReceiver:
     async def open(
         self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
     ) -> IncomingStream:
-        """Sends the request to a worker's generate subject; PayloadTooLarge if no message carries it. `silence_s`: a
-        reader that has waited so long gets DeadlineExceeded, within CREDIT_INTERVAL_S."""
+        """Sends the request to a worker's generate subject; PayloadTooLarge if no message carries it,
+        BusUnreachable if NATS does not take it. `silence_s`: a reader that has waited so long gets DeadlineExceeded,
+        within CREDIT_INTERVAL_S."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")
         opening: bytes = msgpack.packb({**message, "kind": "open", "id": stream_id})
@@ -377,7 +378,7 @@ class StreamReceiver:
             await stream.send_opening()
         except nats.errors.Error as error:
             self.forget(key)
-            raise EngineFailed(f"the request could not be sent: {error}") from error
+            raise BusUnreachable(f"the request could not be sent: {error}", retry_after_s=1.0) from error
         return stream
 
     def forget(self, key: str) -> None:

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.fleet_status import FleetStatus
 from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
@@ -306,6 +307,31 @@ async def test_what_every_engine_fails_at_is_told_at_once_and_in_its_words(plane
             return all(UNFINITE in worker.log.read_text() for worker in workers)
 
         await plane.until(asked)
+
+
+async def test_what_one_engine_fails_at_waits_for_another_that_is_closed_for_now(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing, closed = plane.spawn(patch=FAILS), plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("ready", {"min_workers": 2, "wait_s": 30})
+    body: dict[str, Any] = {"prompt_token_ids": PROMPT}
+    waits, wait_changed = asyncio.Event(), FleetStatus.wait_changed
+
+    async def noted(status: FleetStatus, timeout_s: float) -> None:
+        waits.set()
+        await wait_changed(status, timeout_s)
+
+    async with frontend(plane, admission_wait_s=20) as http:
+        pinned = {**body, "nvext": {"instance_id": failing.instance_id}}
+        error_of(await http.post("/v1/completions", json=pinned), 500)  # so it is known to be open
+        await fleet.run("disable", {"workers": [closed.instance_id]})
+        monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+        asking = asyncio.create_task(ask(http))
+        waiting = asyncio.create_task(waits.wait())
+        await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await fleet.run("enable", {"workers": [closed.instance_id]})
+        assert (await asking)["nvext"]["instance_id"] == closed.instance_id
 
 
 async def test_stop_tokens_end_it(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,12 @@ import pytest
 import pytest_asyncio
 
 from frontend import committed
+from frontend.continuation import SoFar
+from frontend.engine_client import Event
+from frontend.generation import Generation
+from frontend.plans import Plan
 from frontend.replies import Choice
-from rl_plane.generation import AdapterSpan
+from rl_plane.generation import AdapterSpan, GenerateDelta
 from tests.scripted_worker import Script, Stream
 from tests.test_frontend_committed import record, rolling, span
 from tests.test_frontend_generation import (
@@ -238,6 +243,30 @@ async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
     body = {"prompt_token_ids": PROMPT, "max_tokens": 80}
     error = error_of(await http.post("/v1/completions", json=body), 400)
     assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
+
+
+@pytest.mark.parametrize("pinned", [None, 0, 1])
+async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
+    plane: Plane, http: httpx.AsyncClient, pinned: int | None
+) -> None:
+    """Not as many as every worker has: those that have too little say so."""
+    workers = [plane.spawn(max_model_len=length) for length in (16, 64)]
+    await ready(plane, 2)
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert model["max_model_len"] == 16  # of which nobody is refused
+    ids, room = PROMPT * (7 if pinned is None else 3), {None: 64, 0: 16, 1: 64}[pinned]
+    made = min(room - len(ids), room // 2)
+    chat: dict[str, Any] = {"prompt_token_ids": ids, "return_token_ids": True}
+    if pinned is not None:
+        chat["nvext"] = {"instance_id": workers[pinned].instance_id}
+    for _ in workers:
+        reply = await http.post("/v1/chat/completions", json=chat)
+        assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
+        if pinned is None:
+            reply = await http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": {}})
+            assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
+            reply = await http.post("/generate", json={"input_ids": ids})
+            assert len(reply.json()["output_ids"]) == room - len(ids), reply.text
 
 
 # ---- too much at once ----
@@ -547,6 +576,60 @@ async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
         first, second = reply["error"]["partials"]
     assert [one["weight_versions"][0]["sequence"] for one in (first, second)] == [1, 2]
     assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
+    taken: list[int] = []
+    generations: list[Generation] = []
+    decided, go = asyncio.Event(), asyncio.Event()
+    run, take = Generation._run, SoFar.take
+
+    async def slowly(generation: Generation, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
+        generations.append(generation)
+        async with aclosing(run(generation, plan)) as events:
+            async for event in events:
+                yield event
+                await go.wait()
+
+    def noted(so_far: SoFar, delta: GenerateDelta) -> None:
+        take(so_far, delta)
+        taken.extend(delta.token_ids)
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await decided.wait()
+        await stream.send([2])
+
+    monkeypatch.setattr(Generation, "_run", slowly)
+    monkeypatch.setattr(SoFar, "take", noted)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "max_lag": 0, "on_stale": "cut"}
+        asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
+        await plane.until(lambda: taken == [1, 1])
+        (generation,) = generations
+        await stage.decide(record(2))
+        await plane.until(lambda: generation._committed.sequence == 2)
+        decided.set()
+        async with asyncio.timeout(10):
+            for _ in taken:
+                await worker.aborted.get()  # it was cut where its tokens come in
+        go.set()
+        reply = await asking
+        choices = (
+            [chunk["choices"][0] for chunk in events_of(reply.text)[:-1]] if stream else reply.json()["choices"]
+        )
+        assert len(choices) == 2
+        for choice in choices:
+            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", "max_lag")
+            assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
+            assert choice["prompt_token_ids"] == PROMPT
+        assert generation._engines.moves["cut"] == len(choices)
 
 
 async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(

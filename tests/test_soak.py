@@ -6,14 +6,16 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.soak.chaos import DECK, schedule
+from tests.soak.chaos import DECK, Chaos, Step, schedule
 from tests.soak.checker import Checker, Delivered, Fault, Reference, check_partial
 from tests.soak.fleet import Counts
 from tests.soak.load import DEMANDS, KINDS, OF_WORKERS, Clients, Floors, Told, draw
@@ -206,6 +208,21 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
     assert asks == [draw("client0", number, 1, 2, ["a"]) for number in range(1200)]
     assert {ask.demands for ask in asks} == set(range(len(DEMANDS)))
     assert {(ask.route, ask.kind) for ask in asks} == set(itertools.product(range(len(ROUTES)), KINDS))
+
+
+def test_only_what_ends_running_choices_excuses_an_abort() -> None:
+    """An adapter that is swapped ends none, whatever the engine."""
+    fleet: Any = SimpleNamespace(engines=["hf", "vllm", "sglang"])
+    weights: Any = None
+    excused = {}
+    for kind, options in DECK:
+        chaos, step = Chaos(fleet, weights, Floors(), adapters=True), Step(0.0, kind, options, 0.0)
+        with chaos._noted(step):
+            excused[step.name] = [name for name in (None, "a", "b") if chaos.aborts(name, time.monotonic())]
+    assert {name: whose for name, whose in excused.items() if whose} == {
+        "update abort": [None, "a", "b"],
+        "unload b": ["b"],
+    }
 
 
 @pytest.mark.parametrize("code", sorted(OF_WORKERS))

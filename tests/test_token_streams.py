@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import pytest
 from nats.aio.msg import Msg
+from nats.errors import OutboundBufferLimitError
 
 from rl_plane.bus import Bus
-from rl_plane.errors import DeadlineExceeded, PayloadTooLarge
+from rl_plane.errors import BusUnreachable, DeadlineExceeded, PayloadTooLarge
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import CREDIT_EVERY, IncomingStream, Outbox, StreamReceiver, StreamSender, bundles
 from rl_plane.wire import MAX_MESSAGE_BYTES
@@ -156,6 +157,20 @@ async def test_a_request_that_no_message_carries_is_not_sent(nats: NatsServer) -
         stream = await receiver.open(subject, "s", {"messages": 3, "prompt": "x" * (MAX_MESSAGE_BYTES - 100)})
         async with asyncio.timeout(BOUND_S):
             assert [message["x"] async for message in stream.messages()] == [0, 1, 2, 3]
+
+
+async def test_a_request_that_nats_does_not_take_is_no_engines_failure(
+    nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*args: Any, **kwargs: Any) -> None:
+        raise OutboundBufferLimitError
+
+    async with both_ends(nats.url) as (receiver, subject, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(receiver.bus.nc, "publish", full)
+            with pytest.raises(BusUnreachable, match="could not be sent") as caught:
+                await receiver.open(subject, "s", {"messages": 0})
+        assert caught.value.facts["retry_after_s"] == 1.0
 
 
 async def test_a_reader_waits_for_a_token_so_long_and_no_longer(nats: NatsServer) -> None:

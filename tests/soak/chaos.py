@@ -146,8 +146,8 @@ class Chaos:
         names: list[str | None] = []
         if step.options.get("policy", {}).get("pause_mode") == "abort":
             names = [None]
-        elif step.kind == "unload" or (step.kind == "adapter" and "sglang" in self.fleet.engines):
-            names = [step.options["name"]]  # SGLang's swap ends what runs with the adapter before it
+        elif step.kind == "unload":
+            names = [step.options["name"]]
         notes = [Abort(name) for name in names]
         self._aborts += notes
         try:
