@@ -963,9 +963,11 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
 
 @pytest.mark.parametrize("then", ["unload", "wait"])
 async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
-    engine: EngineAdapter, models: Models, then: str
+    kind: Kind, engine: EngineAdapter, models: Models, then: str
 ) -> None:
     """Its requests are neither lost nor forgotten while they stand still."""
+    if (kind.name, then) == ("vllm", "wait"):
+        pytest.skip("it starts no request that it has preempted before it is resumed: docs/engines.md")
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
     one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS if then == "unload" else 100))
