@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from frontend.dialects import sglang_session
+from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
@@ -576,6 +577,22 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
                     assert await served(http) == [(True, str(step))]
                     error = await http.post("/v1/rl/abort_weights_update", json={})
                     assert error.status_code == 409, "nothing is open"
+            # Another stage's part comes before the first call is answered: it is not lost by that.
+            step = next(steps)
+            directory = tied_model(plane.tmp / "sent" / str(step), step, with_head=True)
+            (part,) = parts_of(directory, 1)
+            *some, last = [name for name in part["names"] if name != TIED]
+            ask_model = HeldTensors.ask_model
+
+            async def another_comes(held: HeldTensors) -> frozenset[str]:
+                patch.undo()
+                await broadcast(directory, some, str(step))
+                return await ask_model(held)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(HeldTensors, "ask_model", another_comes)
+                await broadcast(directory, [TIED], str(step))
+            assert (await broadcast(directory, [last], str(step)))["weight_version"] == str(step)
 
 
 async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:

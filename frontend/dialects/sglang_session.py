@@ -100,6 +100,8 @@ class Updates:
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
         self._preparing = asyncio.Lock()
+        self._announced = ("", 0)
+        """The update that a part came for last, and how many have come for it here: while `_preparing`."""
         self._receiving: _Receiving | None = None
         """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
 
@@ -131,6 +133,8 @@ class Updates:
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
+            before, count = self._announced
+            self._announced = (update_id, count + 1 if before == update_id else 1)
         part = {
             "update_id": update_id,
             "names": fields.names,
@@ -149,8 +153,8 @@ class Updates:
         # In any case: each part is a sign of life.
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
-        if session is None and reply["missing"] and await self._comes_with_others(fields.names):
-            await self._close(update_id)
+        if session is None and reply["missing"]:
+            await self._close_if_tied(update_id, fields.names)
         if reply["missing"]:
             return reply
         try:
@@ -173,16 +177,24 @@ class Updates:
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def _comes_with_others(self, names: list[str]) -> bool:
-        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update."""
-        with begun(NOT_POSSIBLE):
-            return set(names) <= await self.held.ask_model()
-
-    async def _close(self, update_id: str) -> None:
-        """Nobody is to wait for more of it. Every rank has what was sent, so its groups stay."""
+    async def _close_if_tied(self, update_id: str, names: list[str]) -> None:
+        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update, and
+        nobody is to wait for more of it, unless another part was announced meanwhile. Every rank has what was sent, so
+        its groups stay."""
         with contextlib.suppress(PlaneError):  # it ends by its silence then
-            await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
-            await self.opened.end()
+            fed = await self.session()
+            if not set(names) <= await self.held.ask_model():
+                return
+            async with self._preparing:  # who announces a part now begins an update of its own
+                if self._announced == (update_id, 1) and not await self._is_fed_elsewhere(update_id, fed):
+                    await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+                    await self.opened.end()
+
+    async def _is_fed_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
+        """By way of another frontend: now, or since it was as `before`."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        holder = await read_holder(bus, state)
+        return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
 
     async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
         """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
