@@ -342,7 +342,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
     plane.spawn_copies(2)
     async with facade(plane) as one, facade(plane) as other:
         for seed, (begins, names, finishes) in enumerate(
-            ((one, one, other), (one, other, one), (other, one, other))
+            ((one, one, other), (other, one, one), (one, other, one), (other, one, other))
         ):
             label = {"new_version": f"step_{seed}"}
             fine(await begins.post("/start_weight_update"))

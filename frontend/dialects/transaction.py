@@ -16,6 +16,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
 from frontend.dialects.routes import Ask, report
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
+from rl_plane.history import read_entry
 from rl_plane.record import read_session
 from rl_plane.rows import engine_rows
 from rl_plane.update import SESSION_IDLE_S
@@ -183,8 +184,15 @@ class Transactions:
     async def _waiting(self) -> str | None:
         """The update that waits for its end; None also where this frontend's own is another, which is lost."""
         standing, current = await self.standing(), self._current
-        over = current is None or current.finished or current.failed or current.update_id == standing
-        return standing if over else None
+        if standing is None or current is None or current.finished or current.failed:
+            return standing
+        return standing if current.update_id == standing or await self._is_committed(current) else None
+
+    async def _is_committed(self, current: _Current) -> bool:
+        """By way of another frontend."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        entry = await read_entry(bus, state, current.update_id)
+        return entry is not None and entry.outcome == "committed"
 
     async def name_next(self, label: str) -> bool:
         """The label of the update that is under way, whichever frontend it was started with; False when none is."""
