@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.calls import FleetCalls
 from frontend.dialects import routes
 from frontend.dialects.sglang_held import read_tensors
 from frontend.dialects.sglang_opened import Opened
@@ -221,6 +222,33 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert await served(http) == [(True, "three")] * 2
         error = refused(await http.post("/update_weight_version", json={"new_version": "four"}), 409)
         assert "finish_weight_update" in error["fix"]
+
+
+async def test_what_the_model_needs_is_every_workers_word(plane: Plane) -> None:
+    """One that is silent may need what the others tie: nothing is taken before it has answered."""
+    plane.spawn_copies(2)
+    run, silent = FleetCalls.run, 1
+
+    async def some_are_silent(calls: FleetCalls, name: str, *more: Any, **how: Any) -> Any:
+        reply = await run(calls, name, *more, **how)
+        if name != "describe":
+            return reply
+        told, lost = reply["workers"][silent:], reply["workers"][:silent]
+        return {**reply, "workers": [*told, *({**_head(row), "status": "error"} for row in lost)]}
+
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            body = tensors_of(plane, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FleetCalls, "run", some_are_silent)
+                answer = await http.post("/update_weights_from_tensor", json=body)
+            assert f"{silent} of 2 workers did not answer" in refused(answer, 503)["message"]
+            assert fine(await http.post("/update_weights_from_tensor", json=body))["weight_version"] == "one"
+            silent += 1
+
+
+def _head(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("instance_id", "incarnation")}
 
 
 async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
