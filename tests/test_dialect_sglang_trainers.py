@@ -21,6 +21,7 @@ pytest.importorskip("peft")
 
 from frontend.dialects import sglang_session
 from frontend.dialects.sglang_held import HeldTensors
+from frontend.dialects.sglang_opened import Opened
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
@@ -692,9 +693,14 @@ async def _unreachable(*_: Any) -> Any:
 
 
 async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -> None:
-    """`ready` is said when every rank listens, and not before."""
+    """`ready` is said when every rank listens, and not before. Who is not told so has left nobody listening."""
     http, buckets = replay.http, parts_of(plane.model(1), 2)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Opened, "takes_more", _unreachable)
+        error = refused(await http.post("/prepare_weights_update", json=body), 409)
+    assert error["cause"] == "bus_unreachable"
+    fine(await http.post("/v1/rl/flush_cache", json={}))
     looks: list[object] = []
 
     async def once_unreachable(*asked: Any) -> Holder | None:

@@ -336,15 +336,17 @@ class Updates:
         with begun():
             # Who is told "ready" sends at once: what does not fit is told before.
             await self._plane.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
-        call = self._plane.calls.run("feed_weights_update", part, digest=digest)
-        task = asyncio.create_task(call, name="two-phase update")
-        task.add_done_callback(
-            lambda done: None if done.cancelled() else done.exception()
-        )  # who completes is told
         try:
             with begun():
+                await self.opened.takes_more(
+                    update_id
+                )  # before the feed, which is given up for nothing but itself
+                call = self._plane.calls.run("feed_weights_update", part, digest=digest)
+                task = asyncio.create_task(call, name="two-phase update")
+                task.add_done_callback(
+                    lambda done: None if done.cancelled() else done.exception()
+                )  # who completes is told
                 await self._is_heard(update_id, task)
-                await self.opened.takes_more(update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # nobody will send it
                 await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
