@@ -427,6 +427,21 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
             fine(await http.post("/continue_generation", json={}))
 
 
+async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
+    """Of another trainer, which has sent nothing in bodies and names what it has brought."""
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+        fine(await http.post("/begin_weight_update", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
+    async with facade(plane) as http:
+        refused(await http.post("/end_weight_update", json={}), 409)
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(2))}))
+        fine(await http.post("/update_weight_version", json=NAMED))
+        for path in ("/end_weight_update", "/continue_generation"):
+            fine(await http.post(path, json={}))
+        assert await served(http) == [(True, "seven")] * 2
+
+
 def on_disk(plane: Plane, seed: int) -> dict[str, Any]:
     return {"backend": "filesystem", "path": str(plane.model(seed))}
 

@@ -225,7 +225,7 @@ class Updates:
     async def commit_held(self) -> dict[str, Any]:
         """In its `turn`."""
         reply = await self.held.commit()
-        await self._note_commit()
+        await self.note_commit()
         return reply
 
     async def _commit_sent(self, update_id: str) -> dict[str, Any]:
@@ -240,8 +240,9 @@ class Updates:
                 "ask the frontend that took them",
             ) from error
 
-    async def _note_commit(self) -> None:
-        """It is committed, whether or not this is heard: what was begun runs out by itself."""
+    async def note_commit(self) -> None:
+        """Newer weights are committed, whether or not this is heard: what was begun runs out by itself, and what was
+        sent before them and is lost is no matter any more."""
         with contextlib.suppress(PlaneError):
             await self.opened.end()
 
@@ -255,7 +256,7 @@ class Updates:
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
-        await self._note_commit()
+        await self.note_commit()
         check_label(reply, label)
         return reply
 
