@@ -71,7 +71,7 @@ class Transactions:
         rows = engine_rows(await self._plane.calls.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         check_world(info.world_size, info.rank_offset, await world_size(self._plane))
-        await self.drop()
+        await self._leave()
         self.transfer = None
         transfer = Transfer.of(info, self._group, self._plane.feed_timeout_s)
         if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
@@ -79,6 +79,20 @@ class Transactions:
         with begun():
             await self._plane.calls.run("init_transport", init_body(info, transfer))
         self.transfer = transfer
+
+    async def _leave(self) -> None:
+        """A trainer that begins anew has left what it had started, by whichever frontend. One that can't be dropped
+        stands yet, also where it has run out, and would take the next group with it when it ends: nothing is begun
+        then, and who calls may call again."""
+        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        if session is not None and session.owner == self._group:
+            try:
+                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+            except (Locked, BusUnreachable):
+                raise
+            except PlaneError:
+                pass  # nothing is left of it
+        self._current = None
 
     async def shut_down(self) -> None:
         await self.drop()
@@ -206,7 +220,7 @@ class Transactions:
         return True
 
     async def drop(self) -> None:
-        """A trainer that begins anew has left what it had started."""
+        """What was started here, and will not be finished."""
         current, self._current = self._current, None
         if current is not None and current.prepared and not current.finished:
             try:
