@@ -730,19 +730,28 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
     assert error["field"] == "weight_version"
     assert await replay.post("/complete_weights_update") == done, "it keeps its label"
     assert await served(http) == [(True, "three")] * 2
+    # Named before it is sent, while its feed has the fleet.
+    assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
+    await replay.post("/update_weight_version", {"new_version": "early", "abort_all_requests": False})
+    for part in buckets:
+        await replay.trainer.do("send", {"group": "g", "directory": str(plane.model(1)), "part": part})
+    done = await replay.post("/complete_weights_update")
+    assert await replay.post("/complete_weights_update") == done
+    assert await served(http) == [(True, "early")] * 2
     await replay.post("/update_weights_from_disk", {"model_path": str(plane.model(2))})
     error = refused(await http.post("/complete_weights_update", json=asked), 409)
     assert "no update is prepared" in error["message"], "another one has come since"
 
 
-async def _refused_at_the_end(replay: Replay, plane: Plane, _: RlClient) -> None:
+async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) -> None:
     """miles names its update before it ends it, and says that once."""
     (whole,) = parts_of(plane.model(1), 1)
     for path, label in (("/end_weight_update", "four"), ("/continue_generation", "five")):
         await replay.post("/pause_generation", {"mode": "retract"})
         await replay.post("/begin_weight_update", {"selector": "all"})
         fine(await replay.send("g", plane.model(1), whole))
-        await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        async with taken_before(client, "name_weights_update"):
+            await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
             error = refused(await replay.http.post(path, json={}), 409)
         assert error["cause"] == "locked"

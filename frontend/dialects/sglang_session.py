@@ -86,6 +86,8 @@ class _Receiving(NamedTuple):
     buckets: int
     group: str
     task: asyncio.Task[dict[str, Any]]
+    label: str | None = None
+    """Given while the ranks listened, when nobody could have the fleet to note it."""
 
 
 class Updates:
@@ -296,6 +298,12 @@ class Updates:
             return
         session = await self.session()
         if session is not None:
+            receiving = self._receiving
+            if receiving is not None and receiving.update_id == session.update_id:
+                listening = not receiving.task.done()  # for a trainer that may send when it has named it
+                self._receiving = receiving._replace(label=label if listening else None)
+                if listening:
+                    return
             named = {"update_id": session.update_id, "version": label}
             await self._plane.calls.run("name_weights_update", named)
             return
@@ -383,7 +391,9 @@ class Updates:
         except PlaneError:
             self._receiving = None  # it is over
             raise
-        return receiving.buckets, await self.commit(receiving.update_id, label)
+        if label is not None:
+            receiving = self._receiving = receiving._replace(label=None)  # also when it is asked again
+        return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Another one may have been prepared since, by way of another frontend."""
