@@ -200,7 +200,8 @@ class FleetUpdates:
 
     async def name(self, call: Call) -> dict[str, Any]:
         snapshot, update_id = await self.whole(call), call.body.get("update_id")
-        async with self._client.lock(call.view, update_id=update_id or "") as held:
+        waiting = await self._session(call, update_id)
+        async with lock_of(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
             asked_for = Coordination("name", update_id or "", version=call.body["version"])
             session = await Coordinator(self._client, call.view, held).run(asked_for)
         assert isinstance(session, UpdateSession)
@@ -315,7 +316,8 @@ class FleetUpdates:
 
 
 def _complete_wait_s(waiting: UpdateSession | None) -> float:
-    """What was sent is not sent again because the fleet is taken for a moment: as long as bytes are waited for."""
+    """What was sent is not sent again, or nameless, because the fleet is taken for a moment: as long as bytes are
+    waited for."""
     if waiting is None:
         return DEFAULT_LOCK_WAIT_S
     return update_bodies.UpdateWeights.model_validate(waiting.body).policy.prepare_timeout_s

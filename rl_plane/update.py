@@ -270,7 +270,7 @@ class UpdateMachine:
         session = self._expected(session)
         if not session.live(self._now):
             raise UpdateAborted("the update was silent for too long", fix="prepare it again")
-        named = session.told(version=self.call.version)
+        named = renewed(session.told(version=self.call.version), self._now)
         yield Note("session", session=named)
         return named
 

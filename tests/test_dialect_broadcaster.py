@@ -30,6 +30,7 @@ from tests.dialect_facade import (
     just_before,
     proven,
     refused,
+    refused_before,
     served,
     taken_before,
     witnessed,
@@ -159,6 +160,44 @@ async def test_prime_rls_update_of_a_fleet_that_somebody_else_changes(plane: Pla
             group = await _init_broadcaster(trainer, http)
             assert fine(await update("three", 1))["weight_version"] == "three"
             assert await served(http) == [(True, "three")] * 2
+
+
+async def test_a_group_is_not_formed_over_what_its_trainer_has_left(plane: Plane) -> None:
+    """Also by way of a frontend that has begun since. Where it can't be dropped, nobody joins."""
+    for one in (plane.spawn(ready=False), plane.spawn(ready=False)):
+        await asyncio.to_thread(one.wait_ready)
+    with FedTrainer(plane) as trainer:
+        async with facade(plane) as http, facade(plane) as other:
+
+            async def form(at: httpx.AsyncClient) -> str:
+                group, port = f"v {next(NUMBERS)}", free_port()
+                init = {"backend": "gloo", "group_name": group, "master_address": HOST, "master_port": port}
+                formed, _ = await asyncio.gather(
+                    at.post("/init_weight_transfer_engine", json={"init_info": {**init, "world_size": 3}}),
+                    trainer.do("form", {"group": group, "port": port, "world_size": 3, "timeout_s": GLOO_S}),
+                )
+                fine(formed)
+                return group
+
+            async def send(at: httpx.AsyncClient, group: str, seed: int, count: int) -> None:
+                fine(await at.post("/start_weight_update", json={}))
+                for part in parts_of(plane.model(seed), 2)[:count]:
+                    info = {"names": part["names"], "dtype_names": part["dtypes"], "shapes": part["shapes"]}
+                    told = {"group": group, "directory": str(plane.model(seed)), "part": part}
+                    reply, _ = await asyncio.gather(
+                        at.post("/update_weights", json={"update_info": info}), trainer.do("send", told)
+                    )
+                    fine(reply)
+
+            for seed, at in ((1, other), (2, http)):
+                await send(http, await form(http), seed, 1)
+                init = {"backend": "gloo", "master_address": HOST, "master_port": free_port(), "world_size": 3}
+                async with refused_before("abort_weights_update", Locked("taken", retry_after_s=1.0)):
+                    error = refused(await at.post("/init_weight_transfer_engine", json={"init_info": init}), 503)
+                assert error["code"] == "locked", "nobody has joined"
+                await send(at, await form(at), seed, 2)
+                fine(await at.post("/finish_weight_update", json={"weight_version": str(seed)}))
+                assert await served(http) == [(True, str(seed))] * 2
 
 
 async def _skyrl(witnesses: Witnesses, ids: list[str], trainer: ToldProcess, http: httpx.AsyncClient) -> None:

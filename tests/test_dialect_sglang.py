@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from frontend.calls import FleetCalls
 from frontend.dialects import routes
 from frontend.dialects.sglang_held import read_tensors
 from frontend.dialects.sglang_opened import Opened
@@ -223,6 +224,33 @@ async def test_tensors_in_the_body(plane: Plane) -> None:
         assert "finish_weight_update" in error["fix"]
 
 
+async def test_what_the_model_needs_is_every_workers_word(plane: Plane) -> None:
+    """One that is silent may need what the others tie: nothing is taken before it has answered."""
+    plane.spawn_copies(2)
+    run, silent = FleetCalls.run, 1
+
+    async def some_are_silent(calls: FleetCalls, name: str, *more: Any, **how: Any) -> Any:
+        reply = await run(calls, name, *more, **how)
+        if name != "describe":
+            return reply
+        told, lost = reply["workers"][silent:], reply["workers"][:silent]
+        return {**reply, "workers": [*told, *({**_head(row), "status": "error"} for row in lost)]}
+
+    async with facade(plane) as http:
+        for seed in (1, 2):
+            body = tensors_of(plane, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FleetCalls, "run", some_are_silent)
+                answer = await http.post("/update_weights_from_tensor", json=body)
+            assert f"{silent} of 2 workers did not answer" in refused(answer, 503)["message"]
+            assert fine(await http.post("/update_weights_from_tensor", json=body))["weight_version"] == "one"
+            silent += 1
+
+
+def _head(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: row[key] for key in ("instance_id", "incarnation")}
+
+
 async def test_a_part_that_comes_again_when_it_is_done(plane: Plane) -> None:
     """verl's client sends a call again, up to three times, when it has waited for its answer for 60 s."""
     plane.spawn_copies(2)
@@ -342,7 +370,7 @@ async def test_a_name_that_was_given_at_one_frontend_is_known_at_another(plane: 
     plane.spawn_copies(2)
     async with facade(plane) as one, facade(plane) as other:
         for seed, (begins, names, finishes) in enumerate(
-            ((one, one, other), (one, other, one), (other, one, other))
+            ((one, one, other), (other, one, one), (one, other, one), (other, one, other))
         ):
             label = {"new_version": f"step_{seed}"}
             fine(await begins.post("/start_weight_update"))
@@ -397,6 +425,21 @@ async def test_what_a_frontend_held_and_is_lost_with_it_is_told_at_each_end(plan
             for path in ("/begin_weight_update", "/end_weight_update"):
                 fine(await http.post(path, json={}))
             fine(await http.post("/continue_generation", json={}))
+
+
+async def test_newer_weights_make_up_for_those_that_are_lost(plane: Plane) -> None:
+    """Of another trainer, which has sent nothing in bodies and names what it has brought."""
+    plane.spawn_copies(2)
+    async with facade(plane) as http:
+        fine(await http.post("/begin_weight_update", json={}))
+        fine(await http.post("/update_weights_from_tensor", json=tensors_of(plane, 1)))
+    async with facade(plane) as http:
+        refused(await http.post("/end_weight_update", json={}), 409)
+        fine(await http.post("/update_weights_from_disk", json={"model_path": str(plane.model(2))}))
+        fine(await http.post("/update_weight_version", json=NAMED))
+        for path in ("/end_weight_update", "/continue_generation"):
+            fine(await http.post(path, json={}))
+        assert await served(http) == [(True, "seven")] * 2
 
 
 def on_disk(plane: Plane, seed: int) -> dict[str, Any]:

@@ -20,6 +20,8 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from frontend.dialects import sglang_session
+from frontend.dialects.sglang_held import HeldTensors
+from frontend.dialects.sglang_opened import Opened
 from frontend.dialects.sglang_session import Updates
 from rl_plane.errors import BusUnreachable, EngineFailed, Locked
 from rl_plane.lock import DEFAULT_LOCK_WAIT_S, Holder, read_holder
@@ -576,6 +578,22 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
                     assert await served(http) == [(True, str(step))]
                     error = await http.post("/v1/rl/abort_weights_update", json={})
                     assert error.status_code == 409, "nothing is open"
+            # Another stage's part comes before the first call is answered: it is not lost by that.
+            step = next(steps)
+            directory = tied_model(plane.tmp / "sent" / str(step), step, with_head=True)
+            (part,) = parts_of(directory, 1)
+            *some, last = [name for name in part["names"] if name != TIED]
+            ask_model = HeldTensors.ask_model
+
+            async def another_comes(held: HeldTensors) -> frozenset[str]:
+                patch.undo()
+                await broadcast(directory, some, str(step))
+                return await ask_model(held)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(HeldTensors, "ask_model", another_comes)
+                await broadcast(directory, [TIED], str(step))
+            assert (await broadcast(directory, [last], str(step)))["weight_version"] == str(step)
 
 
 async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:
@@ -675,9 +693,14 @@ async def _unreachable(*_: Any) -> Any:
 
 
 async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -> None:
-    """`ready` is said when every rank listens, and not before."""
+    """`ready` is said when every rank listens, and not before. Who is not told so has left nobody listening."""
     http, buckets = replay.http, parts_of(plane.model(1), 2)
     body = {"num_buckets": len(buckets), "buckets": buckets, "group_name": "g"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Opened, "takes_more", _unreachable)
+        error = refused(await http.post("/prepare_weights_update", json=body), 409)
+    assert error["cause"] == "bus_unreachable"
+    fine(await http.post("/v1/rl/flush_cache", json={}))
     looks: list[object] = []
 
     async def once_unreachable(*asked: Any) -> Holder | None:
@@ -707,19 +730,28 @@ async def _taken_in_two_phases(replay: Replay, plane: Plane, client: RlClient) -
     assert error["field"] == "weight_version"
     assert await replay.post("/complete_weights_update") == done, "it keeps its label"
     assert await served(http) == [(True, "three")] * 2
+    # Named before it is sent, while its feed has the fleet.
+    assert (await replay.post("/prepare_weights_update", body))["status"] == "ready"
+    await replay.post("/update_weight_version", {"new_version": "early", "abort_all_requests": False})
+    for part in buckets:
+        await replay.trainer.do("send", {"group": "g", "directory": str(plane.model(1)), "part": part})
+    done = await replay.post("/complete_weights_update")
+    assert await replay.post("/complete_weights_update") == done
+    assert await served(http) == [(True, "early")] * 2
     await replay.post("/update_weights_from_disk", {"model_path": str(plane.model(2))})
     error = refused(await http.post("/complete_weights_update", json=asked), 409)
     assert "no update is prepared" in error["message"], "another one has come since"
 
 
-async def _refused_at_the_end(replay: Replay, plane: Plane, _: RlClient) -> None:
+async def _refused_at_the_end(replay: Replay, plane: Plane, client: RlClient) -> None:
     """miles names its update before it ends it, and says that once."""
     (whole,) = parts_of(plane.model(1), 1)
     for path, label in (("/end_weight_update", "four"), ("/continue_generation", "five")):
         await replay.post("/pause_generation", {"mode": "retract"})
         await replay.post("/begin_weight_update", {"selector": "all"})
         fine(await replay.send("g", plane.model(1), whole))
-        await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        async with taken_before(client, "name_weights_update"):
+            await replay.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         async with refused_before("complete_weights_update", Locked("taken", retry_after_s=1.0)):
             error = refused(await replay.http.post(path, json={}), 409)
         assert error["cause"] == "locked"

@@ -953,6 +953,9 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     assert (named.label, driver.phases) == ("seven", ["survey", "session"])
     assert driver.one(Note, "session").session == named
     assert with_session(COMPLETE, named).outcome().version.label == "seven"
+    almost_over = with_session(NAME, replace(SESSION, expires_at=NOW + 1)).run().result
+    assert isinstance(almost_over, UpdateSession)
+    assert almost_over.expires_at == NOW + SESSION_IDLE_S, "who names it is not silent"
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
 

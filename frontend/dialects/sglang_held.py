@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frontend.dialects import DialectPlane
-from frontend.dialects.common import NOT_POSSIBLE, begun
+from frontend.dialects.common import NOT_POSSIBLE, begun, rows_of_all
 from frontend.dialects.routes import SHOWN
 from rl_plane.errors import InvalidRequest, InvalidWeights, Locked, PayloadTooLarge, Unsupported
 from rl_plane.manifest import Manifest, pack
@@ -176,10 +176,11 @@ class HeldTensors:
         return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
 
     async def ask_model(self) -> frozenset[str]:
-        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others."""
-        rows = engine_rows(await self._plane.calls.run("describe", {}))
+        """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others. Of all
+        workers, else an error: one that is silent may need what the others do not."""
+        rows = await rows_of_all(self._plane, "describe")
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
-        tied = [frozenset(row.get("tied", ())) for row in rows if row["status"] == "ok"]
+        tied = [frozenset(row.get("tied", ())) for row in rows]
         return frozenset.intersection(*tied) if tied else frozenset()
 
     @property

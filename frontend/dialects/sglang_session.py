@@ -86,6 +86,8 @@ class _Receiving(NamedTuple):
     buckets: int
     group: str
     task: asyncio.Task[dict[str, Any]]
+    label: str | None = None
+    """Given while the ranks listened, when nobody could have the fleet to note it."""
 
 
 class Updates:
@@ -100,6 +102,8 @@ class Updates:
         self._open_until = 0.0
         """Monotonic: so long what was begun or sent by way of this frontend is an update, unless it ends before."""
         self._preparing = asyncio.Lock()
+        self._announced = ("", 0)
+        """The update that a part came for last, and how many have come for it here: while `_preparing`."""
         self._receiving: _Receiving | None = None
         """Of the two-phase form: the last one, which may be completed again when its answer was lost."""
 
@@ -131,6 +135,8 @@ class Updates:
             update_id = (
                 session.update_id if session is not None else await self._prepare(fields.group_name, fields)
             )
+            before, count = self._announced
+            self._announced = (update_id, count + 1 if before == update_id else 1)
         part = {
             "update_id": update_id,
             "names": fields.names,
@@ -149,8 +155,8 @@ class Updates:
         # In any case: each part is a sign of life.
         if await self.waits_for_more(update_id, was_begun=was_begun):
             return reply
-        if session is None and reply["missing"] and await self._comes_with_others(fields.names):
-            await self._close(update_id)
+        if session is None and reply["missing"]:
+            await self._close_if_tied(update_id, fields.names)
         if reply["missing"]:
             return reply
         try:
@@ -173,16 +179,24 @@ class Updates:
             reply = await self._plane.calls.run("prepare_weights_update", body)
         return str(reply["update_id"])
 
-    async def _comes_with_others(self, names: list[str]) -> bool:
-        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update."""
-        with begun(NOT_POSSIBLE):
-            return set(names) <= await self.held.ask_model()
-
-    async def _close(self, update_id: str) -> None:
-        """Nobody is to wait for more of it. Every rank has what was sent, so its groups stay."""
+    async def _close_if_tied(self, update_id: str, names: list[str]) -> None:
+        """All of it is tied to other tensors, and came before them, or behind the commit: it begins no update, and
+        nobody is to wait for more of it, unless another part was announced meanwhile. Every rank has what was sent, so
+        its groups stay."""
         with contextlib.suppress(PlaneError):  # it ends by its silence then
-            await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
-            await self.opened.end()
+            fed = await self.session()
+            if not set(names) <= await self.held.ask_model():
+                return
+            async with self._preparing:  # who announces a part now begins an update of its own
+                if self._announced == (update_id, 1) and not await self._is_fed_elsewhere(update_id, fed):
+                    await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
+                    await self.opened.end()
+
+    async def _is_fed_elsewhere(self, update_id: str, before: UpdateSession | None) -> bool:
+        """By way of another frontend: now, or since it was as `before`."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        holder = await read_holder(bus, state)
+        return (holder is not None and holder.get("update_id") == update_id) or await self.session() != before
 
     async def waits_for_more(self, update_id: str, *, was_begun: bool = False) -> bool:
         """After a part of it: until the trainer ends it, or lets the fleet go on. A pause of somebody else's says
@@ -213,7 +227,7 @@ class Updates:
     async def commit_held(self) -> dict[str, Any]:
         """In its `turn`."""
         reply = await self.held.commit()
-        await self._note_commit()
+        await self.note_commit()
         return reply
 
     async def _commit_sent(self, update_id: str) -> dict[str, Any]:
@@ -228,8 +242,9 @@ class Updates:
                 "ask the frontend that took them",
             ) from error
 
-    async def _note_commit(self) -> None:
-        """It is committed, whether or not this is heard: what was begun runs out by itself."""
+    async def note_commit(self) -> None:
+        """Newer weights are committed, whether or not this is heard: what was begun runs out by itself, and what was
+        sent before them and is lost is no matter any more."""
         with contextlib.suppress(PlaneError):
             await self.opened.end()
 
@@ -243,7 +258,7 @@ class Updates:
         body = {"update_id": update_id, **({} if label is None else {"version": label})}
         with begun(NOT_POSSIBLE):
             reply = await self._plane.calls.run("complete_weights_update", body)
-        await self._note_commit()
+        await self.note_commit()
         check_label(reply, label)
         return reply
 
@@ -283,6 +298,12 @@ class Updates:
             return
         session = await self.session()
         if session is not None:
+            receiving = self._receiving
+            if receiving is not None and receiving.update_id == session.update_id:
+                listening = not receiving.task.done()  # for a trainer that may send when it has named it
+                self._receiving = receiving._replace(label=label if listening else None)
+                if listening:
+                    return
             named = {"update_id": session.update_id, "version": label}
             await self._plane.calls.run("name_weights_update", named)
             return
@@ -324,15 +345,17 @@ class Updates:
         with begun():
             # Who is told "ready" sends at once: what does not fit is told before.
             await self._plane.calls.run("feed_weights_update", {**part, "check_only": True}, digest=digest)
-        call = self._plane.calls.run("feed_weights_update", part, digest=digest)
-        task = asyncio.create_task(call, name="two-phase update")
-        task.add_done_callback(
-            lambda done: None if done.cancelled() else done.exception()
-        )  # who completes is told
         try:
             with begun():
+                await self.opened.takes_more(
+                    update_id
+                )  # before the feed, which is given up for nothing but itself
+                call = self._plane.calls.run("feed_weights_update", part, digest=digest)
+                task = asyncio.create_task(call, name="two-phase update")
+                task.add_done_callback(
+                    lambda done: None if done.cancelled() else done.exception()
+                )  # who completes is told
                 await self._is_heard(update_id, task)
-                await self.opened.takes_more(update_id)
         except PlaneError:
             with contextlib.suppress(PlaneError):  # nobody will send it
                 await self._plane.calls.run("abort_weights_update", {"update_id": update_id})
@@ -368,7 +391,9 @@ class Updates:
         except PlaneError:
             self._receiving = None  # it is over
             raise
-        return receiving.buckets, await self.commit(receiving.update_id, label)
+        if label is not None:
+            receiving = self._receiving = receiving._replace(label=None)  # also when it is asked again
+        return receiving.buckets, await self.commit(receiving.update_id, label or receiving.label)
 
     async def _is_last(self, receiving: _Receiving) -> bool:
         """Another one may have been prepared since, by way of another frontend."""

@@ -90,7 +90,9 @@ def mount_updates(app: FastAPI, plane: DialectPlane, updates: Updates) -> None:
         return {"success": True, "message": told}
 
     async def from_disk(ask: Ask) -> Any:
-        return await _from_disk(plane, take(DiskFields, ask), ask)
+        reply = await _from_disk(plane, take(DiskFields, ask), ask)
+        await updates.note_commit()
+        return reply
 
     async def from_ipc(ask: Ask) -> Any:
         take(IpcFields, ask)

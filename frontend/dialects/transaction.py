@@ -16,6 +16,7 @@ from frontend.dialects import DialectPlane
 from frontend.dialects.common import NOT_POSSIBLE, begun, check_label, check_world, last_begun, world_size
 from frontend.dialects.routes import Ask, report
 from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
+from rl_plane.history import read_entry
 from rl_plane.record import read_session
 from rl_plane.rows import engine_rows
 from rl_plane.update import SESSION_IDLE_S
@@ -70,7 +71,7 @@ class Transactions:
         rows = engine_rows(await self._plane.calls.run("describe", {}))
         check_init(info, {row["instance_id"]: str(row.get("device")) for row in rows})
         check_world(info.world_size, info.rank_offset, await world_size(self._plane))
-        await self.drop()
+        await self._leave()
         self.transfer = None
         transfer = Transfer.of(info, self._group, self._plane.feed_timeout_s)
         if info.timeout_s is not None and info.timeout_s > transfer.timeout_s:
@@ -78,6 +79,20 @@ class Transactions:
         with begun():
             await self._plane.calls.run("init_transport", init_body(info, transfer))
         self.transfer = transfer
+
+    async def _leave(self) -> None:
+        """A trainer that begins anew has left what it had started, by whichever frontend. One that can't be dropped
+        stands yet, also where it has run out, and would take the next group with it when it ends: nothing is begun
+        then, and who calls may call again."""
+        session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
+        if session is not None and session.owner == self._group:
+            try:
+                await self._plane.calls.run("abort_weights_update", {"update_id": session.update_id})
+            except (Locked, BusUnreachable):
+                raise
+            except PlaneError:
+                pass  # nothing is left of it
+        self._current = None
 
     async def shut_down(self) -> None:
         await self.drop()
@@ -183,8 +198,15 @@ class Transactions:
     async def _waiting(self) -> str | None:
         """The update that waits for its end; None also where this frontend's own is another, which is lost."""
         standing, current = await self.standing(), self._current
-        over = current is None or current.finished or current.failed or current.update_id == standing
-        return standing if over else None
+        if standing is None or current is None or current.finished or current.failed:
+            return standing
+        return standing if current.update_id == standing or await self._is_committed(current) else None
+
+    async def _is_committed(self, current: _Current) -> bool:
+        """By way of another frontend."""
+        bus, state = self._plane.calls.fleet.client.bus, self._plane.view.subjects.state
+        entry = await read_entry(bus, state, current.update_id)
+        return entry is not None and entry.outcome == "committed"
 
     async def name_next(self, label: str) -> bool:
         """The label of the update that is under way, whichever frontend it was started with; False when none is."""
@@ -198,7 +220,7 @@ class Transactions:
         return True
 
     async def drop(self) -> None:
-        """A trainer that begins anew has left what it had started."""
+        """What was started here, and will not be finished."""
         current, self._current = self._current, None
         if current is not None and current.prepared and not current.finished:
             try:
