@@ -137,7 +137,7 @@ class GroupSender:
             except RuntimeError as error:
                 raise InvalidRequest(
                     f"can't listen at {self._host}:{self._port}: {str(error)[:300]}",
-                    field="options.host",
+                    field="options.port",
                     fix="give an address of this machine (options.host), and a free port or 0 (options.port)",
                 ) from error
         return {
