@@ -1,4 +1,4 @@
-"""`python -m bench [--quick] [--json FILE]`: the plane's speed beside its limits (docs/benchmarks.md).
+"""`python -m bench`: the plane's speed beside its limits (docs/benchmarks.md).
 
 Exit code 0 whenever it could measure: a missed aim is said in the table.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.broadcasts import measure_broadcasts
@@ -63,12 +63,12 @@ QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
 STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
-SHARED_BYTES, QUICK_SHARED_BYTES = 1 << 30, 64 << 20
+QUICK_SHARED_BYTES = 64 << 20
 SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
-PULLED_BYTES, QUICK_PULLED_BYTES = 1 << 30, 32 << 20
+QUICK_PULLED_BYTES = 32 << 20
 PULL_ROUNDS, QUICK_PULL_ROUNDS = 8, 1
-BROADCAST_BYTES, QUICK_BROADCAST_BYTES = 1 << 30, 64 << 20
-DELTA_BYTES, QUICK_DELTA_BYTES = 1 << 30, 32 << 20
+QUICK_BROADCAST_BYTES = 64 << 20
+QUICK_DELTA_BYTES = 32 << 20
 DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
 STREAMS, QUICK_STREAMS = (1, 32, 256), (1, 8)
@@ -77,10 +77,20 @@ KILLS, PROBED_KILLS, JOINS = 20, 5, 50
 QUICK_KILLS, QUICK_PROBED_KILLS, QUICK_JOINS = 2, 1, 3
 
 
-async def fan_outs(scratch: Path, quick: bool) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Size:
+    quick: bool
+    gib: int
+    """Of weights, in the tables that need no engine to hold them."""
+
+    def nbytes(self, quick: int) -> int:
+        return quick if self.quick else self.gib << 30
+
+
+async def fan_outs(scratch: Path, size: Size) -> list[Row]:
     model = make_fake_model(scratch / "model", 0)
     found: list[Row] = []
-    for workers, rounds in (QUICK_ROUNDS if quick else ROUNDS).items():
+    for workers, rounds in (QUICK_ROUNDS if size.quick else ROUNDS).items():
         _say(f"fan-out to {workers:,} workers, {rounds} rounds …")
         with _server() as url:
             rows = fan_out_rows(await measure_fan_out(url, model, workers, rounds))
@@ -91,12 +101,12 @@ async def fan_outs(scratch: Path, quick: bool) -> list[Row]:
     return found
 
 
-async def times(scratch: Path, quick: bool) -> list[Row]:
+async def times(scratch: Path, size: Size) -> list[Row]:
     model = make_fake_model(scratch / "model", 0)
     _say("kills and joins …")
-    starts, deaths = await measure_deaths(model, QUICK_KILLS if quick else KILLS, advisories=True)
-    _, probed = await measure_deaths(model, QUICK_PROBED_KILLS if quick else PROBED_KILLS, advisories=False)
-    joins = await measure_joins(QUICK_JOINS if quick else JOINS)
+    starts, deaths = await measure_deaths(model, QUICK_KILLS if size.quick else KILLS, advisories=True)
+    _, probed = await measure_deaths(model, QUICK_PROBED_KILLS if size.quick else PROBED_KILLS, advisories=False)
+    joins = await measure_joins(QUICK_JOINS if size.quick else JOINS)
     return [
         time_row("SIGKILL → gone, our nats.conf", deaths, KILL_AIM_S),
         time_row("SIGKILL → gone, any other NATS server", probed, PROBED_KILL_AIM_S, worst=True),
@@ -105,10 +115,10 @@ async def times(scratch: Path, quick: bool) -> list[Row]:
     ]
 
 
-async def updates(scratch: Path, quick: bool) -> list[Row]:
+async def updates(scratch: Path, size: Size) -> list[Row]:
     tiny = [make_fake_model(scratch / f"fake{seed}", seed) for seed in range(2)]
     found: list[Row] = []
-    for workers, rounds in (QUICK_UPDATE_ROUNDS if quick else UPDATE_ROUNDS).items():
+    for workers, rounds in (QUICK_UPDATE_ROUNDS if size.quick else UPDATE_ROUNDS).items():
         _say(f"updates of {workers:,} workers, {rounds} rounds …")
         try:
             with _server() as url:
@@ -120,71 +130,73 @@ async def updates(scratch: Path, quick: bool) -> list[Row]:
             _say(f"{commits.excluded} of {workers * rounds:,} were excluded: they did not answer in time")
         found += commit_rows(commits)
     _say("updates with a worker killed …")
-    found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if quick else PHASE_KILLS))
-    if not quick:
+    found += kill_rows(await measure_kills(tiny, QUICK_PHASE_KILLS if size.quick else PHASE_KILLS))
+    if not size.quick:
         _say("updates of 500 MB …")
         large = [make_tiny_model(scratch / f"large{seed}", seed, "float32", **SHAPE_500_MB) for seed in range(2)]
         found += gap_rows(await measure_gaps(large, GAP_ROUNDS))
     return found
 
 
-async def stored(scratch: Path, quick: bool) -> list[Row]:
+async def stored(scratch: Path, size: Size) -> list[Row]:
     _say("weights from files and from NATS …")
-    shape = {} if quick else SHAPE_1_GB
+    shape = {} if size.quick else SHAPE_1_GB
     models = [make_tiny_model(scratch / f"stored{seed}", seed, "float32", **shape) for seed in range(2)]
-    return stored_rows(await measure_stored(models, QUICK_STORED_ROUNDS if quick else STORED_ROUNDS))
+    return stored_rows(await measure_stored(models, QUICK_STORED_ROUNDS if size.quick else STORED_ROUNDS))
 
 
-async def deltas(scratch: Path, quick: bool) -> list[Row]:
-    nbytes = QUICK_DELTA_BYTES if quick else DELTA_BYTES
+async def deltas(scratch: Path, size: Size) -> list[Row]:
+    nbytes = size.nbytes(QUICK_DELTA_BYTES)
     _say(f"deltas of {nbytes / 1e6:,.0f} MB …")
-    rounds = QUICK_DELTA_ROUNDS if quick else DELTA_ROUNDS
+    rounds = QUICK_DELTA_ROUNDS if size.quick else DELTA_ROUNDS
     return delta_rows(await asyncio.to_thread(measure_deltas, scratch, nbytes, rounds))
 
 
-async def shared_memory(scratch: Path, quick: bool) -> list[Row]:
-    nbytes = QUICK_SHARED_BYTES if quick else SHARED_BYTES
+async def shared_memory(scratch: Path, size: Size) -> list[Row]:
+    nbytes = size.nbytes(QUICK_SHARED_BYTES)
     _say(f"shared memory, updates of {nbytes / 1e6:,.0f} MB …")
-    return ipc_rows(measure_ipc(nbytes, QUICK_SHARED_ROUNDS if quick else SHARED_ROUNDS))
+    return ipc_rows(measure_ipc(nbytes, QUICK_SHARED_ROUNDS if size.quick else SHARED_ROUNDS))
 
 
-async def pulls(scratch: Path, quick: bool) -> list[Row]:
+async def pulls(scratch: Path, size: Size) -> list[Row]:
     found: list[Row] = []
     if not have_nixl():
         _say("nixl is not installed, so it is not measured: make engines")
         return found
-    nbytes, rounds = (QUICK_PULLED_BYTES, QUICK_PULL_ROUNDS) if quick else (PULLED_BYTES, PULL_ROUNDS)
+    nbytes, rounds = size.nbytes(QUICK_PULLED_BYTES), QUICK_PULL_ROUNDS if size.quick else PULL_ROUNDS
     for receivers in RECEIVERS:
         _say(f"pulls by nixl into {receivers}, {rounds} rounds …")
         found += pull_rows(await asyncio.to_thread(measure_pulls, nbytes, receivers, rounds))
     return found
 
 
-async def broadcasts(scratch: Path, quick: bool) -> list[Row]:
-    nbytes, rounds = (QUICK_BROADCAST_BYTES, QUICK_PULL_ROUNDS) if quick else (BROADCAST_BYTES, PULL_ROUNDS)
+async def broadcasts(scratch: Path, size: Size) -> list[Row]:
+    nbytes, rounds = size.nbytes(QUICK_BROADCAST_BYTES), QUICK_PULL_ROUNDS if size.quick else PULL_ROUNDS
     found: list[Row] = []
-    for receivers in RECEIVERS[:1] if quick else RECEIVERS:
+    for receivers in RECEIVERS[:1] if size.quick else RECEIVERS:
         _say(f"broadcasts by gloo to {receivers}, {rounds} rounds …")
         found += broadcast_rows(await asyncio.to_thread(measure_broadcasts, nbytes, receivers, rounds))
     return found
 
 
-async def published(scratch: Path, quick: bool) -> list[Row]:
+async def published(scratch: Path, size: Size) -> list[Row]:
     _say("publications into an hf worker …")
-    model = make_tiny_model(scratch / "published", 0, "float32", **({} if quick else SHAPE_1_GB))
+    model = make_tiny_model(scratch / "published", 0, "float32", **({} if size.quick else SHAPE_1_GB))
     backends = ["ipc", "gloo", *(["nixl"] if have_nixl() else [])]
-    rounds = QUICK_STORED_ROUNDS if quick else STORED_ROUNDS
+    rounds = QUICK_STORED_ROUNDS if size.quick else STORED_ROUNDS
     return published_rows(await measure_published(model, backends, rounds))
 
 
-async def generation(scratch: Path, quick: bool) -> list[Row]:
-    sizes = QUICK_STREAMS if quick else STREAMS
-    rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if quick else (STREAM_ROUNDS, TOKENS)
+async def generation(scratch: Path, size: Size) -> list[Row]:
+    sizes = QUICK_STREAMS if size.quick else STREAMS
+    rounds, tokens = (QUICK_STREAM_ROUNDS, QUICK_TOKENS) if size.quick else (STREAM_ROUNDS, TOKENS)
     _say("streams of the fake engine …")
     model = make_fake_model(scratch / "model", 0)
     found = [row for times in await measure_fake(model, sizes, rounds, tokens) for row in stream_rows(times)]
-    if quick or not have_vllm():
-        _say("vLLM is not measured: " + ("it takes minutes" if quick else "it is not installed, make engines"))
+    if size.quick or not have_vllm():
+        _say(
+            "vLLM is not measured: " + ("it takes minutes" if size.quick else "it is not installed, make engines")
+        )
         return found
     _say("streams of vLLM …")
     tiny = make_tiny_model(scratch / "streams", 0, "bfloat16")
@@ -209,8 +221,8 @@ MEASURED = {
 }
 
 
-async def bench(scratch: Path, quick: bool, only: str | None) -> dict[str, list[Row]]:
-    return {name: await measure(scratch, quick) for name, measure in MEASURED.items() if only in (None, name)}
+async def bench(scratch: Path, size: Size, only: str | None) -> dict[str, list[Row]]:
+    return {name: await measure(scratch, size) for name, measure in MEASURED.items() if only in (None, name)}
 
 
 @contextmanager
@@ -235,10 +247,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds, at most 32 workers: to see that it runs")
     parser.add_argument("--only", choices=list(MEASURED), help="one of the tables")
+    parser.add_argument(
+        "--gib",
+        type=int,
+        default=1,
+        choices=(1, 2, 4),
+        help="of weights in deltas, shared_memory, pulls, broadcasts",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rl-plane-bench-") as scratch:
-        found = asyncio.run(bench(Path(scratch), arguments.quick, arguments.only))
+        found = asyncio.run(bench(Path(scratch), Size(arguments.quick, arguments.gib), arguments.only))
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}")
     for rows in found.values():
         times, ratios = (
