@@ -5,16 +5,18 @@ Run by torchrun: `tests/sharded_sources.py KIND…`. Rank 0 prints a JSON line f
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl_plane.manifest import Manifest, pack
-from rl_plane.publish.packing import fill
+from rl_plane.publish.packing import Tensor, fill
 from rl_plane.publish.sources import AdapterSource, ModuleSource, Source, StateDictSource
 
 
@@ -64,13 +66,30 @@ def fsdp2(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp1(model: Any) -> Any:
+def fsdp1(model: Any, **options: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model.layers[0] = FullyShardedDataParallel(
-        model.layers[0], device_id=torch.device("cpu"), use_orig_params=True
-    )
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    model.layers[0] = FullyShardedDataParallel(model.layers[0], device_id=torch.device("cpu"), **options)
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def hybrid(model: Any) -> Any:
+    """Two replicas, each of half of the ranks."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    half = dist.get_world_size() // 2
+    shards, _ = dist.new_subgroups(half)
+    replicas, _ = dist.new_subgroups_by_enumeration([[rank, rank + half] for rank in range(half)])
+    return fsdp1(model, process_group=(shards, replicas), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def sharded_state(model: Any) -> dict[str, Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state: dict[str, Any] = model.state_dict()
+    del state["head.weight"]  # tied, and a tensor of its own here
+    return state
 
 
 def zero3(model: Any) -> Any:
@@ -99,9 +118,17 @@ def made(kind: str) -> tuple[Source, Source]:
         return AdapterSource(fsdp2(lora())), AdapterSource(lora())
     if kind == "fsdp1":
         return ModuleSource(fsdp1(fresh())), ModuleSource(fresh())
+    if kind == "fsdp1_orig_params":
+        return ModuleSource(fsdp1(fresh(), use_orig_params=True)), ModuleSource(fresh())
+    if kind == "fsdp1_state_dict":
+        return StateDictSource(sharded_state(fsdp1(fresh()))), ModuleSource(fresh())
+    if kind == "fsdp1_hybrid":
+        return ModuleSource(hybrid(fresh())), ModuleSource(fresh())
+    if kind == "fsdp1_hybrid_state_dict":
+        return StateDictSource(sharded_state(hybrid(fresh()))), ModuleSource(fresh())
     if kind == "fsdp1_lora":
         model = lora()
-        model.base_model.model = fsdp1(model.base_model.model)
+        model.base_model.model = fsdp1(model.base_model.model, use_orig_params=True)
         return AdapterSource(model), AdapterSource(lora())
     if kind == "zero3":
         return ModuleSource(zero3(fresh())), ModuleSource(fresh())
@@ -110,20 +137,32 @@ def made(kind: str) -> tuple[Source, Source]:
     raise SystemExit(kind)
 
 
+def one_unit_at_a_time(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = [one for one in gc.get_objects() if isinstance(one, FullyShardedDataParallel)]
+    for name, tensor in tensors:
+        assert sum(unit.training_state.name == "SUMMON_FULL_PARAMS" for unit in units) <= 1
+        yield name, tensor
+
+
 def digest_of(source: Source) -> tuple[list[str], str | None]:
     taken = source.take()
     manifest = Manifest(pack(taken.specs, 100), taken.adapter_config)
     digests: dict[str, str] = {}
     sizes = [bucket.nbytes for bucket in manifest.buckets]
-    for _ in fill(manifest, taken.tensors, lambda number: memoryview(bytearray(sizes[number])), digests):
+    for _ in fill(
+        manifest, one_unit_at_a_time(taken.tensors), lambda number: memoryview(bytearray(sizes[number])), digests
+    ):
         pass
-    return [name for name, _ in taken.specs], manifest.digested(digests).digest
+    return sorted(name for name, _ in taken.specs), manifest.digested(digests).digest
 
 
 def tell(kind: str) -> None:
     sharded, whole = made(kind)
     assert sharded.collective
     if dist.get_rank() == 0:
+        sharded.take()  # alone: nothing is gathered before a tensor is asked for
         names, digest = digest_of(sharded)
         same = (names, digest) == digest_of(whole)
         print(json.dumps({"kind": kind, "names": names, "same": same}), flush=True)

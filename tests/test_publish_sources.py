@@ -199,20 +199,26 @@ def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
         as_source(lora(), names={"a": "b"})
 
 
-FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora", "fsdp1", "fsdp1_lora"]
+FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
+FSDP1 = ["fsdp1", "fsdp1_orig_params", "fsdp1_state_dict", "fsdp1_lora"]
+HYBRID = ["fsdp1_hybrid", "fsdp1_hybrid_state_dict"]
 ZERO = ["zero3", "zero3_lora"]
 
 
-@pytest.mark.parametrize("kinds", [FSDP, ZERO], ids=["fsdp", "zero3"])
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [(2, [*FSDP, *FSDP1]), (4, HYBRID), (2, ZERO)],
+    ids=["fsdp", "hybrid", "zero3"],
+)
 @pytest.mark.timeout(RANKS_S + 30)
-def test_sharded_weights_are_gathered_on_two_ranks(kinds: list[str]) -> None:
+def test_sharded_weights_are_gathered_on_several_ranks(ranks: int, kinds: list[str]) -> None:
     deepspeed = Path(sys.prefix) / "deepspeed"
     if kinds is ZERO and not deepspeed.is_dir():
         pytest.skip("deepspeed not installed: make engines")
     path = [str(ROOT), *([str(deepspeed)] if kinds is ZERO else [])]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *("tests/sharded_sources.py", *kinds),
         ],
         cwd=ROOT,

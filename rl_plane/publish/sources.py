@@ -16,12 +16,16 @@ import copy
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
+from rl_plane.publish import fsdp1
+from rl_plane.publish.fsdp1 import UnitParameter, is_fsdp1
 from rl_plane.publish.packing import Tensor, spec_of
 from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
@@ -182,7 +186,7 @@ class AdapterSource:
         from peft import get_peft_model_state_dict
 
         state = _named_parameters(self._model)
-        if _is_fsdp1(self._model):
+        if is_fsdp1(self._model):
             state = self._lora_of(state)  # PEFT looks for its layers by names that FSDP1's modules don't have
         else:
             state = get_peft_model_state_dict(
@@ -293,8 +297,16 @@ def _is_plain(tensor: Any, dtype: torch.dtype | None) -> bool:
 
 def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
     """Each gathered when it is asked for, and given up when the next one is. On other ranks than 0 it may be None."""
+    for unit, those in groupby(tensors, lambda one: getattr(one[1], "unit", None)):
+        with nullcontext() if unit is None else unit.gathered():
+            yield from _each_whole(those, dtype)
+
+
+def _each_whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[str, Any]]:
     for name, tensor in tensors:
-        if _is_zero3(tensor):
+        if isinstance(tensor, UnitParameter):
+            yield name, _converted(tensor.whole(), dtype)
+        elif _is_zero3(tensor):
             import deepspeed
 
             with deepspeed.zero.GatheredParameters([tensor]):
@@ -313,10 +325,12 @@ def _whole(tensors: NamedTensors, dtype: torch.dtype | None) -> Iterator[tuple[s
 
 
 def _gathered_shards(tensor: Any) -> Any:
-    """A ShardedTensor of FSDP1, whole on rank 0; None elsewhere."""
+    """A ShardedTensor of FSDP1, whole on rank 0; None elsewhere. Rank 0's replica alone (HYBRID_SHARD) is gathered."""
     import torch
     import torch.distributed as dist
 
+    if 0 not in dist.get_process_group_ranks(tensor._process_group):
+        return None
     size = tensor.size()
     device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     whole = torch.empty(size, dtype=tensor.dtype, device=device) if dist.get_rank() == 0 else None
@@ -326,16 +340,8 @@ def _gathered_shards(tensor: Any) -> Any:
 
 def _named_parameters(module: Any) -> Mapping[str, Any]:
     """`state_dict()` that copies and gathers nothing, without the names of wrappers."""
-    if _is_fsdp1(module):
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        state: dict[str, Any] = get_model_state_dict(module)
-        first: dict[int, str] = {}
-        for name, weight in module.named_parameters(remove_duplicate=False):
-            name = _unwrapped(name)
-            if first.setdefault(id(weight), name) != name:
-                state.pop(name, None)  # tied; in the state dict the two are two tensors
-        return state
+    if is_fsdp1(module):
+        return {_unwrapped(name): tensor for name, tensor in fsdp1.named_parameters(module)}
     # The parameters themselves: those of ZeRO are known by their attributes.
     return {_unwrapped(name): tensor for name, tensor in module.state_dict(keep_vars=True).items()}
 
@@ -353,11 +359,7 @@ def _model(module: Any) -> Any:
 
 
 def _is_sharded(module: Any) -> bool:
-    return _is_fsdp1(module) or any(map(_is_gathered, module.parameters()))
-
-
-def _is_fsdp1(module: Any) -> bool:
-    return any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
+    return is_fsdp1(module) or any(map(_is_gathered, module.parameters()))
 
 
 def _is_gathered(tensor: Any) -> bool:
@@ -371,14 +373,14 @@ def _is_zero3(tensor: Any) -> bool:
 def _is_tensor(value: Any) -> bool:
     import torch
 
-    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+    return isinstance(value, (torch.Tensor, UnitParameter)) or hasattr(value, "local_shards")
 
 
 def _identity(tensor: Any) -> Any:
     """Equal for tied weights, and on every rank for the same ones."""
     import torch
 
-    if _is_zero3(tensor) or hasattr(tensor, "local_shards"):
+    if _is_zero3(tensor) or isinstance(tensor, UnitParameter) or hasattr(tensor, "local_shards"):
         return id(tensor)
     if hasattr(tensor, "full_tensor"):
         if isinstance(tensor, torch.nn.Parameter):
