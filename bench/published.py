@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,11 @@ from bench.memory import trained
 from bench.peers import peers, start_peer
 from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher
+from rl_plane.publish.publisher import Encoding
+
+
+DELTA = ", a delta"
+"""Of versions of which 1 % of the elements have changed, anywhere."""
 
 
 @dataclass(slots=True)
@@ -25,9 +31,9 @@ class PublishedTimes:
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Backend → of `publish`, from its call to the version that is served."""
+    """Backend, with or without DELTA → of `publish`, from its call to the version that is served."""
     copies: dict[str, list[float]] = field(default_factory=dict)
-    """Backend → of a copy just before."""
+    """The same → of a copy just before."""
 
 
 async def measure_published(model: Path, backends: Sequence[str], rounds: int) -> PublishedTimes:
@@ -46,22 +52,39 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
             "workers", nats_url=server.url, namespace=namespace, model=str(model), copies=1, engine="hf"
         )
         stack.enter_context(peers([started]))
-        publishers = {
-            name: stack.enter_context(
-                closing(WeightPublisher(weights, server.url, namespace=namespace, transport=name))
-            )
-            for name in backends
-        }
+
+        def publisher(name: str, encoding: Encoding) -> WeightPublisher:
+            made = WeightPublisher(weights, server.url, namespace=namespace, transport=name, encoding=encoding)
+            return stack.enter_context(closing(made))
+
+        def publish(by: WeightPublisher, what: str, number: int) -> None:
+            copied = _copy(times.nbytes)
+            start = time.perf_counter()
+            by.publish(f"{what} {number}")
+            took = time.perf_counter() - start
+            if number >= 0:
+                times.seconds.setdefault(what, []).append(took)
+                times.copies.setdefault(what, []).append(copied)
+
+        publishers = {name: publisher(name, "full") for name in backends}
         for number in range(-1, rounds):  # the first one makes buffers and groups
-            for name, publisher in publishers.items():
-                copied = _copy(times.nbytes)
-                start = time.perf_counter()
-                publisher.publish(f"{name} {number}")
-                took = time.perf_counter() - start
-                if number >= 0:
-                    times.seconds.setdefault(name, []).append(took)
-                    times.copies.setdefault(name, []).append(copied)
+            for name, by in publishers.items():
+                publish(by, name, number)
+        places = _some_places(weights)
+        for name in backends:  # one after another: what follows somebody else's version goes whole
+            by = publisher(name, "auto")
+            for number in range(-1, rounds):
+                for flat, where in places:
+                    flat[where] ^= 1
+                publish(by, name + DELTA, number)
     return times
+
+
+def _some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each tensor the bits, flat, and one place in a hundred."""
+    random = np.random.default_rng(0)
+    flats = [tensor.numpy().reshape(-1).view(np.uint32) for tensor in weights.values()]
+    return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
 
 
 def _copy(nbytes: int) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.published import DELTA
 from rl_plane.publish.nixl_wire import have_nixl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -77,7 +78,12 @@ BROADCASTS = [
     for what in (", lent, digests not checked", ", digests not checked", "", HASHED, ", staged")
 ]
 
-PUBLISHED = [f"publish by {name}" for name in ("ipc", "gloo", "nixl") if name != "nixl" or have_nixl()]
+PUBLISHED = [
+    f"publish by {name}{delta}, 2 MB"
+    for delta in ("", DELTA)
+    for name in ("ipc", "gloo", "nixl")
+    if name != "nixl" or have_nixl()
+]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY
     assert [(row["what"], row["workers"]) for row in rows["pulls"]] == PULLS
     assert [row["what"] for row in rows["broadcasts"]] == BROADCASTS
-    assert [row["what"].partition(",")[0] for row in rows["published"]] == PUBLISHED
+    assert [row["what"] for row in rows["published"]] == PUBLISHED
     assert [row["what"] for row in rows["generation"]] == STREAMS
     for row in [row for table in rows.values() for row in table]:
         assert 0 < row["median_s"] <= row["p99_s"] or (row["what"] in STREAMS and row["median_s"] == 0)
