@@ -543,30 +543,98 @@ async def test_wait_drains(engine: EngineAdapter) -> None:
     assert len((await late.end()).tokens) == 16
 
 
-async def test_wait_drains_what_was_frozen(engine: EngineAdapter) -> None:
-    one = Run(engine, ask([20], max_tokens=200))
-    await one.reach(1)
+@pytest.mark.parametrize("meanwhile", ["nothing", "a flush", "new weights", "a reset", "a release of memory"])
+async def test_wait_drains_what_was_frozen(
+    kind: Kind, engine: EngineAdapter, models: Models, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Also where it has lost its KV since. What came after `keep` is not drained."""
+    monkeypatch.setattr(engine, *kind.refuses_memory)
+    staging, _ = await receive(engine, reception(models.witness[1]))
+    runs = [Run(engine, ask([20 + number], max_tokens=200)) for number in range(3)]
+    for one in runs:
+        await one.reach(1)
     await engine.pause("keep", False)
+    late = Run(engine, ask([9]))
+    await engine.liveness()  # it has come
+    assert engine.load() == (3, 1)
+    if meanwhile == "a flush":
+        assert await engine.flush_cache() is True
+    elif meanwhile == "a release of memory":
+        await engine.release_memory(["weights", "kv_cache"])
+        await engine.resume_memory(["kv_cache", "weights"])
+    elif meanwhile == "a reset":
+        await engine.check_weights("reset_tensors")
+    if meanwhile in ("new weights", "a reset"):
+        await engine.swap(staging, version(1, models.witness[1]))
+    await engine.discard(staging)
     await engine.pause("wait", False)
-    assert (await one.end()).tokens == witnessed(1, 20, 200)
+    assert engine.load() == (0, 1)
+    for number, one in enumerate(runs):
+        result = await one.end()
+        assert (result.finish, result.tokens) == ("length", witnessed(1, 20 + number, 200))
+    await engine.liveness()
+    assert late.result.tokens == []
     await engine.resume()
+    assert (await late.end()).tokens == witnessed(1, 9, 16)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapter, frozen: bool) -> None:
+@pytest.mark.parametrize("before", ["running", "frozen", "flushed"])
+async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapter, before: str) -> None:
+    """As its deadline does."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
-    if frozen:
-        await engine.pause("keep", False)
+    if before != "running":
+        await engine.pause("keep", before == "flushed")
     waiting = asyncio.create_task(engine.pause("wait", False))
     await one.reach(len(one.result.tokens) + 5)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    if frozen:
+    if before != "running":
         await _goes_on_from_frozen(engine, one)
     assert len((await run(engine, ask([21]))).tokens) == 16
     assert (await one.end()).tokens == witnessed(1, 20, 300)
+
+
+@pytest.mark.parametrize("then", ["abort", "keep", "wait"])
+async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, then: PauseMode) -> None:
+    """And that had to start again what it waits for."""
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(1)
+    await engine.pause("keep", True)
+    late = Run(engine, ask([21]))
+    waiting = asyncio.create_task(engine.pause("wait", False))
+    await one.reach(len(one.result.tokens) + 5)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert late.result.tokens == []
+    assert await engine.pause(then, True) is True
+    if then == "abort":
+        assert (await one.end()).finish == (await late.end()).finish == "abort"
+    elif then == "wait":
+        assert engine.load() == (0, 1)
+    await engine.resume()
+    if then != "abort":
+        assert (await late.end()).tokens == witnessed(1, 21, 16)
+    result = await one.end()
+    assert result.tokens == witnessed(1, 20, len(result.tokens) if then == "abort" else 300)
+
+
+async def test_a_resume_ends_a_wait(engine: EngineAdapter) -> None:
+    """Who waits is told when what ran before has ended."""
+    one = Run(engine, ask([20], max_tokens=300))
+    await one.reach(1)
+    await engine.pause("keep", True)
+    late = Run(engine, ask([21]))
+    waiting = asyncio.create_task(engine.pause("wait", False))
+    await one.reach(len(one.result.tokens) + 5)
+    await engine.resume()
+    assert (await late.end()).tokens == witnessed(1, 21, 16)
+    assert (await one.end()).tokens == witnessed(1, 20, 300)
+    async with asyncio.timeout(BOUND_S):
+        await waiting
+    await engine.resume()
 
 
 async def _goes_on_from_frozen(engine: EngineAdapter, one: Run) -> None:
@@ -963,17 +1031,16 @@ async def test_an_adapter_that_is_replaced_goes_on_with_its_requests(
 
 @pytest.mark.parametrize("then", ["unload", "wait"])
 async def test_what_follows_the_swap_of_an_adapter_in_one_pause(
-    kind: Kind, engine: EngineAdapter, models: Models, then: str
+    engine: EngineAdapter, models: Models, then: str
 ) -> None:
     """Its requests are neither lost nor forgotten while they stand still."""
-    if (kind.name, then) == ("vllm", "wait"):
-        pytest.skip("it starts no request that it has preempted before it is resumed: docs/engines.md")
     await update(engine, models.tiny[1], 1)
     await load_adapter(engine, "x", models.adapters[1])
+    staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
     one = Run(engine, ask([20], adapter="x", max_tokens=ENDLESS if then == "unload" else 100))
     await one.reach(3)
-    staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
     await engine.pause("keep", False)
+    assert engine.load() == (1, 0)
     await engine.swap_adapter("x", staging, adapter_version(2, models.adapters[2]))
     if then == "unload":
         await engine.swap_adapter("x", None, None)

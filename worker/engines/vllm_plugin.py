@@ -18,10 +18,12 @@ def register() -> None:
     if worker is None or worker == str(os.getpid()):
         return
     from worker.agent.server import belong_to_worker
+    from worker.engines.vllm_draining import drain_preempted
 
     belong_to_worker()
     _poll_politely()
     _wake_without_a_step()
+    drain_preempted()
     take_temperatures_as_they_are()
 
 
