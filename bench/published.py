@@ -20,7 +20,6 @@ from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.publisher import Encoding
 
-
 DELTA = ", a delta"
 """Of versions of which 1 % of the elements have changed, anywhere."""
 
