@@ -22,16 +22,23 @@ CHILDREN: dict[Engine, tuple[str, str]] = {
     "vllm": ("EngineCore", "Worker"),
     "sglang": ("scheduler", "detokenizer"),
 }
-"""What neither engine can do without: each is killed at each point, the first also while weights arrive, the second
-while its worker heals."""
+"""What neither engine can do without."""
 ENGINES = tuple(CHILDREN)
-POINTS = ("prepare_update.after", "gate.after", "commit_update.before", "open.before")
+POINTS = (
+    RECEIVE,
+    "prepare_update.after",
+    "gate.after",
+    "commit_update.before",
+    "commit_update.after",
+    "open.before",
+    HEAL,
+)
 CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS]
 CASES += [
     Case(engine, "kill", "engine", point, child)
-    for engine, (first, second) in CHILDREN.items()
-    for child, more in ((first, RECEIVE), (second, HEAL))
-    for point in (*POINTS, more)
+    for engine, children in CHILDREN.items()
+    for child in children
+    for point in POINTS
 ]
 
 pytestmark = [

@@ -106,6 +106,35 @@ async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, htt
     await proven(http, mixed, "checked", mixed.base(3))
 
 
+async def test_a_check_sees_what_changed_in_the_rank_that_has_it(mixed: Mixed, client: RlClient) -> None:
+    """The first element of a linear layer is the first rank's and the last one the last's, by rows or by columns."""
+    from safetensors.torch import load_file, save_file
+
+    async def rows(action: str) -> list[dict[str, Any]]:
+        (row,) = (await client.run("check_weights", {"action": action}))["workers"]
+        ranks: list[dict[str, Any]] = row["ranks"]
+        return ranks
+
+    await client.run("update_weights", update_of(mixed.base(3), "checked"))
+    await rows("snapshot")
+    before = [rank["checksum"] for rank in await rows("checksum")]
+    for layer in ("self_attn.q_proj", "mlp.down_proj"):
+        for rank, element in enumerate((0, -1)):
+            tensors = load_file(mixed.base(3) / "model.safetensors")
+            tensors[f"model.layers.0.{layer}.weight"].view(-1)[element] += 1.0
+            path = mixed.plane.tmp / "weights" / f"changed-{layer}-{rank}"
+            path.mkdir(exist_ok=True)
+            save_file(tensors, path / "model.safetensors")
+            await client.run("update_weights", update_of(path, path.name))
+            after = [rank["checksum"] for rank in await rows("checksum")]
+            changed = [one != other for one, other in zip(before, after, strict=True)]
+            assert changed == [number == rank for number in range(2)], path.name
+            assert [bool(found["mismatches"]) for found in await rows("compare")] == changed
+    await client.run("update_weights", update_of(mixed.base(3), "again"))
+    assert [rank["checksum"] for rank in await rows("checksum")] == before
+    assert all(rank["match"] for rank in await rows("compare"))
+
+
 @pytest.mark.parametrize("backend", each_transport.BACKENDS)
 async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend: str) -> None:
     await each_transport.bring(mixed, client, http, backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -145,12 +146,16 @@ async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> N
         fleet.kill(worker)
         await fleet.gone()
         await fleet.started_to(RECEIVE, worker)
-        fleet.kill_engine(worker, case.child)
+        if case.victim == "engine":
+            fleet.kill_engine(worker, case.child)
+        else:
+            fleet.kill(worker)
         await fleet.gone()  # also while it receives
     finally:
         fleet.release()
     after = (await fleet.whole())["version"]
-    check(fleet.ended[worker] == ENGINE_DEAD, f"it has ended with {fleet.ended[worker]}")
+    due = ENGINE_DEAD if case.victim == "engine" else -signal.SIGKILL
+    check(fleet.ended[worker] == due, f"it has ended with {fleet.ended[worker]}, not {due}")
     check((after, after["digest"]) == (committed, weights.digest), f"{after} is not {committed}")
     await _check_served(fleet)
 
