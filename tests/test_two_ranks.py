@@ -24,7 +24,19 @@ from tests.faults import Stream
 from tests.group_trainer import Trainer as GroupTrainer
 from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.test_group_transport import Pushing, _send_all
-from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, client, http, proven
+from tests.test_mixed_fleet import (
+    ARGUMENTS,
+    END_S,
+    ENDLESS,
+    HEAL_S,
+    PROMPT,
+    START_S,
+    Mixed,
+    client,
+    fails_of_no_numbers,
+    http,
+    proven,
+)
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_model import make_witness_model
@@ -92,6 +104,12 @@ async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx
     await client.run("update_weights", update_of(mixed.tiny(2), "two", staging="none"))
     await proven(http, mixed, "two", mixed.tiny(2), adapter)
     await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
+async def test_weights_that_are_no_numbers_make_no_tokens(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await fails_of_no_numbers(http, mixed, client)
 
 
 async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:

@@ -24,6 +24,7 @@ def register() -> None:
     _poll_politely()
     _wake_without_a_step()
     drain_preempted()
+    _leave_no_nan_in_blocks()
     take_temperatures_as_they_are()
 
 
@@ -46,6 +47,15 @@ def _wake_without_a_step() -> None:
         return not core.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
+
+
+def _leave_no_nan_in_blocks() -> None:
+    """A block of the KV cache that goes to another request holds what was there before, until it is full. Kernels give
+    that the weight zero, and zero times NaN is NaN: weights that diverged, an adapter's too, would spoil what good ones
+    make later. vLLM zeroes a block before its use, but for some kinds of models only."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
 
 
 def take_temperatures_as_they_are() -> None:

@@ -18,6 +18,7 @@ from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
 from worker.engines.vllm_args import completed, thread_binding
+from worker.engines.vllm_logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
 
 T = TypeVar("T")
@@ -175,6 +176,7 @@ class VllmProcess:
                     **arguments,
                 )
             )
+        end_by_count(self._llm)
 
     async def _start_agents(self, directory: Path) -> Ranks:
         model, places = str(self._options.model.absolute()), self._options.places.to_wire()
@@ -229,6 +231,8 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool, eager:
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    os.environ[COUNT] = "1"
+    os.environ.pop(RAISE, None)
     if deterministic:  # whatever else this process was given: `describe` says so
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     for name, value in (

@@ -13,6 +13,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.vllm_holder import StagedAdapter, VllmHolder
+from worker.engines.vllm_logits import count_before_sampling
 from worker.engines.vllm_prompts import score_prompts_by_token
 from worker.engines.vllm_seeds import rewind_by_state
 from worker.receiver import Receiver, load_transports
@@ -43,6 +44,7 @@ class RankExtension:
                 score_prompts_by_token(self.model_runner)
             if self.model_runner.device.type == "cpu":
                 rewind_by_state(self.model_runner)
+            count_before_sampling(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()
 
         return _outcome(start)
