@@ -162,9 +162,9 @@ def _failures_of_sglang(engine: Any) -> Failures:
             if done or not fails:
                 await really(op, **arguments)
                 if op == "put_adapter":
-                    put.add(arguments["name"])
+                    put.add(arguments["lora_id"])
                 else:
-                    put.discard(arguments["name"])
+                    put.discard(arguments["lora_id"])
             if fails:
                 raise EngineFailed(f"no {op}")
 
@@ -172,8 +172,8 @@ def _failures_of_sglang(engine: Any) -> Failures:
 
     return {
         "load": [once("put_adapter", done=True)],
-        "swap": [once("put_adapter", done=True), once("remove_adapter", done=False)],
-        "unload": [once("remove_adapter", done=False)],
+        "swap": [once("put_adapter", done=True), *(once("remove_adapter", done) for done in (False, True))],
+        "unload": [once("remove_adapter", done) for done in (False, True)],
     }
 
 

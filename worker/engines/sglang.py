@@ -72,6 +72,8 @@ class Adapter:
     """Its name in the engine: never used again."""
     lora_id: str
     version: WeightVersion | None
+    whole: bool = True
+    """On every rank. Else no request may come to it: a rank without it would end."""
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -240,7 +242,10 @@ class SglangEngine(Tokenizing):
     def _adapter_in_engine(self, name: str | None) -> str | None:
         if name is None:
             return None
-        return self._adapter(name, "model").engine_name
+        adapter = self._adapter(name, "model")
+        if not adapter.whole:
+            raise EngineFailed(f"the adapter {name} is not on every rank")
+        return adapter.engine_name
 
     def _adapter(self, name: str, field: str) -> Adapter:
         if name not in self._adapters:
@@ -436,7 +441,7 @@ class SglangEngine(Tokenizing):
         except BaseException:
             if fresh is not None:  # a rank may have it, where another one failed
                 with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                    await self._process.call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
+                    await self._process.call("forget_adapter", lora_id=fresh.lora_id)
             raise
         if fresh is not None:
             await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
@@ -452,16 +457,34 @@ class SglangEngine(Tokenizing):
         else:
             await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
         feeder.end_left(old.engine_name)
-        await registry.unregister(old.engine_name)
+        if old.whole:
+            await registry.unregister(old.engine_name)
         try:
             async with asyncio.timeout(UNUSED_WAIT_S):
                 await registry.wait_for_unload(old.lora_id)
-            await self._process.call("remove_adapter", name=old.engine_name, lora_id=old.lora_id)
         except BaseException as error:
             await registry.register(lora_reference(old.engine_name, old.lora_id))
             if isinstance(error, TimeoutError):
                 raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
             raise
+        try:
+            await self._process.call("remove_adapter", lora_id=old.lora_id)
+        except BaseException as error:
+            await self._put_back(old, error)
+            raise
+        with contextlib.suppress(PlaneError):  # it is gone: all that stays is memory
+            await self._process.call("forget_adapter", lora_id=old.lora_id)
+
+    async def _put_back(self, old: Adapter, error: BaseException) -> None:
+        """A rank may have removed it, where another one failed."""
+        old.whole = False
+        try:
+            await self._process.call("put_back_adapter", lora_id=old.lora_id)
+        except PlaneError as failure:
+            words = f"{error}; {old.engine_name} is not on every rank any more: {failure.message}"
+            raise type(failure)(words, **failure.facts) from error
+        await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
+        old.whole = True
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         self._adapter(name, "name").version = version
