@@ -14,11 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.checkpoint import open_checkpoint
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
 from worker.engines.lora import NO_LORA
 from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
@@ -72,8 +80,6 @@ class Adapter:
     """Its name in the engine: never used again."""
     lora_id: str
     version: WeightVersion | None
-    whole: bool = True
-    """On every rank. Else no request may come to it: a rank without it would end."""
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -242,10 +248,7 @@ class SglangEngine(Tokenizing):
     def _adapter_in_engine(self, name: str | None) -> str | None:
         if name is None:
             return None
-        adapter = self._adapter(name, "model")
-        if not adapter.whole:
-            raise EngineFailed(f"the adapter {name} is not on every rank")
-        return adapter.engine_name
+        return self._adapter(name, "model").engine_name
 
     def _adapter(self, name: str, field: str) -> Adapter:
         if name not in self._adapters:
@@ -457,8 +460,7 @@ class SglangEngine(Tokenizing):
         else:
             await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
         feeder.end_left(old.engine_name)
-        if old.whole:
-            await registry.unregister(old.engine_name)
+        await registry.unregister(old.engine_name)
         try:
             async with asyncio.timeout(UNUSED_WAIT_S):
                 await registry.wait_for_unload(old.lora_id)
@@ -470,21 +472,25 @@ class SglangEngine(Tokenizing):
         try:
             await self._process.call("remove_adapter", lora_id=old.lora_id)
         except BaseException as error:
-            await self._put_back(old, error)
+            await self._put_back(name, old, error)
             raise
         with contextlib.suppress(PlaneError):  # it is gone: all that stays is memory
             await self._process.call("forget_adapter", lora_id=old.lora_id)
 
-    async def _put_back(self, old: Adapter, error: BaseException) -> None:
-        """A rank may have removed it, where another one failed."""
-        old.whole = False
+    async def _put_back(self, name: str, old: Adapter, error: BaseException) -> None:
+        """A rank may have removed it, where another one failed. A request for it would end a rank that lacks it."""
         try:
             await self._process.call("put_back_adapter", lora_id=old.lora_id)
+        except EngineDied:
+            raise
         except PlaneError as failure:
-            words = f"{error}; {old.engine_name} is not on every rank any more: {failure.message}"
-            raise type(failure)(words, **failure.facts) from error
+            del self._adapters[name]
+            feeder = self._running()
+            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._process.call("forget_adapter", lora_id=old.lora_id)
+            raise AdapterLost.of(name, error, failure) from error
         await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
-        old.whole = True
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         self._adapter(name, "name").version = version

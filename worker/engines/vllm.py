@@ -14,12 +14,20 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.ranks import Ranks
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
 from worker.engines.lora import NO_LORA
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
@@ -443,12 +451,13 @@ class VllmEngine(Tokenizing):
         """On every rank, whatever each has. Where that fails too, they may differ: no request may come to it."""
         try:
             await self._add_lora(lora)
+        except EngineDied:
+            raise
         except PlaneError as failure:
+            await self._end_adapter(name, lora)
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                await self._end_adapter(name, lora)
                 await self._remove_lora(lora)
-            words = f"{error}; the adapter {name} could not be put back: {failure.message}"
-            raise type(failure)(words, **failure.facts) from error
+            raise AdapterLost.of(name, error, failure) from error
 
     async def _end_adapter(self, name: str, lora: _Lora) -> None:
         """No request can name it any more, and those that have end."""
