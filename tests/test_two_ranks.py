@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
-from tests import each_transport
+from tests import each_transport, rank_faults
 from tests.conftest import Plane, Spawned, lives
 from tests.faults import Stream
 from tests.group_trainer import Trainer as GroupTrainer
@@ -63,6 +63,8 @@ def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
         patched.setenv("TMPDIR", str(plane.tmp))
+        rank_faults.install(plane.tmp / "site")
+        patched.setenv("PYTHONPATH", str(plane.tmp / "site"), prepend=os.pathsep)
         found = Mixed(plane, first, {})
         _spawn(found, engine)
         yield found
@@ -131,6 +133,27 @@ async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncC
 
 async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_call_by_call(mixed, client, http)
+
+
+@pytest.mark.parametrize("faults", ["once", "for good"])
+async def test_an_adapter_that_one_rank_does_not_remove(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, faults: str
+) -> None:
+    """What is committed comes to hold, also where the first try could not be undone."""
+    (engine,) = mixed.ids
+    await client.run("update_weights", update_of(mixed.tiny(1), faults))
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(1))})
+    once = [rank_faults.fault(1, rank_faults.PLACES[engine]["unload"], done=True)]
+    for one in once if faults == "once" else rank_faults.faults_for_good(engine, "unload", 1):
+        await client.run("init_transport", one)
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
+    await proven(http, mixed, faults, mixed.tiny(1))
+    (state,) = (await client.run("state"))["workers"]
+    assert state["adapters"] == {}
+    await client.run("destroy_transport", {"backend": "faults"})
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(2))})
+    await proven(http, mixed, faults, mixed.tiny(1), ("a", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import Tokenize
 from rl_plane.update_bodies import PreparedReply
@@ -129,6 +129,15 @@ class EngineInfo:
             )
 
 
+class AdapterLost(EngineFailed):
+    """A change of an adapter failed, and could not be undone: the one that was there is gone, and its requests have
+    ended."""
+
+    @classmethod
+    def of(cls, name: str, error: BaseException, undoing: PlaneError) -> AdapterLost:
+        return cls(f"{error}; the adapter {name} could not be put back: {undoing.message}", **undoing.facts)
+
+
 class EngineAdapter(Protocol):
     async def start(self) -> EngineInfo: ...
 
@@ -228,10 +237,10 @@ class EngineAdapter(Protocol):
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
-        nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
-        an adapter that is taken away ends with finish_reason `abort`; one of an adapter that is replaced goes on by the
-        new one. True if the prefix cache was flushed, False only where it need not be. The staging is used up, also
-        when this raises."""
+        nothing: when this raises, the adapter of this name is as it was on every rank, or it is an AdapterLost. The
+        engine is paused. A running request of an adapter that is taken away ends with finish_reason `abort`; one of an
+        adapter that is replaced goes on by the new one. True if the prefix cache was flushed, False only where it need
+        not be. The staging is used up, also when this raises."""
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
+from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
@@ -121,13 +121,14 @@ class SglangProcess:
             task.exception()  # it may be that the caller has given up
 
     async def call(self, op: str, **arguments: str) -> None:
-        """In every rank, between two steps (see sglang_scheduler). Raises what a rank raised."""
+        """In every rank, between two steps (see sglang_scheduler), to its end in all. Raises what a rank raised;
+        `rank_results` tell which."""
         await self.ask(self._call(op, arguments))
 
     async def _call(self, op: str, arguments: dict[str, str]) -> None:
         async with self._calling:
             failure = await asyncio.to_thread(self._remote_call, op, arguments)
-            await asyncio.to_thread(self.ranks.rows, "outcome")  # of each rank, with its type
+            check_rows(await asyncio.to_thread(self.ranks.rows, "outcome"))  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
 

@@ -28,6 +28,13 @@ def register() -> None:
     take_temperatures_as_they_are()
 
 
+def lora_request(number: int, path: str, anew: bool = False) -> Any:
+    """`anew`: in the place of the one that has this number."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}", number, path, load_inplace=anew)
+
+
 def _poll_politely() -> None:
     """On a CPU vLLM's processes poll each other by sched_yield, on the cores that everybody needs: on Linux 6.18 nobody
     else runs for seconds then, NATS included. A short sleep costs a step little."""

@@ -11,9 +11,9 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, error_from_wire
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
+from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
@@ -114,12 +114,12 @@ class VllmProcess:
         return EngineFailed(f"{type(error).__name__}: {error}")
 
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """On vLLM's own thread in each rank; a row for each."""
+        """On vLLM's own thread in each rank, to its end in all of them; a row for each. Raises what a rank raised;
+        `rank_results` tell which."""
         outcomes = await self.ask(self.llm.collective_rpc(method, args=arguments))
-        for outcome in outcomes:
-            if "error" in outcome:
-                raise error_from_wire(outcome["error"])
-        return [{"rank": rank, **(outcome["value"] or {})} for rank, outcome in enumerate(outcomes)]
+        rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(outcomes)]
+        check_rows(rows)
+        return rows
 
     def run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         """For a thread: waits for what must happen on the engine loop."""
