@@ -127,7 +127,7 @@ class EngineClient:
         since = loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
-        failure: EngineFailed | None = None
+        failure: EngineFailed | StaleWeights | None = None
         with self.aborts.of(*names_of(request.id)) as ending:
             for attempt in itertools.count():
                 picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
@@ -155,13 +155,13 @@ class EngineClient:
                         return
                 except (WorkerLost, WrongIncarnation, EngineFailed, StaleWeights) as error:
                     lost = [member] if so_far.fresh else [*lost, member]
-                    if not self._may_go_on(aim, so_far, lost, error):
+                    if not self._may_go_on(aim, so_far, lost):
                         raise _told_to_caller(error, member) from error
                     if so_far.full:
                         yield so_far.end("length")
                         return
                     self.moves["migrated" if so_far.made else "retried"] += 1
-                    if isinstance(error, EngineFailed) and not isinstance(error, EngineDied):
+                    if isinstance(error, (EngineFailed, StaleWeights)) and not isinstance(error, EngineDied):
                         failure = error  # its worker lives: the caller hears the cause, if nobody else can
                     elif so_far.fresh:
                         failure = None
@@ -205,13 +205,11 @@ class EngineClient:
         )
 
     @staticmethod
-    def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member], error: PlaneError) -> bool:
-        """At another worker, after this error."""
+    def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member]) -> bool:
+        """At another worker."""
         if aim.pinned is not None or len(lost) >= MAX_LOST:
             return False
-        if not so_far.made:
-            return not isinstance(error, StaleWeights)
-        return aim.demands.migrate and so_far.can_move
+        return not so_far.made or (aim.demands.migrate and so_far.can_move)
 
     async def _refused(self, member: Member) -> None:
         before = self._committed.record

@@ -18,6 +18,7 @@ from rl_plane.errors import (
     NotFound,
     NoWorkers,
     Overloaded,
+    StaleWeights,
     Unavailable,
     Unsupported,
     WorkerLost,
@@ -101,10 +102,10 @@ class Picker:
         lost: Sequence[Member],
         since: float,
         refusal: Unavailable | None = None,
-        failure: EngineFailed | None = None,
+        failure: EngineFailed | StaleWeights | None = None,
     ) -> Picked:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
-        which is raised where no other one is found. `failure`: of an engine that is still there; it is raised at once
+        which is raised where no other one is found. `failure`: of a worker that is still there; it is raised at once
         where no other one can do what is asked, open or closed, as waiting mends nothing."""
         loop = asyncio.get_running_loop()
         if aim.pinned is not None:

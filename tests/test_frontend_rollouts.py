@@ -406,6 +406,43 @@ async def test_a_choice_leaves_a_worker_that_missed_an_update(
         assert [maker["end"] for maker in choice["instances"]] == [len(made) - 1, len(made)]
 
 
+@pytest.mark.parametrize("migrate", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
+) -> None:
+    """Nothing of it was delivered. Where nobody else is there, its caller is told why."""
+    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    go = asyncio.Event()
+
+    async def behind(stream: Stream) -> None:
+        await go.wait()
+        await stream.send([1], span(1, 0, 1))
+
+    async with staged(plane, wait_s=0.5 if alone else 5.0) as stage:
+        worker = await stage.worker(behind, record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(stage.ask(prompt=None, prompt_token_ids=PROMPT, migrate=migrate))
+        await plane.until(lambda: worker.requests)
+        if not alone:
+            await stage.worker(always(2, base=2), record(2))
+        await stage.decide(record(2))
+
+        async def knows() -> bool:
+            reply = await stage.ask(min_version=2, on_stale="refuse")
+            return reply.is_success or reply.json()["error"]["code"] == "not_admitted"
+
+        await plane.until(knows)
+        go.set()
+        reply = await asking
+        if alone:
+            error = error_of(reply, 503)
+            assert (error["code"], "partial" in error) == ("stale_weights", False)
+        else:
+            (choice,) = reply.json()["choices"]
+            assert (choice["token_ids"], choice["weight_versions"][0]["sequence"]) == ([2], 2)
+
+
 async def test_a_request_waits_for_the_version_that_it_demands(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn_many(2)
     await update(plane, 1)
