@@ -101,11 +101,14 @@ class EngineClient:
 
     def _member_changed(self, change: Changed) -> None:
         before, after = change.before, change.after
+        if after is not None:
+            self._picker.back(after.instance_id)
         if before is None or (after is not None and after.incarnation == before.incarnation):
             return
-        self._attempts.lost(before.instance_id)
         if after is None:
+            self._picker.left(before)
             self.router.forget(before.instance_id)
+        self._attempts.lost(before.instance_id)
 
     def _record_changed(self, record: DecisionRecord) -> None:
         self._status.wake()  # what is demanded may be committed now

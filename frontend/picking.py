@@ -31,6 +31,9 @@ from rl_plane.view import MembershipView
 STALE_WAIT_S = 60.0
 """For a version that is demanded and still to be committed: a trainer's step and its update; what takes longer is to
 be told."""
+AWAY_S = 60.0
+"""A worker that left so short ago may be back, as may one that left while somebody waits: started anew it loads its
+engine and its weights. Until then what it alone can do waits, and is to be asked again rather than changed."""
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -64,6 +67,16 @@ class Picked:
     """What the aim's `min_version` names."""
 
 
+def _lacks(member: Member, aim: Aim) -> tuple[str, str] | None:
+    """The field that it can't do, and why."""
+    lacks = lacks_of(member.info)
+    return refused_by(lacks, aim.given(_fields_of(lacks))) if lacks else None
+
+
+def _fields_of(lacks: Collection[str]) -> set[str]:
+    return {name for each in lacks for name in each.split(TOGETHER)}
+
+
 @dataclass(slots=True)
 class Lacking:
     """The members that can't do some field of a request, as of one epoch."""
@@ -95,6 +108,17 @@ class Picker:
         self._lease = lease
         self._wait_s = admission_wait_s
         self._lacking = Lacking()
+        self._away: dict[str, tuple[Member, float]] = {}
+        """By instance id those that have left, and when."""
+
+    def left(self, member: Member) -> None:
+        since = self._away_since()
+        self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
+        if member.stage is None:
+            self._away[member.instance_id] = member, asyncio.get_running_loop().time()
+
+    def back(self, instance_id: str) -> None:
+        self._away.pop(instance_id, None)
 
     async def pick(
         self,
@@ -138,10 +162,10 @@ class Picker:
             await self._status.wait_changed(left)
 
     def of_more_room(self, aim: Aim, short: Member) -> Aim | None:
-        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody has more. Only a
-        worker can count the tokens of a text."""
+        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody who is there or
+        may be back has more. Only a worker can count the tokens of a text."""
         longer = replace(aim, room=_room(short) + 1)
-        return longer if aim.pinned is None and self._anybody(longer) else None
+        return longer if aim.pinned is None and (self._anybody(longer) or self._may_be_back(longer)) else None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
@@ -171,6 +195,18 @@ class Picker:
         """Who is closed counts too: it may open soon."""
         out = self._out(aim, lost)
         return any(member.instance_id not in out for member in self._view.snapshot())
+
+    def _may_be_back(self, aim: Aim) -> bool:
+        """Somebody who could do it, and left a short while ago."""
+        since = self._away_since()
+        return any(
+            at > since and _room(member) >= aim.room and _lacks(member, aim) is None
+            for member, at in self._away.values()
+        )
+
+    def _away_since(self) -> float:
+        """Who left later may be back."""
+        return asyncio.get_running_loop().time() - AWAY_S - self._wait_s
 
     def _out(self, aim: Aim, lost: Sequence[Member]) -> Collection[str]:
         """Those that can't do what is asked, or were lost under this request."""
@@ -204,12 +240,13 @@ class Picker:
         return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
 
     def _unable(self, aim: Aim) -> Mapping[str, tuple[str, str]]:
-        """instance id → the field that it can't do, and why. Unsupported if nobody can."""
+        """instance id → the field that it can't do, and why. Unsupported if nobody can who is there or may be
+        back."""
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
             told = {one.instance_id: lacks_of(one.info) for one in members}
             fields = {key: lacks for key, lacks in told.items() if lacks}
-            named = {name for lacks in fields.values() for each in lacks for name in each.split(TOGETHER)}
+            named = {name for lacks in fields.values() for name in _fields_of(lacks)}
             self._lacking = Lacking(members.epoch, fields, named)
         given = aim.given(self._lacking.names)
         if not given:
@@ -219,7 +256,7 @@ class Picker:
             for key, lacks in self._lacking.fields.items()
             if (found := refused_by(lacks, given)) is not None
         }
-        if unable and len(unable) == len(members):
+        if unable and len(unable) == len(members) and not self._may_be_back(aim):
             raise _unsupported(*next(iter(unable.values())))
         return unable
 

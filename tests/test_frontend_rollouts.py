@@ -17,6 +17,7 @@ import pytest_asyncio
 from frontend import committed
 from frontend.continuation import SoFar
 from frontend.engine_client import Event
+from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation
 from frontend.plans import Plan
 from frontend.replies import Choice
@@ -267,6 +268,96 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
             assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
             reply = await http.post("/generate", json={"input_ids": ids})
             assert len(reply.json()["output_ids"]) == room - len(ids), reply.text
+
+
+# ---- what only a worker can do that is away ----
+
+NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a field": ({"patch": CANT}, {}, {"min_tokens": 1}),
+    "room": ({"max_model_len": 16}, {"max_model_len": 64}, {"max_tokens": 40}),
+}
+"""What the one worker is, and the other one, and what is asked that only the other one can do."""
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
+    """The requests that have waited for a worker."""
+    wait, found = FleetStatus.wait_changed, set[asyncio.Task[Any] | None]()
+
+    async def noted(status: FleetStatus, timeout_s: float) -> None:
+        found.add(asyncio.current_task())
+        await wait(status, timeout_s)
+
+    monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+    return found
+
+
+async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) -> tuple[Spawned, asyncio.Task[Any]]:
+    """Killed before its first token of the request, while the other one is open."""
+    lesser, more, body = NEEDS[need]
+    other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [other.instance_id]})
+    asking = asyncio.create_task(http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body}))
+    await until_running(plane, await plane.client(), able.instance_id, 1)
+    await fleet.run("enable", {"workers": [other.instance_id]})
+    await ask(http, max_tokens=1, nvext={"instance_id": other.instance_id})  # the frontend knows that it is open
+    able.kill()
+    return able, asking
+
+
+@pytest.mark.parametrize("need", NEEDS)
+async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
+) -> None:
+    able, asking = await lose_the_able_one(plane, http, need)
+    await plane.until(lambda: waiting or asking.done())
+    assert not asking.done(), asking.result().text
+    waiting.clear()
+    _, more, body = NEEDS[need]
+    # The second one comes while it is away.
+    late = asyncio.create_task(http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body}))
+    await plane.until(lambda: waiting or late.done())
+    assert not late.done(), late.result().text
+    plane.spawn(ready=False, instance_id=able.instance_id, **more)
+    for reply in await asyncio.gather(asking, late):
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["nvext"]["instance_id"] == able.instance_id
+
+
+@pytest.mark.parametrize("need", NEEDS)
+async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, need: str
+) -> None:
+    """Until then its caller may ask again."""
+    async with frontend(plane, admission_wait_s=0.5) as http:
+        _, asking = await lose_the_able_one(plane, http, need)
+        reply = await asking
+        assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("worker_lost", "1")
+        body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
+        reply = await http.post("/v1/completions", json=body)
+        assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("not_admitted", "1")
+        monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
+        status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
+        assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
+
+
+async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
+) -> None:
+    plane.spawn(patch=CANT)
+    able = plane.spawn(token_delay_s=PACE_S)
+    await ready(plane, 2)
+    async with Streaming(http, max_tokens=300, min_tokens=1, migrate=True) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        waiting.clear()
+        able.kill()
+        await plane.until(lambda: waiting)
+        plane.spawn(ready=False, instance_id=able.instance_id)
+        await stream.end()
+    assert (stream.error, len(stream.tokens)) == (None, 300)
+    assert [maker["instance_id"] for maker in stream.last["instances"]] == [able.instance_id] * 2
 
 
 # ---- too much at once ----
