@@ -119,14 +119,16 @@ class EngineClient:
         pinned: str | None = None,
         demands: Demands = NO_DEMANDS,
         session: str | None = None,
+        any_length: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Accepted may come again: by
         its `at` another worker has begun anew, or goes on. Of one that is aborted while no worker has it, only the
-        last delta comes. Closing it aborts the request."""
+        last delta comes. Closing it aborts the request. `any_length`: `max_tokens` is no caller's choice, and fewer
+        will do where there is no room for so many."""
         loop = asyncio.get_running_loop()
         so_far = SoFar(request)
         wish = Wish(session, beginnings_of(request) if pinned is None else None)
-        aim = Aim(request, pinned, demands, wish)
+        aim = asked = Aim(request, pinned, demands, wish, any_length=any_length)
         since = loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
@@ -138,11 +140,15 @@ class EngineClient:
                     yield so_far.end("abort")
                     return
                 # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
-                member, unmet = picked.member, None
+                member, unmet, tried = picked.member, None, aim
+                if any_length:
+                    aim = asked  # how much room there is holds for this worker alone
                 # A stream's id is used once: a worker takes the second one for a repetition of the first.
                 stream_id = f"{request.id}.{attempt}" if attempt else request.id
                 try:
-                    async with aclosing(self._attempts.run(so_far.rest(), stream_id, member, wish)) as events:
+                    async with aclosing(
+                        self._attempts.run(so_far.rest(tried.most), stream_id, member, wish)
+                    ) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
                                 yield replace(event, at=len(so_far.made)) if so_far.made else event
@@ -182,10 +188,11 @@ class EngineClient:
                         raise
                     continue
                 except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
+                    made, prompt = len(so_far.made), error.facts.get("prompt_tokens")
                     if error.facts.get("field") == "max_tokens" and (
-                        longer := self._picker.of_more_room(aim, member)
+                        fitting := self._picker.with_room(tried, member, lost, prompt, made)
                     ):
-                        aim = longer
+                        aim = fitting
                         continue
                     if not so_far.made:
                         raise

@@ -53,6 +53,10 @@ class Aim:
     wish: Wish = NO_WISH
     room: int = 0
     """The least `max_model_len` that will do, as far as workers have said that theirs is too small."""
+    any_length: bool = False
+    """`max_tokens` is no caller's choice: where nobody has room for so many, fewer will do."""
+    most: int | None = None
+    """So many tokens at most, in all, for that reason. None: `max_tokens`."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """Those of these fields that ask for something."""
@@ -161,11 +165,22 @@ class Picker:
                 raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
             await self._status.wait_changed(left)
 
-    def of_more_room(self, aim: Aim, short: Member) -> Aim | None:
-        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody who is there or
-        may be back has more. Only a worker can count the tokens of a text."""
-        longer = replace(aim, room=_room(short) + 1)
-        return longer if aim.pinned is None and (self._anybody(longer) or self._may_be_back(longer)) else None
+    def with_room(
+        self, aim: Aim, short: Member, lost: Sequence[Member], prompt: int | None, made: int
+    ) -> Aim | None:
+        """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
+        is open and has more is next; else, where nobody chose that length, as many tokens as fit here; else it is
+        worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens, with the `made` ones."""
+        room = _room(short)
+        longer = replace(aim, room=room + 1, most=None)
+        if aim.pinned is None and self._able(longer, lost):
+            return longer
+        if aim.any_length and prompt is not None:
+            most = made + room - prompt
+            if made < most < (aim.most or aim.request.max_tokens):
+                return replace(aim, room=room, most=most)
+        waits = aim.pinned is None and (self._anybody(longer) or self._may_be_back(longer))
+        return longer if waits else None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""

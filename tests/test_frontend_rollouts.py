@@ -246,6 +246,39 @@ async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
     assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
 
 
+def unchosen(size: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+    """By each route, a prompt of so many tokens with nothing said of a length: as tokens, as a text, as a chat's."""
+    ids, text, chat = [5] * size, "x" * size, [{"role": "user", "content": "x" * size}]
+    told = {"return_token_ids": True, **more}
+    return [
+        ("/v1/completions", {"prompt_token_ids": ids, **told}),
+        ("/v1/completions", {"prompt": text, **told}),
+        ("/v1/completions", {"prompt": "y" * 100 + text, "truncate_prompt_tokens": size, **told}),
+        ("/v1/chat/completions", {"prompt_token_ids": ids, **told}),
+        ("/v1/chat/completions", {"messages": chat, **told}),
+    ]
+
+
+def native(size: int) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("/inference/v1/generate", {"token_ids": [5] * size, "sampling_params": {}}),
+        ("/generate", {"input_ids": [5] * size}),
+        ("/generate", {"text": "x" * size}),
+    ]
+
+
+async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
+    """How many tokens each choice has."""
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    made: Counter[int] = Counter()
+    for reply in events_of(response.text)[:-1] if body.get("stream") else [response.json()]:
+        for choice in reply["choices"] if isinstance(reply, dict) and "choices" in reply else [reply]:
+            for at, one in enumerate(choice if isinstance(choice, list) else [choice]):
+                made[one.get("index", at)] += len(one["token_ids"] if "token_ids" in one else one["output_ids"])
+    return [made[index] for index in sorted(made)]
+
+
 @pytest.mark.parametrize("pinned", [None, 0, 1])
 async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
     plane: Plane, http: httpx.AsyncClient, pinned: int | None
@@ -255,19 +288,63 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
     await ready(plane, 2)
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert model["max_model_len"] == 16  # of which nobody is refused
-    ids, room = PROMPT * (7 if pinned is None else 3), {None: 64, 0: 16, 1: 64}[pinned]
-    made = min(room - len(ids), room // 2)
-    chat: dict[str, Any] = {"prompt_token_ids": ids, "return_token_ids": True}
+    room = {None: 64, 0: 16, 1: 64}[pinned]
+    size, more = room - 7, {}
     if pinned is not None:
-        chat["nvext"] = {"instance_id": workers[pinned].instance_id}
-    for _ in workers:
-        reply = await http.post("/v1/chat/completions", json=chat)
-        assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
-        if pinned is None:
-            reply = await http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": {}})
-            assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
-            reply = await http.post("/generate", json={"input_ids": ids})
-            assert len(reply.json()["output_ids"]) == room - len(ids), reply.text
+        more = {"nvext": {"instance_id": workers[pinned].instance_id}}
+    asked = unchosen(size, **more) + ([] if pinned is not None else native(size))
+    for path, body in asked * len(workers):
+        assert await lengths(http, path, body) == [7], body
+    for path, body in unchosen(size, n=2, stream=True, **more):
+        assert await lengths(http, path, body) == [7, 7], body
+    for path, body in unchosen(room, **more):
+        error = error_of(await http.post(path, json=body), 400)
+        assert (error["param"], error["prompt_tokens"]) == ("max_tokens", room), body
+    for path, body in unchosen(size, max_tokens=8, **more):
+        assert error_of(await http.post(path, json=body), 400)["param"] == "max_tokens", body
+
+
+async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(max_model_len=64)
+    await ready(plane, 1)
+    texts = ["x" * 60, "y" * 50, "z" * 4]
+    assert await lengths(http, "/v1/completions", {"prompt": texts, "return_token_ids": True}) == [4, 14, 16]
+    assert await lengths(http, "/generate", {"text": texts}) == [4, 14, 60]
+
+
+async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    """Fewer tokens now, rather than more when a closed worker opens, or one that was lost is back."""
+    plane.spawn(max_model_len=16)
+    longer = plane.spawn(max_model_len=64)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [longer.instance_id]})
+    for path, body in unchosen(9):
+        assert await lengths(http, path, body) == [7], body
+    longer.kill()
+    for path, body in unchosen(9):
+        assert await lengths(http, path, body) == [7], body
+
+
+@pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
+async def test_a_length_that_nobody_chose_counts_what_was_made_before(
+    plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
+) -> None:
+    """By a worker that is lost, of whatever room: never more than the default, nor than the last one has room for."""
+    first, second = plane.spawn(max_model_len=rooms[0], token_delay_s=0.5), plane.spawn(max_model_len=rooms[1])
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [second.instance_id]})
+    async with Streaming(http, prompt_token_ids=None, prompt="x" * 20, migrate=True) as stream:
+        await stream.more()
+        first.kill()
+        await fleet.run("enable", {"workers": [second.instance_id]})
+        await stream.end()
+    assert (stream.error, stream.last["finish_reason"]) == (None, "length")
+    assert len(stream.last["instances"]) == 2
+    assert len(stream.tokens) == total
 
 
 # ---- what only a worker can do that is away ----
