@@ -150,13 +150,7 @@ class VllmProcess:
         if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        wanted = self._options.device.partition(":")[0]
-        if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
-            raise InvalidRequest(
-                f"this build of vLLM has no {self._options.device}",
-                field="device",
-                fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
-            )
+        _check_device(self._options.device, on_cpu)
         if on_cpu:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         arguments = completed(self._arguments, on_cpu)
@@ -171,8 +165,7 @@ class VllmProcess:
                     dtype=self._options.dtype or _model_dtype(self._options.model),
                     worker_extension_cls="worker.engines.vllm_rank.RankExtension",
                     distributed_executor_backend="mp",
-                    disable_log_stats=True,
-                    **arguments,
+                    **{"disable_log_stats": True} | arguments,
                 )
             )
 
@@ -212,6 +205,18 @@ class VllmProcess:
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
     """A fresh one for each who is told."""
     return EngineDied(str(dead.exception()))
+
+
+def _check_device(device: str, on_cpu: bool) -> None:
+    name, _, index = device.partition(":")
+    known = "cpu" if on_cpu else "cuda"
+    if name not in ("auto", known):
+        why = f"this build of vLLM has no {device}"
+    elif index not in ("", "0"):
+        why = f"vLLM begins with the first device that it sees, not with {device}"
+    else:
+        return
+    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
 
 
 def _model_dtype(model: Path) -> str:
