@@ -235,6 +235,37 @@ async def test_an_engine_that_dies_while_its_worker_starts_ends_it_as_at_any_tim
     assert late.process.returncode == exit_codes.ENGINE_DEAD, late.log.read_text()
 
 
+STARTED = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineDied
+async def start(self):
+    raise EngineDied("as it started")
+fake.FakeEngine.start = start
+"""
+
+HASHED = """
+import threading, worker.engines.fake as fake, worker.process as process
+from rl_plane.errors import EngineDied
+async def liveness(self):
+    if Path({folder!r}, "hashes").exists():
+        raise EngineDied("as the model was hashed")
+def model_digest(model):
+    Path({folder!r}, "hashes").touch()
+    threading.Event().wait()
+fake.FakeEngine.liveness, process.model_digest = liveness, model_digest
+"""
+"""A model that takes for ever to hash."""
+
+
+@pytest.mark.parametrize("at", ["start", "digest"])
+async def test_an_engine_that_dies_before_its_worker_serves_ends_it_so_too(plane: Plane, at: str) -> None:
+    patches = {"start": STARTED, "digest": HASHED.format(folder=str(plane.tmp))}
+    one = plane.spawn(ready=False, patch=patches[at])
+    await plane.until(lambda: one.process.poll() is not None, START_S)
+    assert one.process.returncode == exit_codes.ENGINE_DEAD, one.log.read_text()
+    assert "the engine is dead: as " in one.log.read_text()
+
+
 LOADED = """
 import worker.engines.fake as fake
 really = fake.FakeEngine.load

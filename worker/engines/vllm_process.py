@@ -16,7 +16,7 @@ from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.vllm_args import completed, thread_binding
 from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
 
@@ -56,11 +56,12 @@ class VllmProcess:
         self._directory = socket_directory()
         before = descendants()
         # On this thread, which it holds up: the children end with the thread that starts them.
-        try:
-            self._build(self._directory)
-        finally:
-            self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
-        self._ranks = await self._start_agents(self._directory)
+        with StartWatch():
+            try:
+                self._build(self._directory)
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
+        self._ranks = await or_death(self._start_agents(self._directory), self._dead)
 
     def check_alive(self) -> None:
         if self._dead is not None and self._dead.done():
