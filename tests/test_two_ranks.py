@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -219,3 +220,26 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
     await mixed.plane.until(lambda: not any(map(lives, family)))
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))
+
+
+async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:
+    """As by the kernel, for want of memory. All ends as it does later, and is worth starting again."""
+    (engine,), directories = mixed.ids, set(mixed.plane.tmp.glob("rl-plane-*"))
+    worker = mixed.plane.spawn(ready=False, engine=engine, model=mixed.first, **ARGUMENTS[engine], **RANKS[engine])
+    family: list[psutil.Process] = []
+
+    def ranks() -> list[psutil.Process]:
+        family[:] = psutil.Process(worker.process.pid).children(recursive=True)
+        found = []
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                found += [one] if one.name().startswith(PROCESSES[engine]) else []
+        return found if len(found) == 2 else []
+
+    found = await mixed.plane.until(ranks, START_S)
+    os.kill(found[1].pid, signal.SIGKILL)
+    assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD, worker.log.read_text()
+    assert worker.process.stdout is not None
+    assert worker.process.stdout.read() == "", "it was never ready"
+    await mixed.plane.until(lambda: not any(map(lives, family)))
+    assert set(mixed.plane.tmp.glob("rl-plane-*")) == directories

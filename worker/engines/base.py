@@ -45,7 +45,7 @@ class EngineOptions:
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None: as the checkpoint says."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one."""
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one. What the engine can't have is an InvalidRequest."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """`--engine-arg key=value` and `--engine-args-file`, as typed, keys with `_`. An unknown key is an InvalidRequest
     of the field `engine_arg.<key>`, and so is a value that the key can't have: from `build`, where it can be told."""

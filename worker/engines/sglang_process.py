@@ -24,7 +24,7 @@ from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.sglang_args import ON_CPU
 from worker.engines.sglang_plugin import MARK, METHOD, child_failed
 
@@ -65,13 +65,13 @@ class SglangProcess:
         self._dead = loop.create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
         self._directory = socket_directory()
-        with self._environment(), _as_it_was():
+        with StartWatch(), self._environment(), _as_it_was():
             # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
             self._build(first_key)
         self._read(loop)
         parameters = self._engine.server_args
         self._ranks = Ranks(AgentClient(self._directory, parameters.tp_size * parameters.pp_size))
-        await asyncio.to_thread(self._ranks.start)
+        await or_death(asyncio.to_thread(self._ranks.start), self._dead)
 
     def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell

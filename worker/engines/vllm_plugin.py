@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import time
 from typing import Any
+
+log = logging.getLogger("worker.vllm")
 
 MARK = "RL_PLANE_VLLM"
 """In the environment of the processes that the adapter starts: the worker's process id."""
@@ -25,6 +29,7 @@ def register() -> None:
     _wake_without_a_step()
     drain_preempted()
     _leave_no_nan_in_blocks()
+    _end_as_a_rank_does()
     take_temperatures_as_they_are()
 
 
@@ -63,6 +68,24 @@ def _leave_no_nan_in_blocks() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
+
+
+def _end_as_a_rank_does() -> None:
+    """A rank that is killed while it loads makes vLLM's scheduler end as one that can't load does: with 1. The worker,
+    which is worth starting again after the first only, can't see the rank's own exit code."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from worker.engines.process_watch import SHOWS_S, killed
+
+    really = MultiprocExecutor._ensure_worker_termination
+
+    def end(ranks: list[Any]) -> None:
+        if (died := killed(ranks, SHOWS_S)) is not None:
+            log.error("vLLM's process %s was killed by signal %s", died.pid, -(died.exitcode or 0))
+            os.kill(os.getpid(), signal.SIGKILL)
+        really(ranks)
+
+    MultiprocExecutor._ensure_worker_termination = staticmethod(end)
 
 
 def take_temperatures_as_they_are() -> None:

@@ -16,7 +16,7 @@ from worker.agent.client import AgentClient
 from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.vllm_args import completed, thread_binding
 from worker.engines.vllm_logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
@@ -57,11 +57,12 @@ class VllmProcess:
         self._directory = socket_directory()
         before = descendants()
         # On this thread, which it holds up: the children end with the thread that starts them.
-        try:
-            self._build(self._directory)
-        finally:
-            self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
-        self._ranks = await self._start_agents(self._directory)
+        with StartWatch():
+            try:
+                self._build(self._directory)
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
+        self._ranks = await or_death(self._start_agents(self._directory), self._dead)
 
     def check_alive(self) -> None:
         if self._dead is not None and self._dead.done():
@@ -151,13 +152,7 @@ class VllmProcess:
         if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        wanted = self._options.device.partition(":")[0]
-        if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
-            raise InvalidRequest(
-                f"this build of vLLM has no {self._options.device}",
-                field="device",
-                fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
-            )
+        _check_device(self._options.device, on_cpu)
         if on_cpu:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         arguments = completed(self._arguments, on_cpu)
@@ -172,8 +167,7 @@ class VllmProcess:
                     dtype=self._options.dtype or _model_dtype(self._options.model),
                     worker_extension_cls="worker.engines.vllm_rank.RankExtension",
                     distributed_executor_backend="mp",
-                    disable_log_stats=True,
-                    **arguments,
+                    **{"disable_log_stats": True} | arguments,
                 )
             )
         end_by_count(self._llm)
@@ -214,6 +208,18 @@ class VllmProcess:
 def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
     """A fresh one for each who is told."""
     return EngineDied(str(dead.exception()))
+
+
+def _check_device(device: str, on_cpu: bool) -> None:
+    name, _, index = device.partition(":")
+    known = "cpu" if on_cpu else "cuda"
+    if name not in ("auto", known):
+        why = f"this build of vLLM has no {device}"
+    elif index not in ("", "0"):
+        why = f"vLLM begins with the first device that it sees, not with {device}"
+    else:
+        return
+    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
 
 
 def _model_dtype(model: Path) -> str:
