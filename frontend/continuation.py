@@ -35,6 +35,8 @@ def check_can_continue(request: GenerateRequest) -> None:
 class SoFar:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.most = request.max_tokens
+        """Tokens in all that the present worker was asked for."""
         self.prompt: list[int] | None = None
         """As the first worker has rendered it; None: not told yet."""
         self.made: list[int] = []
@@ -61,13 +63,14 @@ class SoFar:
 
     # ---- what a worker is asked, and what comes of it ----
 
-    def rest(self) -> GenerateRequest:
-        """For the next worker."""
+    def rest(self, most: int | None = None) -> GenerateRequest:
+        """For the next worker. `most`: so many tokens in all, fewer than `max_tokens`."""
         self._start, self._spans_before = len(self.made), self.labelled()
         request, count = self.request, len(self.made)
+        self.most = most or request.max_tokens
         if not count:
             self.prompt, self.spans, self._routed = None, [], 0  # what a worker said that is gone is void
-            return request
+            return request if most is None else request.model_copy(update={"max_tokens": most})
         assert self.prompt is not None, "can_move says so"
         # Rows that were ahead of tokens which never came are void.
         self._routed = self._routed_again = min(self._routed, len(self.prompt) + count - 1)
@@ -77,7 +80,7 @@ class SoFar:
                 "rendering": Rendering(),
                 "prompt_token_ids": [*self.prompt, *self.made],
                 "continued": count,
-                "max_tokens": request.max_tokens - count,
+                "max_tokens": self.most - count,
                 "min_tokens": max(0, request.min_tokens - count),
                 "prompt_logprobs": False,
                 "seed": None if request.seed is None else seed_after(request.seed, count),
@@ -91,7 +94,7 @@ class SoFar:
     @property
     def full(self) -> bool:
         """All tokens are there: what was lost is the word that they are."""
-        return len(self.made) >= self.request.max_tokens
+        return len(self.made) >= self.most
 
     def shifted(self, delta: GenerateDelta) -> GenerateDelta:
         """What the present worker sent, as a part of the choice."""

@@ -101,11 +101,14 @@ class EngineClient:
 
     def _member_changed(self, change: Changed) -> None:
         before, after = change.before, change.after
+        if after is not None:
+            self._picker.back(after.instance_id)
         if before is None or (after is not None and after.incarnation == before.incarnation):
             return
-        self._attempts.lost(before.instance_id)
         if after is None:
+            self._picker.left(before)
             self.router.forget(before.instance_id)
+        self._attempts.lost(before.instance_id)
 
     def _record_changed(self, record: DecisionRecord) -> None:
         self._status.wake()  # what is demanded may be committed now
@@ -116,18 +119,20 @@ class EngineClient:
         pinned: str | None = None,
         demands: Demands = NO_DEMANDS,
         session: str | None = None,
+        any_length: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Accepted, then deltas with checked spans, of which the last has `finish_reason`. Accepted may come again: by
         its `at` another worker has begun anew, or goes on. Of one that is aborted while no worker has it, only the
-        last delta comes. Closing it aborts the request."""
+        last delta comes. Closing it aborts the request. `any_length`: `max_tokens` is no caller's choice, and fewer
+        will do where there is no room for so many."""
         loop = asyncio.get_running_loop()
         so_far = SoFar(request)
         wish = Wish(session, beginnings_of(request) if pinned is None else None)
-        aim = Aim(request, pinned, demands, wish)
+        aim = asked = Aim(request, pinned, demands, wish, any_length=any_length)
         since = loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
-        failure: EngineFailed | None = None
+        failure: EngineFailed | StaleWeights | None = None
         with self.aborts.of(*names_of(request.id)) as ending:
             for attempt in itertools.count():
                 picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
@@ -135,11 +140,15 @@ class EngineClient:
                     yield so_far.end("abort")
                     return
                 # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
-                member, unmet = picked.member, None
+                member, unmet, tried = picked.member, None, aim
+                if any_length:
+                    aim = asked  # how much room there is holds for this worker alone
                 # A stream's id is used once: a worker takes the second one for a repetition of the first.
                 stream_id = f"{request.id}.{attempt}" if attempt else request.id
                 try:
-                    async with aclosing(self._attempts.run(so_far.rest(), stream_id, member, wish)) as events:
+                    async with aclosing(
+                        self._attempts.run(so_far.rest(tried.most), stream_id, member, wish)
+                    ) as events:
                         async for event in events:
                             if isinstance(event, Accepted):
                                 yield replace(event, at=len(so_far.made)) if so_far.made else event
@@ -155,13 +164,13 @@ class EngineClient:
                         return
                 except (WorkerLost, WrongIncarnation, EngineFailed, StaleWeights) as error:
                     lost = [member] if so_far.fresh else [*lost, member]
-                    if not self._may_go_on(aim, so_far, lost, error):
+                    if not self._may_go_on(aim, so_far, lost):
                         raise _told_to_caller(error, member) from error
                     if so_far.full:
                         yield so_far.end("length")
                         return
                     self.moves["migrated" if so_far.made else "retried"] += 1
-                    if isinstance(error, EngineFailed) and not isinstance(error, EngineDied):
+                    if isinstance(error, (EngineFailed, StaleWeights)) and not isinstance(error, EngineDied):
                         failure = error  # its worker lives: the caller hears the cause, if nobody else can
                     elif so_far.fresh:
                         failure = None
@@ -179,10 +188,11 @@ class EngineClient:
                         raise
                     continue
                 except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
+                    made, prompt = len(so_far.made), error.facts.get("prompt_tokens")
                     if error.facts.get("field") == "max_tokens" and (
-                        longer := self._picker.of_more_room(aim, member)
+                        fitting := self._picker.with_room(tried, member, lost, prompt, made)
                     ):
-                        aim = longer
+                        aim = fitting
                         continue
                     if not so_far.made:
                         raise
@@ -205,13 +215,11 @@ class EngineClient:
         )
 
     @staticmethod
-    def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member], error: PlaneError) -> bool:
-        """At another worker, after this error."""
+    def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member]) -> bool:
+        """At another worker."""
         if aim.pinned is not None or len(lost) >= MAX_LOST:
             return False
-        if not so_far.made:
-            return not isinstance(error, StaleWeights)
-        return aim.demands.migrate and so_far.can_move
+        return not so_far.made or (aim.demands.migrate and so_far.can_move)
 
     async def _refused(self, member: Member) -> None:
         before = self._committed.record

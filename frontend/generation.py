@@ -90,20 +90,10 @@ class Models:
     """The base models that every member serves."""
     adapters: tuple[str, ...]
     """The committed ones; a base model's name counts first."""
-    lengths: Mapping[str, int]
-    """Instance id → its `max_model_len`."""
+    max_model_len: int | None
+    """What every member has room for."""
     root: str | None
     """Where the workers have the base model, if all have it in one place."""
-
-    @property
-    def max_model_len(self) -> int | None:
-        """What every member has room for."""
-        return min(self.lengths.values(), default=None)
-
-    @property
-    def longest(self) -> int | None:
-        """What some member has room for: a request that is not pinned goes there."""
-        return max(self.lengths.values(), default=None)
 
     @property
     def base(self) -> str:
@@ -113,12 +103,12 @@ class Models:
     def of(cls, members: Collection[Member], record: DecisionRecord | None) -> Models:
         sets = [_names(member.info.get("model")) for member in members]
         names = set.intersection(*sets) if sets else set()
-        told = {member.instance_id: member.info.get("max_model_len") for member in members}
-        lengths = {key: length for key, length in told.items() if isinstance(length, int)}
+        told = [member.info.get("max_model_len") for member in members]
+        shortest = min((length for length in told if isinstance(length, int)), default=None)
         adapters = set(record.adapters) - names if record is not None else set()
         paths = {str(path) for member in members if (path := member.info.get("model_path"))}
         root = paths.pop() if len(paths) == 1 else None
-        return cls(tuple(sorted(names)), tuple(sorted(adapters)), lengths, root)
+        return cls(tuple(sorted(names)), tuple(sorted(adapters)), shortest, root)
 
 
 def _names(told: Any) -> set[str]:
@@ -209,17 +199,16 @@ class Generation:
         return await self._answer(request, plan, OPENAI)
 
     async def chat_completions(self, request: Request) -> Response:
-        body, models = await read_json(request), self.models
-        plan = plan_chat(body, f"chatcmpl-{uuid.uuid4().hex}", models.longest, models.lengths)
+        plan = plan_chat(await read_json(request), f"chatcmpl-{uuid.uuid4().hex}")
         return await self._answer(request, plan, OPENAI)
 
     async def vllm_generate(self, request: Request) -> Response:
-        body = await read_json(request)
-        return await self._answer(request, plan_vllm(body, uuid.uuid4().hex, self.models.longest), VLLM)
+        plan = plan_vllm(await read_json(request), uuid.uuid4().hex)
+        return await self._answer(request, plan, VLLM)
 
     async def sglang_generate(self, request: Request) -> Response:
-        body = await read_json(request)
-        return await self._answer(request, plan_sglang(body, uuid.uuid4().hex, self.models.longest), SGLANG)
+        plan = plan_sglang(await read_json(request), uuid.uuid4().hex)
+        return await self._answer(request, plan, SGLANG)
 
     async def _answer(self, request: Request, plan: Plan, dialect: Dialect) -> Response:
         session, caller_id = session_of(request.headers), request.headers.get(CALLER_ID, "")
@@ -377,7 +366,9 @@ class Generation:
                     yield index, event
 
     def _choice(self, plan: Plan, index: int) -> AsyncGenerator[Event, None]:
-        return self._engines.generate(plan.requests[index], plan.instance_id, plan.demands, plan.session)
+        return self._engines.generate(
+            plan.requests[index], plan.instance_id, plan.demands, plan.session, plan.any_length
+        )
 
     async def _choices(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
         """Each in a task of its own: one alone needs none, nor the queue between. What has waited there for a slow

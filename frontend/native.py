@@ -22,7 +22,7 @@ from frontend.openai import (
     unsupported,
     without,
 )
-from frontend.plans import ROUTED, Plan, default_tokens, fitting, read_prompts, requests_of, top_of
+from frontend.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
 from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import (
@@ -114,7 +114,7 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 """Of a GenerateRequest, by its caller's names: an error is told by them."""
 
 
-def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
+def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
     parsed = parse_body(VllmBody, body)
     assert isinstance(parsed, VllmBody)
@@ -127,8 +127,7 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
     own = {
         "id": request_id,  # a caller's may come twice
-        "max_tokens": sampling.max_tokens
-        or fitting(default_tokens(max_model_len), max_model_len, parsed.token_ids),
+        "max_tokens": sampling.max_tokens or DEFAULT_CHAT_TOKENS,  # vLLM's own is all that fits, too
         "cache_salt": parsed.cache_salt,
         "logprobs": sampling.logprobs is not None,
         "top_logprobs": top_of(sampling.logprobs),
@@ -152,6 +151,7 @@ def plan_vllm(body: dict[str, Any], request_id: str, max_model_len: int | None) 
         return_token_ids=bool(parsed.return_token_ids),
         demands=demands_of(parsed),
         fields=VLLM_FIELDS,
+        any_length=sampling.max_tokens is None,
     )
 
 
@@ -162,7 +162,7 @@ class SglangSampling(BaseModel):
     model_config = STRICT
 
     max_new_tokens: int | None = Field(None, ge=1)
-    """Default 128, or as many as fit after `input_ids`."""
+    """Default 128, or as many as there is room for."""
     min_new_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0.0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -307,7 +307,7 @@ SGLANG_FIELDS = {name: f"sampling_params.{name}" for name in SglangSampling.mode
 """As VLLM_FIELDS."""
 
 
-def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None) -> Plan:
+def plan_sglang(body: dict[str, Any], request_id: str) -> Plan:
     for field in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "lora_path"):
         if isinstance(body.get(field), list):
             raise unsupported(field, "send one for all prompts, or a request for each", f"{field} as a list")
@@ -338,20 +338,13 @@ def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None
     )
     own = {
         "id": request_id,
+        "max_tokens": given.max_new_tokens or SGLANG_TOKENS,
         "cache_salt": parsed.cache_salt,
         "logprobs": bool(parsed.return_logprob),
         "top_logprobs": parsed.top_logprobs_num or 0,
         "prompt_logprobs": bool(parsed.return_logprob) and parsed.logprob_start_len == 0,
         "routed_experts": bool(parsed.return_routed_experts),
     }
-    each = [
-        {
-            **prompt,
-            "max_tokens": given.max_new_tokens
-            or fitting(SGLANG_TOKENS, max_model_len, prompt.get("prompt_token_ids")),
-        }
-        for prompt in prompts.each
-    ]
     return Plan(
         chat=False,
         id=parsed.rid or request_id,
@@ -359,7 +352,7 @@ def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None
         requests=requests_of(
             sampling,
             own,
-            each,
+            prompts.each,
             score_each=True,
             seed_field="sampling_params.sampling_seed",
             n_field="sampling_params.n",
@@ -370,7 +363,8 @@ def plan_sglang(body: dict[str, Any], request_id: str, max_model_len: int | None
         return_token_ids=bool(parsed.return_prompt_token_ids),
         demands=demands_of(parsed),
         fields=SGLANG_FIELDS,
-        batch=len(each) if prompts.batch else None,
+        batch=len(prompts.each) if prompts.batch else None,
+        any_length=given.max_new_tokens is None,
     )
 
 

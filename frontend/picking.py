@@ -18,6 +18,7 @@ from rl_plane.errors import (
     NotFound,
     NoWorkers,
     Overloaded,
+    StaleWeights,
     Unavailable,
     Unsupported,
     WorkerLost,
@@ -30,6 +31,9 @@ from rl_plane.view import MembershipView
 STALE_WAIT_S = 60.0
 """For a version that is demanded and still to be committed: a trainer's step and its update; what takes longer is to
 be told."""
+AWAY_S = 60.0
+"""A worker that left so short ago may be back, as may one that left while somebody waits: started anew it loads its
+engine and its weights. Until then what it alone can do waits, and is to be asked again rather than changed."""
 MAX_EXAMPLES = 3
 """Closed workers that an error names."""
 
@@ -49,6 +53,10 @@ class Aim:
     wish: Wish = NO_WISH
     room: int = 0
     """The least `max_model_len` that will do, as far as workers have said that theirs is too small."""
+    any_length: bool = False
+    """`max_tokens` is no caller's choice: where nobody has room for so many, fewer will do."""
+    most: int | None = None
+    """So many tokens at most, in all, for that reason. None: `max_tokens`."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """Those of these fields that ask for something."""
@@ -61,6 +69,16 @@ class Picked:
     member: Member
     floor: Point | None
     """What the aim's `min_version` names."""
+
+
+def _lacks(member: Member, aim: Aim) -> tuple[str, str] | None:
+    """The field that it can't do, and why."""
+    lacks = lacks_of(member.info)
+    return refused_by(lacks, aim.given(_fields_of(lacks))) if lacks else None
+
+
+def _fields_of(lacks: Collection[str]) -> set[str]:
+    return {name for each in lacks for name in each.split(TOGETHER)}
 
 
 @dataclass(slots=True)
@@ -94,6 +112,17 @@ class Picker:
         self._lease = lease
         self._wait_s = admission_wait_s
         self._lacking = Lacking()
+        self._away: dict[str, tuple[Member, float]] = {}
+        """By instance id those that have left, and when."""
+
+    def left(self, member: Member) -> None:
+        since = self._away_since()
+        self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
+        if member.stage is None:
+            self._away[member.instance_id] = member, asyncio.get_running_loop().time()
+
+    def back(self, instance_id: str) -> None:
+        self._away.pop(instance_id, None)
 
     async def pick(
         self,
@@ -101,10 +130,10 @@ class Picker:
         lost: Sequence[Member],
         since: float,
         refusal: Unavailable | None = None,
-        failure: EngineFailed | None = None,
+        failure: EngineFailed | StaleWeights | None = None,
     ) -> Picked:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
-        which is raised where no other one is found. `failure`: of an engine that is still there; it is raised at once
+        which is raised where no other one is found. `failure`: of a worker that is still there; it is raised at once
         where no other one can do what is asked, open or closed, as waiting mends nothing."""
         loop = asyncio.get_running_loop()
         if aim.pinned is not None:
@@ -136,11 +165,22 @@ class Picker:
                 raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
             await self._status.wait_changed(left)
 
-    def of_more_room(self, aim: Aim, short: Member) -> Aim | None:
-        """For others than this one, which has too little for the prompt and `max_tokens`; None: nobody has more. Only a
-        worker can count the tokens of a text."""
-        longer = replace(aim, room=_room(short) + 1)
-        return longer if aim.pinned is None and self._anybody(longer) else None
+    def with_room(
+        self, aim: Aim, short: Member, lost: Sequence[Member], prompt: int | None, made: int
+    ) -> Aim | None:
+        """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
+        is open and has more is next; else, where nobody chose that length, as many tokens as fit here; else it is
+        worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens, with the `made` ones."""
+        room = _room(short)
+        longer = replace(aim, room=room + 1, most=None)
+        if aim.pinned is None and self._able(longer, lost):
+            return longer
+        if aim.any_length and prompt is not None:
+            most = made + room - prompt
+            if made < most < (aim.most or aim.request.max_tokens):
+                return replace(aim, room=room, most=most)
+        waits = aim.pinned is None and (self._anybody(longer) or self._may_be_back(longer))
+        return longer if waits else None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
@@ -170,6 +210,18 @@ class Picker:
         """Who is closed counts too: it may open soon."""
         out = self._out(aim, lost)
         return any(member.instance_id not in out for member in self._view.snapshot())
+
+    def _may_be_back(self, aim: Aim) -> bool:
+        """Somebody who could do it, and left a short while ago."""
+        since = self._away_since()
+        return any(
+            at > since and _room(member) >= aim.room and _lacks(member, aim) is None
+            for member, at in self._away.values()
+        )
+
+    def _away_since(self) -> float:
+        """Who left later may be back."""
+        return asyncio.get_running_loop().time() - AWAY_S - self._wait_s
 
     def _out(self, aim: Aim, lost: Sequence[Member]) -> Collection[str]:
         """Those that can't do what is asked, or were lost under this request."""
@@ -203,12 +255,13 @@ class Picker:
         return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
 
     def _unable(self, aim: Aim) -> Mapping[str, tuple[str, str]]:
-        """instance id → the field that it can't do, and why. Unsupported if nobody can."""
+        """instance id → the field that it can't do, and why. Unsupported if nobody can who is there or may be
+        back."""
         members = self._view.snapshot()
         if self._lacking.epoch != members.epoch:
             told = {one.instance_id: lacks_of(one.info) for one in members}
             fields = {key: lacks for key, lacks in told.items() if lacks}
-            named = {name for lacks in fields.values() for each in lacks for name in each.split(TOGETHER)}
+            named = {name for lacks in fields.values() for name in _fields_of(lacks)}
             self._lacking = Lacking(members.epoch, fields, named)
         given = aim.given(self._lacking.names)
         if not given:
@@ -218,7 +271,7 @@ class Picker:
             for key, lacks in self._lacking.fields.items()
             if (found := refused_by(lacks, given)) is not None
         }
-        if unable and len(unable) == len(members):
+        if unable and len(unable) == len(members) and not self._may_be_back(aim):
             raise _unsupported(*next(iter(unable.values())))
         return unable
 

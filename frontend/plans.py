@@ -26,7 +26,7 @@ from frontend.openai import (
 )
 from rl_plane.bodies import invalid_from_pydantic, parse_body
 from rl_plane.errors import InvalidRequest
-from rl_plane.generation import MAX_PROMPT_TOKENS, GenerateRequest
+from rl_plane.generation import GenerateRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions."""
@@ -61,6 +61,8 @@ class Plan:
     """A GenerateRequest's field → the caller's name for it, where that is another."""
     batch: int | None = None
     """How many prompts. None: one, which does not come in a list."""
+    any_length: bool = False
+    """Nobody chose `max_tokens`: where there is no room for so many, fewer will do."""
 
     @property
     def made_id(self) -> str:
@@ -119,8 +121,8 @@ def plan_completion(body: dict[str, Any], request_id: str) -> Plan:
     assert prompts is not None, "one of the two"
     if parsed.add_special_tokens is not None:
         prompts = prompts.with_special_tokens(parsed.add_special_tokens)
-    tokens = parsed.max_tokens or DEFAULT_MAX_TOKENS
-    return _plan(parsed, request_id, prompts, tokens, parsed.logprobs is not None, top_of(parsed.logprobs))
+    tokens, logprobs = parsed.max_tokens, parsed.logprobs
+    return _plan(parsed, request_id, prompts, tokens, logprobs is not None, top_of(logprobs))
 
 
 def top_of(logprobs: int | None) -> int:
@@ -191,10 +193,7 @@ def _only_one(ids: list[int] | None, other: Any, field: str) -> Any:
     return other
 
 
-def plan_chat(
-    body: dict[str, Any], request_id: str, max_model_len: int | None, lengths: Mapping[str, int] = {}
-) -> Plan:
-    """`lengths`: instance id → the `max_model_len` of a worker to which a request may be pinned."""
+def plan_chat(body: dict[str, Any], request_id: str) -> Plan:
     body = without_nulls_in_messages(without_neutral(body, ChatBody))
     refuse_in_messages(body)
     if body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), dict):
@@ -221,32 +220,16 @@ def plan_chat(
         raise InvalidRequest(
             "max_tokens and max_completion_tokens differ", field="max_completion_tokens", fix="send one of the two"
         )
-    if parsed.nvext is not None and parsed.nvext.instance_id is not None:
-        max_model_len = lengths.get(parsed.nvext.instance_id, max_model_len)
-    kept = ids[-parsed.truncate_prompt_tokens :] if ids and parsed.truncate_prompt_tokens else ids
-    default = fitting(default_tokens(max_model_len), max_model_len, kept)
-    tokens = parsed.max_completion_tokens or parsed.max_tokens or default
+    tokens = parsed.max_completion_tokens or parsed.max_tokens
     if parsed.top_logprobs and not parsed.logprobs:
         raise InvalidRequest("top_logprobs without logprobs", field="top_logprobs", fix="send logprobs: true too")
     return _plan(parsed, request_id, prompts, tokens, bool(parsed.logprobs), parsed.top_logprobs or 0)
 
 
-def default_tokens(max_model_len: int | None) -> int:
-    """Where a dialect's own default is all that fits."""
-    return min(DEFAULT_CHAT_TOKENS, max(1, (max_model_len or MAX_PROMPT_TOKENS) // 2))
-
-
-def fitting(default: int, max_model_len: int | None, ids: list[int] | None) -> int:
-    """Of a number of tokens that the caller did not choose, as many as there is room for beside the prompt, where
-    that is known. `ids`: the prompt's."""
-    if max_model_len is None or ids is None:
-        return default
-    return min(default, max(1, max_model_len - len(ids)))
-
-
 def _plan(
-    body: GenerationBody, request_id: str, prompts: Prompts, max_tokens: int, logprobs: bool, top: int
+    body: GenerationBody, request_id: str, prompts: Prompts, max_tokens: int | None, logprobs: bool, top: int
 ) -> Plan:
+    """`max_tokens`: as the caller has it."""
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise InvalidRequest("stream_options without stream", field="stream_options", fix="send stream: true too")
@@ -264,7 +247,7 @@ def _plan(
     tokens_out = any(told) or bool(body.return_token_ids or nvext.return_token_ids)
     own = {
         "id": request_id,
-        "max_tokens": max_tokens,
+        "max_tokens": max_tokens or (DEFAULT_CHAT_TOKENS if chat else DEFAULT_MAX_TOKENS),
         "truncate_prompt_tokens": body.truncate_prompt_tokens,
         "cache_salt": body.cache_salt,
         "logprobs": logprobs or tokens_out,
@@ -285,6 +268,7 @@ def _plan(
         demands=demands_of(body, nvext),
         fields=dict.fromkeys(PROMPTS, prompts.field) | ROUTED,
         batch=len(prompts.each) if prompts.batch else None,
+        any_length=max_tokens is None,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -36,20 +37,27 @@ async def unless_gone(receive: Receive, work: Coroutine[None, None, T], *also: a
     ClientDisconnect raised.
 
     The request's body must have been read."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
-    awaited: set[asyncio.Future[Any]] = {task, gone, *also}
+    loop, bound = asyncio.get_running_loop(), asyncio.timeout(None)
+    gone = asyncio.create_task(_gone(receive))
+
+    def end(_: asyncio.Future[None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the work ended in the same turn
+            bound.reschedule(loop.time())
+
+    others: tuple[asyncio.Future[None], ...] = gone, *also
+    for other in others:
+        other.add_done_callback(end)
     try:
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        async with bound:
+            return await work
+    except Exception as error:
+        if bound.expired():
+            raise ClientDisconnect from error
+        raise
     finally:
+        for other in others:
+            other.remove_done_callback(end)
         gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        elif not task.cancelled():
-            task.exception()  # it may be that nobody waits for it any more
 
 
 class EventStream(Response):

@@ -50,7 +50,8 @@ HEAD_BYTES, KEY_BYTES = 16, 24
 MAX_WAITING_BYTES = 1 << 20
 """In an outbox: then whoever sends waits until NATS has taken it."""
 
-Publish = Callable[[bytes], Awaitable[None]]
+Publish = Callable[[bytes, float], Awaitable[None]]
+"""Gets a message, and how long it may wait for others to go with it."""
 
 
 class SendWindow:
@@ -132,14 +133,15 @@ class StreamSender:
         self._window = SendWindow(time.monotonic(), max_bytes)
         self._credit = asyncio.Event()
 
-    async def send(self, message: dict[str, Any]) -> None:
-        """Waits while the window is full. WorkerLost (of the receiver) when nobody confirms any more."""
+    async def send(self, message: dict[str, Any], within_s: float = 0.0) -> None:
+        """Waits while the window is full. WorkerLost (of the receiver) when nobody confirms any more. `within_s`: the
+        message may wait so long for others to go with it."""
         while not self._window.has_room():
             await self._wait_for_credit()
         packed = self._window.add(message)
         # A publish that fails while NATS is away is sent again at the receiver's next credit.
         with contextlib.suppress(nats.errors.Error):
-            await self._publish(packed)
+            await self._publish(packed, within_s)
 
     async def finish(self, message: dict[str, Any]) -> None:
         """The last message; returns when all is confirmed or nobody is there."""
@@ -163,7 +165,7 @@ class StreamSender:
         self._credit.set()
         for packed in again:
             with contextlib.suppress(nats.errors.Error):
-                await self._publish(packed)
+                await self._publish(packed, 0.0)
 
 
 class Outbox:
@@ -176,16 +178,28 @@ class Outbox:
         """Inbox of a receiver → (key of a stream, its message)."""
         self._size = 0
         self._sending: asyncio.Task[None] | None = None
+        self._later: asyncio.TimerHandle | None = None
 
-    async def publish(self, reply: str, packed: bytes) -> None:
-        """`reply`: where the stream's messages go. What NATS does not take is lost, as any message may be."""
+    async def publish(self, reply: str, packed: bytes, within_s: float = 0.0) -> None:
+        """`reply`: where the stream's messages go. `within_s`: this one goes with the next, of whichever stream, or
+        after so long. What NATS does not take is lost, as any message may be."""
         inbox, _, key = reply.rpartition(".")
         self._waiting.setdefault(inbox, []).append((key, packed))
         self._size += len(packed)
+        if within_s and self._sending is None and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(within_s, self._begin)
+        elif not within_s:
+            self._begin()
+        if self._size > MAX_WAITING_BYTES:
+            await asyncio.shield(self._begin())
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
-        if self._size > MAX_WAITING_BYTES:
-            await asyncio.shield(self._sending)
+        return self._sending
 
     async def _send(self) -> None:
         waiting, self._waiting, self._size, self._sending = self._waiting, {}, 0, None

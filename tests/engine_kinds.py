@@ -112,23 +112,25 @@ def _slow_sglang(engine: Any, monkeypatch: pytest.MonkeyPatch, waits: asyncio.Ev
 
 
 def _failures_of_vllm(engine: Any) -> Failures:
-    llm = engine._process.llm
-    really, really_removed = llm.add_lora, llm.remove_lora
+    process, llm = engine._process, engine._process.llm
+    really = process.on_ranks
 
     async def no_flush(**_: Any) -> bool:
         raise RuntimeError("no flush")
 
-    async def lost_file(lora: Any) -> bool:
-        if lora.lora_path != engine._loras["x"].path:
-            os.unlink(os.path.join(lora.lora_path, "adapter_model.safetensors"))
-        return bool(await really(lora))
+    async def lost_file(method: str, *arguments: Any) -> Any:
+        if method == "rl_plane_add_lora" and arguments[1] != engine._loras["x"].path:
+            os.unlink(os.path.join(arguments[1], "adapter_model.safetensors"))
+        return await really(method, *arguments)
 
-    async def stays(number: int) -> bool:
-        return False
+    async def not_there(method: str, *arguments: Any) -> Any:
+        return await really(method, *([99] if method == "rl_plane_remove_lora" else arguments))
 
-    async def no_removal(number: int) -> bool:
-        await really_removed(number)  # of one rank, as when another one fails
-        raise RuntimeError("no removal")
+    async def no_removal(method: str, *arguments: Any) -> Any:
+        rows = await really(method, *arguments)
+        if method == "rl_plane_remove_lora":  # of one rank, as when another one fails
+            raise EngineFailed("no removal")
+        return rows
 
     async def no_name(name: str) -> None:
         raise RuntimeError("no name")
@@ -137,10 +139,10 @@ def _failures_of_vllm(engine: Any) -> Failures:
         Failure(llm, "reset_prefix_cache", no_flush, "no flush"),
         Failure(llm, "update_weight_version", no_name, "no name"),
     )
-    put = [flush, name, Failure(llm, "add_lora", lost_file, "adapter")]
+    put = [flush, name, Failure(process, "on_ranks", lost_file, "adapter")]
     away = [
-        Failure(llm, "remove_lora", stays, "loaded still"),
-        Failure(llm, "remove_lora", no_removal, "no removal"),
+        Failure(process, "on_ranks", not_there, "none of this number"),
+        Failure(process, "on_ranks", no_removal, "no removal"),
     ]
     return {"load": put, "swap": put, "unload": [flush, *away]}
 
@@ -160,9 +162,9 @@ def _failures_of_sglang(engine: Any) -> Failures:
             if done or not fails:
                 await really(op, **arguments)
                 if op == "put_adapter":
-                    put.add(arguments["name"])
+                    put.add(arguments["lora_id"])
                 else:
-                    put.discard(arguments["name"])
+                    put.discard(arguments["lora_id"])
             if fails:
                 raise EngineFailed(f"no {op}")
 
@@ -170,8 +172,8 @@ def _failures_of_sglang(engine: Any) -> Failures:
 
     return {
         "load": [once("put_adapter", done=True)],
-        "swap": [once("put_adapter", done=True), once("remove_adapter", done=False)],
-        "unload": [once("remove_adapter", done=False)],
+        "swap": [once("put_adapter", done=True), *(once("remove_adapter", done) for done in (False, True))],
+        "unload": [once("remove_adapter", done) for done in (False, True)],
     }
 
 

@@ -124,7 +124,7 @@ class ScriptedWorker:
         elif body["kind"] == "open" and stream_id not in self._tasks:
             self.requests.append(body)
 
-            async def publish(data: bytes) -> None:
+            async def publish(data: bytes, within_s: float) -> None:
                 await self._bus.nc.publish(message.reply, data)
 
             sender = self._senders[stream_id] = StreamSender(publish, self._bus.nc.max_payload)

@@ -21,10 +21,16 @@ import pytest
 
 from rl_plane.cli import main
 from rl_plane.cli.children import Printer
-from rl_plane.cli.settings import SETTINGS
+from rl_plane.cli.serve import FRONTEND, WORKER
+from rl_plane.cli.settings import SETTINGS, resolve
 from rl_plane.cli.supervisor import MAX_PAUSE_S, Kept, Supervisor, exit_words, pause_before
+from rl_plane.cli.up import SETTINGS as UP_SETTINGS
+from rl_plane.cli.up import Up
+from rl_plane.nats_server import NatsServer
+from worker import process
 from worker.engines.fake import make_fake_model
 from worker.exit_codes import ENGINE_DEAD, ENGINE_HUNG
+from worker.options import WorkerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
@@ -291,6 +297,68 @@ async def test_an_engine_that_fails_at_the_first_start_is_started_again(
         for task in over:
             task.cancel()
         await supervisor.stop([([kept.name], GONE_S)])
+        printer.flush()
+
+
+def test_a_liveness_time_out_is_the_workers_as_the_frontends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = resolve(
+        UP_SETTINGS, {"liveness_timeout_s": "20", "model": str(make_fake_model(tmp_path / "m", 0))}, {}
+    )
+    up = Up(values | {"engines": ["fake"]})
+    own = {**values, "engine": "fake", "instance_id": "0" * 16, "copies": 1}
+    argv = up._kept("worker-1", "worker", own, WORKER, False).argv
+    assert "--liveness-timeout-s=20.0" in up._kept("frontend", "frontend", values, FRONTEND, True).argv
+    told: list[WorkerOptions] = []
+
+    def run(options: WorkerOptions, ready: object) -> int:
+        told.append(options)
+        return 0
+
+    monkeypatch.setattr(process, "run", run)
+    assert main.run(argv[argv.index("worker") :]) == 0
+    assert told[0].liveness_timeout_s == 20.0
+    up.printer.flush()
+
+
+FIRST_DIES = """
+import sys
+from pathlib import Path
+import worker.engines.fake as fake
+from rl_plane.cli.main import run
+from rl_plane.errors import EngineDied
+async def start(self):
+    if not Path(sys.argv[1]).exists():
+        Path(sys.argv[1]).touch()
+        raise EngineDied("as it started")
+    return await really(self)
+really, fake.FakeEngine.start = fake.FakeEngine.start, start
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+async def test_a_worker_whose_engine_dies_at_its_first_start_comes_back(nats: NatsServer, tmp_path: Path) -> None:
+    printer, died = Printer(), []
+    supervisor = Supervisor(
+        printer,
+        lambda words, **facts: died.append(facts["exit_code"]),
+        lambda name, line, fd: None,
+        lambda restarts: 0.0,
+    )
+    argv = [sys.executable, "-P", "-c", FIRST_DIES, str(tmp_path / "was here"), "worker", "--engine", "fake"]
+    argv += ["--model", str(make_fake_model(tmp_path / "model", 0)), "--nats-url", nats.url, "--json"]
+    supervisor.keep(Kept("worker-1", argv, dict(os.environ), restart=True))
+    over = [asyncio.create_task(event.wait()) for event in (supervisor.kept["worker-1"].ready, supervisor.end)]
+    try:
+        await asyncio.wait(over, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        assert supervisor.failed is None
+        assert supervisor.kept["worker-1"].ready.is_set()
+        assert died == [ENGINE_DEAD]
+    finally:
+        for task in over:
+            task.cancel()
+        await supervisor.stop([(["worker-1"], GONE_S)])
         printer.flush()
 
 

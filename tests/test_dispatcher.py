@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
+from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.ops import OPS
 from rl_plane.wire import MAX_MESSAGE_BYTES
 from worker.dispatcher import AT_ONCE, MAX_TOKENIZING, Dispatcher
@@ -22,7 +23,7 @@ BOUND_S = 5.0
 class Asked:
     """One worker's dispatcher. `tokenize` ends when `go` is set, the other ops at once."""
 
-    def __init__(self, reply: Mapping[str, Any]) -> None:
+    def __init__(self, reply: Mapping[str, Any] | PlaneError) -> None:
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.go = asyncio.Event()
         self.at_work, self.full = 0, asyncio.Event()
@@ -34,6 +35,8 @@ class Asked:
             if self.at_work == AT_ONCE:
                 self.full.set()
             await self.go.wait()
+            if isinstance(reply, PlaneError):
+                raise reply
             return reply
 
         async def at_once(body: Any, fence: int) -> Mapping[str, Any]:
@@ -105,3 +108,11 @@ async def test_a_reply_that_is_too_long_is_told_what_made_it_so(
     await asked.ask(op, **body)
     error = (await asked.answer())["error"]
     assert (error["code"], error["field"], error["fix"]) == (code, field, "send it in parts")
+
+
+async def test_of_what_failed_the_reply_tells_which_ranks() -> None:
+    ranks = [{"rank": 0}, {"rank": 1, "error": {"code": "engine_failed", "message": "no"}}]
+    asked = Asked(EngineFailed("no", rank_results=ranks))
+    asked.go.set()
+    await asked.ask("tokenize", prompt="a")
+    assert (await asked.answer())["rank_results"] == ranks

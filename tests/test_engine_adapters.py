@@ -56,6 +56,7 @@ from tests.engine_runs import (  # noqa: E402
 from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from tests.zygote import children_forked  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
+from worker.engines.finite_logits import NOT_FINITE  # noqa: E402
 from worker.staging import model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
@@ -764,6 +765,93 @@ async def test_no_request_uses_older_kv(engine: EngineAdapter, models: Models) -
         before = [*prompt, 7, *result.tokens[: span.start]]
         expected, _ = logprobs_of(models.tiny[span.sequence], before, result.tokens[span.start : span.end])
         assert result.logprobs[span.start : span.end] == pytest.approx(expected, abs=LOGPROBS)
+
+
+def changed(weights: Path, path: Path, name: str, where: Any, value: Any) -> Path:
+    """Such weights, but with these values in places of a tensor."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(shutil.copytree(weights, path) / "model.safetensors")
+    tensors[name][where] = value
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+async def fails(one: Run) -> list[int]:
+    """The tokens that it has made before."""
+    with pytest.raises(EngineFailed) as caught:
+        await one.end()
+    assert caught.value.message == NOT_FINITE
+    return one.result.tokens
+
+
+async def test_weights_that_are_no_numbers_fail_each_request_and_not_the_engine(
+    kind: Kind, engine: EngineAdapter, models: Models, scratch: Path
+) -> None:
+    asked: list[dict[str, Any]] = [
+        {},
+        {"logprobs": True},
+        {"prompt_logprobs": True},
+        {"temperature": 1.0},
+        {"temperature": 1e-9, "seed": 4},
+        {"temperature": 1.0, "seed": 5, "top_p": 0.5, "top_k": 7},
+        {"logit_bias": {"9": 50.0}},
+        {"max_tokens": 1},
+        {"stop_token_ids": list(range(VOCAB_SIZE))},
+        {"ignore_eos": False},
+    ]
+    if "allowed_token_ids" not in kind.lacks:
+        asked += [{"allowed_token_ids": [9]}, {"temperature": 1.0, "bad_words_token_ids": [[77]]}]
+    either = torch.tensor([math.inf, -math.inf], dtype=torch.bfloat16)  # of two logits one is infinity, always
+    broken = [
+        ("model.layers.1.mlp.down_proj.weight", ..., math.nan),
+        ("model.norm.weight", ..., math.inf),
+        ("lm_head.weight", 77, math.nan),
+        ("lm_head.weight", ([77, 78], 3), either),
+    ]
+    prompts = [prompt_of(1, 5), prompt_of(2, 2 * BATCH_TOKENS)]
+    for number, (name, where, value) in enumerate(broken):
+        path = changed(models.tiny[1], scratch / str(number), name, where, value)
+        await update(engine, path, 1 + number)
+        runs = [Run(engine, ask(prompt, **more)) for prompt in prompts for more in asked]
+        assert [await fails(one) for one in runs] == [[]] * len(runs)
+    assert engine.load() == (0, 0)
+    await update(engine, models.tiny[1], 9)
+    for result in await asyncio.gather(*(run(engine, ask(prompt, logprobs=True)) for prompt in prompts)):
+        assert is_of(result, models.tiny[1])
+
+
+async def test_a_request_ends_before_the_first_token_of_no_numbers_and_no_other_does(
+    engine: EngineAdapter, models: Models, scratch: Path
+) -> None:
+    """What such a token would be made after is told; it holds for weights that come meanwhile too."""
+    chain = witnessed(1, 7, 200)
+    token = chain[120]
+    lone = changed(models.witness[1], scratch / "token", "model.embed_tokens.weight", token, math.nan)
+    await update(engine, lone, 1)
+    starts = [start for start in range(20, 60) if token not in witnessed(1, start, 16)][:8]
+    reaching = [Run(engine, ask([7], max_tokens=200, **more)) for more in ({}, {"logprobs": True})]
+    await asyncio.gather(*(one.reach(1) for one in reaching))
+    for start, result in zip(
+        starts, await asyncio.gather(*(run(engine, ask([one])) for one in starts)), strict=True
+    ):
+        assert (result.tokens, result.finish) == (witnessed(1, start, 16), "length")
+    for one in reaching:
+        made = await fails(one)
+        assert made == chain[: len(made)]
+        assert len(made) <= 121
+    assert await fails(Run(engine, ask([token]))) == []
+    await update(engine, models.witness[1], 2)
+    assert (await run(engine, ask([7], max_tokens=200))).tokens == chain
+    under = Run(engine, ask([7], max_tokens=ENDLESS))
+    await under.reach(3)
+    whole = changed(models.witness[1], scratch / "whole", "model.norm.weight", ..., math.nan)
+    await update(engine, whole, 3)
+    made = await fails(under)
+    assert made == witnessed(1, 7, len(made))
+    await update(engine, models.witness[1], 4)
+    assert (await run(engine, ask([7]))).tokens == chain[:16]
+    assert engine.load() == (0, 0)
 
 
 async def test_generation_goes_on_while_weights_are_received(engine: EngineAdapter, models: Models) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from rl_plane.errors import InvalidRequest
 from worker.engine_args import EngineArguments
+from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeConfig, make_fake_model
 
 ENGINES_PAGE = Path(__file__).parent.parent / "docs" / "engines.md"
@@ -217,6 +220,66 @@ def test_sglangs_arguments(written: Callable[[str], Path]) -> None:
         "hicache-storage-backend: file": "outlive an update",
     }
     check_refusals(parse_arguments, written, bad)
+
+
+class _Told(Exception):
+    """What an engine would be built with."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+
+def _refuse(**keywords: Any) -> NoReturn:
+    raise _Told(**keywords)
+
+
+def _told_to_vllm(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    import vllm
+
+    from worker.engines.vllm_process import VllmProcess
+
+    monkeypatch.setattr(vllm, "AsyncEngineArgs", _refuse)
+    with pytest.raises(_Told) as caught:
+        VllmProcess(EngineOptions(model, "float32"), arguments)._build(model)
+    return caught.value.keywords
+
+
+def _told_to_sglang(monkeypatch: pytest.MonkeyPatch, model: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    from sglang.srt.entrypoints import engine
+
+    from worker.engines.sglang_process import SglangProcess
+
+    class Engine:
+        def __init__(self, **keywords: Any) -> None:
+            _refuse(**keywords)
+
+    monkeypatch.setattr(engine, "Engine", Engine)
+
+    async def build() -> None:  # what watches its processes needs a loop
+        SglangProcess(EngineOptions(model), arguments, "cpu", 0)._build("first")
+
+    with pytest.raises(_Told) as caught:
+        asyncio.run(build())
+    return caught.value.keywords
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        pytest.param(name, told, marks=pytest.mark.engines(name), id=name)
+        for name, told in (("vllm", _told_to_vllm), ("sglang", _told_to_sglang))
+    ],
+)
+@THEIRS
+def test_what_the_worker_sets_itself_is_refused_or_gives_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, told: Callable[..., dict[str, Any]]
+) -> None:
+    arguments = importlib.import_module(f"worker.engines.{engine}_args")
+    given = told(monkeypatch, tmp_path, {})
+    ours = {key: "theirs" for key in given if key not in arguments.OURS}
+    assert given.keys() - ours.keys(), "some are refused"
+    assert ours, "some give way"
+    assert told(monkeypatch, tmp_path, ours) == given | ours
 
 
 def test_a_worker_says_what_is_wrong_with_its_file(written: Callable[[str], Path], tmp_path: Path) -> None:

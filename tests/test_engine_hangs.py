@@ -16,7 +16,7 @@ from rl_plane.streams import StreamReceiver
 from tests.conftest import START_S, lives
 from tests.test_mixed_fleet import ARGUMENTS
 from worker import exit_codes
-from worker.handlers import LIVENESS_TIMEOUT_S
+from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -53,17 +53,17 @@ async def test_a_real_engine_that_hangs_closes_its_worker_and_then_ends_it(plane
         admission = (await client.call(one.instance_id, "state")).body["admission"]
         return any(reason.startswith("engine: ") for reason in admission["reasons"])
 
-    await plane.until(closed, 3 * LIVENESS_TIMEOUT_S)
+    await plane.until(closed, 3 * DEFAULT_LIVENESS_TIMEOUT_S)
     assert view.member(one.instance_id) is not None, "it may come back"
 
     async def read_on() -> None:
-        async with asyncio.timeout(3 * (HANG_S + LIVENESS_TIMEOUT_S)):
+        async with asyncio.timeout(3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S)):
             async for _ in messages:
                 pass
 
     with pytest.raises(PlaneError):
         await read_on()
-    await plane.until(lambda: one.process.poll() is not None, 3 * (HANG_S + LIVENESS_TIMEOUT_S))
+    await plane.until(lambda: one.process.poll() is not None, 3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S))
     assert one.process.returncode == exit_codes.ENGINE_HUNG
     await plane.until(lambda: view.member(one.instance_id) is None)
     await plane.until(lambda: not any(map(lives, processes)))

@@ -21,9 +21,8 @@ from tests.conftest import START_S
 from tests.test_plane_update import update_of
 from worker import exit_codes
 from worker.engine_loop import EngineLoop
-from worker.engine_watch import MAX_BLOCKED_S, EngineWatch
+from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S, MAX_BLOCKED_S, EngineWatch
 from worker.follower import RecordFollower
-from worker.handlers import LIVENESS_TIMEOUT_S
 from worker.state import WorkerState
 from worker.worker import LIVENESS_INTERVAL_S
 
@@ -127,17 +126,67 @@ async def test_a_worker_whose_engine_hangs_closes_and_then_ends(plane: Plane) ->
         state = (await client.call(worker.instance_id, "state")).body
         return any(reason.startswith("engine: ") for reason in state["admission"]["reasons"])
 
-    await plane.until(closed, 3 * LIVENESS_TIMEOUT_S)
+    await plane.until(closed, 3 * DEFAULT_LIVENESS_TIMEOUT_S)
     assert view.member(worker.instance_id) is not None, "it may come back"
-    await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + LIVENESS_TIMEOUT_S))
+    await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S))
     assert worker.process.returncode == exit_codes.ENGINE_HUNG
     await plane.until(lambda: view.member(worker.instance_id) is None)
 
 
+SLOW = """
+import asyncio, worker.engines.fake as fake
+options["liveness_timeout_s"] = {timeout_s}
+async def liveness(self):
+    Path({folder!r}, "asked {name}").touch()
+    while not Path({folder!r}, "answer {name}").exists():
+        await asyncio.sleep(0.01)
+    await really(self)
+    Path({folder!r}, "answered {name}").touch()
+really, fake.FakeEngine.liveness = fake.FakeEngine.liveness, liveness
+"""
+
+
+async def test_a_slow_round_trip_closes_whose_time_out_is_shorter_alone(plane: Plane) -> None:
+    """And an answer opens it again. Both engines take as long."""
+
+    def spawn(name: str, timeout_s: float) -> Spawned:
+        (plane.tmp / f"answer {name}").touch()
+        patch = SLOW.format(name=name, timeout_s=timeout_s, folder=str(plane.tmp))
+        return plane.spawn(patch=patch)
+
+    def stands(name: str) -> Callable[[], object]:
+        """From here on: what was asked before has been answered."""
+        (plane.tmp / f"answer {name}").unlink()
+        (plane.tmp / f"asked {name}").unlink(missing_ok=True)
+        return (plane.tmp / f"asked {name}").exists
+
+    async def reasons(worker: Spawned) -> list[str]:
+        admission = (await client.call(worker.instance_id, "state")).body["admission"]
+        return [reason for reason in admission["reasons"] if reason.startswith("engine: ")]
+
+    patient, hasty = spawn("patient", 60.0), spawn("hasty", 0.5)
+    client = await plane.client()
+    await plane.until(stands("patient"))
+    await plane.until(stands("hasty"))
+    await plane.until(lambda: reasons(hasty))
+    assert await reasons(hasty) == ["engine: no round trip through the engine within 0.5 s"]
+    assert await reasons(patient) == []
+    for name in ("patient", "hasty"):
+        (plane.tmp / f"answered {name}").unlink(missing_ok=True)
+        (plane.tmp / f"answer {name}").touch()
+        await plane.until((plane.tmp / f"answered {name}").exists)
+
+    async def open_again() -> bool:
+        return await reasons(hasty) == []
+
+    await plane.until(open_again)
+    assert await reasons(patient) == []
+
+
 HANGING = """
-import asyncio, worker.engines.fake as fake, worker.handlers as handlers
+import asyncio, worker.engines.fake as fake
 options["engine_hang_s"] = {hang_s}
-handlers.LIVENESS_TIMEOUT_S = 0.5
+options["liveness_timeout_s"] = 0.5
 def _hanging(name):
     really = getattr(fake.FakeEngine, name)
     async def method(self, *arguments):
@@ -157,7 +206,7 @@ def hanging(plane: Plane) -> Spawned:
 
 
 async def until_it_has_ended(plane: Plane, worker: Spawned) -> None:
-    await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + LIVENESS_TIMEOUT_S))
+    await plane.until(lambda: worker.process.poll() is not None, 3 * (HANG_S + DEFAULT_LIVENESS_TIMEOUT_S))
     assert worker.process.returncode == exit_codes.ENGINE_HUNG
 
 
@@ -233,6 +282,37 @@ async def test_an_engine_that_dies_while_its_worker_starts_ends_it_as_at_any_tim
     late = plane.spawn(ready=False, patch=DYING.format(at=at))
     await plane.until(lambda: late.process.poll() is not None, START_S)
     assert late.process.returncode == exit_codes.ENGINE_DEAD, late.log.read_text()
+
+
+STARTED = """
+import worker.engines.fake as fake
+from rl_plane.errors import EngineDied
+async def start(self):
+    raise EngineDied("as it started")
+fake.FakeEngine.start = start
+"""
+
+HASHED = """
+import threading, worker.engines.fake as fake, worker.process as process
+from rl_plane.errors import EngineDied
+async def liveness(self):
+    if Path({folder!r}, "hashes").exists():
+        raise EngineDied("as the model was hashed")
+def model_digest(model):
+    Path({folder!r}, "hashes").touch()
+    threading.Event().wait()
+fake.FakeEngine.liveness, process.model_digest = liveness, model_digest
+"""
+"""A model that takes for ever to hash."""
+
+
+@pytest.mark.parametrize("at", ["start", "digest"])
+async def test_an_engine_that_dies_before_its_worker_serves_ends_it_so_too(plane: Plane, at: str) -> None:
+    patches = {"start": STARTED, "digest": HASHED.format(folder=str(plane.tmp))}
+    one = plane.spawn(ready=False, patch=patches[at])
+    await plane.until(lambda: one.process.poll() is not None, START_S)
+    assert one.process.returncode == exit_codes.ENGINE_DEAD, one.log.read_text()
+    assert "the engine is dead: as " in one.log.read_text()
 
 
 LOADED = """

@@ -208,6 +208,16 @@ def test_the_next_worker_is_asked_for_the_rest() -> None:
     assert so_far.rest().min_tokens == 0
 
 
+def test_a_worker_with_little_room_is_asked_for_fewer_tokens() -> None:
+    so_far = SoFar(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=10))
+    assert so_far.rest(4).max_tokens == 4
+    so_far.take(so_far.shifted(delta([1, 2, 3, 4], span(4, 0, 4), prompt_token_ids=[7])))
+    assert so_far.full
+    assert so_far.rest().max_tokens == 6  # another one may have more
+    assert not so_far.full
+    assert so_far.rest(5).max_tokens == 1
+
+
 def test_spans_of_the_next_worker_go_on_where_the_last_one_ended() -> None:
     so_far = SoFar(GenerateRequest(id="r", prompt_token_ids=[7], max_tokens=20))
     so_far.rest()

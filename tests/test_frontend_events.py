@@ -289,6 +289,47 @@ async def test_a_reader_that_takes_nothing_is_dropped(
     assert not hub._listeners
 
 
+async def test_work_ends_when_its_client_goes_and_only_then() -> None:
+    from starlette.requests import ClientDisconnect
+
+    from frontend.streaming import unless_gone
+
+    goes, begun, cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Any:
+        await goes.wait()
+        return {"type": "http.disconnect"}
+
+    async def working(error: Exception) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise error from None
+
+    async def done(result: int | Exception) -> int:
+        await asyncio.sleep(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    assert await unless_gone(receive, done(7)) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        await unless_gone(receive, done(TimeoutError("its own")))
+    call = asyncio.create_task(unless_gone(receive, working(ValueError("while it ended"))))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        goes.set()
+        with pytest.raises(ClientDisconnect):
+            await call
+    assert cancelled.is_set()
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ended.set_result(None)
+    with pytest.raises(ClientDisconnect):
+        await unless_gone(asyncio.Event().wait, working(ValueError("likewise")), ended)  # type: ignore[arg-type]
+
+
 def test_a_listener_ends_once() -> None:
     listener = Listener()
     listener.end("stopping")

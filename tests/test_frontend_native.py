@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from frontend.native import plan_sglang, plan_vllm
-from frontend.plans import Plan, plan_chat
+from frontend.plans import Plan, plan_chat, plan_completion
 from tests.test_frontend_generation import PROMPT, error_of, events_of, http, tokens_under, update
 from worker.engines.fake import fake_logprob, fake_prompt_logprobs
 
@@ -264,27 +264,26 @@ async def test_what_a_worker_refuses_is_told_by_the_callers_name(plane: Plane, h
             assert error_of(await http.post(path, json={**body, "stream": stream}), 400)["field"] == field
 
 
-@pytest.mark.parametrize(("prompt", "room"), [(3, 4093), (4000, 96), (4096, 1), (5000, 1)])
-def test_a_length_that_the_caller_did_not_choose_fits(prompt: int, room: int) -> None:
-    ids = [5] * prompt
+def test_a_length_that_the_caller_did_not_choose_is_marked() -> None:
+    """By which fewer will do, where there is no room for it."""
     chosen: list[tuple[Plan, Plan]] = [
         (
-            plan_vllm({"token_ids": ids, "sampling_params": {}}, "id", 4096),
-            plan_vllm({"token_ids": ids, "sampling_params": {"max_tokens": 200}}, "id", 4096),
+            plan_vllm({"token_ids": [5], "sampling_params": {}}, "id"),
+            plan_vllm({"token_ids": [5], "sampling_params": {"max_tokens": 200}}, "id"),
         ),
         (
-            plan_sglang({"input_ids": ids}, "id", 4096),
-            plan_sglang({"input_ids": ids, "sampling_params": {"max_new_tokens": 200}}, "id", 4096),
+            plan_sglang({"text": ["a", "b"]}, "id"),
+            plan_sglang({"text": ["a", "b"], "sampling_params": {"max_new_tokens": 200}}, "id"),
         ),
         (
-            plan_chat({"prompt_token_ids": ids}, "id", 4096),
-            plan_chat({"prompt_token_ids": ids, "max_tokens": 200}, "id", 4096),
+            plan_chat({"prompt_token_ids": [5]}, "id"),
+            plan_chat({"prompt_token_ids": [5], "max_completion_tokens": 200}, "id"),
+        ),
+        (
+            plan_completion({"prompt": "a"}, "id"),
+            plan_completion({"prompt": "a", "max_tokens": 200}, "id"),
         ),
     ]
-    for (default, own), most in zip(chosen, (256, 128, 256), strict=True):
-        assert default.requests[0].max_tokens == min(most, room)
-        assert own.requests[0].max_tokens == 200
-    assert (
-        plan_chat({"prompt_token_ids": ids, "truncate_prompt_tokens": 2}, "id", 4096).requests[0].max_tokens == 256
-    )
-    assert plan_sglang({"text": "a"}, "id", 64).requests[0].max_tokens == 128
+    for (default, own), most in zip(chosen, (256, 128, 256, 16), strict=True):
+        assert ({one.max_tokens for one in default.requests}, default.any_length) == ({most}, True)
+        assert ({one.max_tokens for one in own.requests}, own.any_length) == ({200}, False)

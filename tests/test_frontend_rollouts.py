@@ -17,6 +17,7 @@ import pytest_asyncio
 from frontend import committed
 from frontend.continuation import SoFar
 from frontend.engine_client import Event
+from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation
 from frontend.plans import Plan
 from frontend.replies import Choice
@@ -245,6 +246,39 @@ async def test_a_long_request_goes_to_a_worker_that_has_room_for_it(
     assert (error["param"], error["fix"]) == ("max_tokens", "at most 64 together")
 
 
+def unchosen(size: int, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+    """By each route, a prompt of so many tokens with nothing said of a length: as tokens, as a text, as a chat's."""
+    ids, text, chat = [5] * size, "x" * size, [{"role": "user", "content": "x" * size}]
+    told = {"return_token_ids": True, **more}
+    return [
+        ("/v1/completions", {"prompt_token_ids": ids, **told}),
+        ("/v1/completions", {"prompt": text, **told}),
+        ("/v1/completions", {"prompt": "y" * 100 + text, "truncate_prompt_tokens": size, **told}),
+        ("/v1/chat/completions", {"prompt_token_ids": ids, **told}),
+        ("/v1/chat/completions", {"messages": chat, **told}),
+    ]
+
+
+def native(size: int) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        ("/inference/v1/generate", {"token_ids": [5] * size, "sampling_params": {}}),
+        ("/generate", {"input_ids": [5] * size}),
+        ("/generate", {"text": "x" * size}),
+    ]
+
+
+async def lengths(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[int]:
+    """How many tokens each choice has."""
+    response = await http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    made: Counter[int] = Counter()
+    for reply in events_of(response.text)[:-1] if body.get("stream") else [response.json()]:
+        for choice in reply["choices"] if isinstance(reply, dict) and "choices" in reply else [reply]:
+            for at, one in enumerate(choice if isinstance(choice, list) else [choice]):
+                made[one.get("index", at)] += len(one["token_ids"] if "token_ids" in one else one["output_ids"])
+    return [made[index] for index in sorted(made)]
+
+
 @pytest.mark.parametrize("pinned", [None, 0, 1])
 async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_has_room_for(
     plane: Plane, http: httpx.AsyncClient, pinned: int | None
@@ -254,19 +288,153 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
     await ready(plane, 2)
     (model,) = (await http.get("/v1/models")).json()["data"]
     assert model["max_model_len"] == 16  # of which nobody is refused
-    ids, room = PROMPT * (7 if pinned is None else 3), {None: 64, 0: 16, 1: 64}[pinned]
-    made = min(room - len(ids), room // 2)
-    chat: dict[str, Any] = {"prompt_token_ids": ids, "return_token_ids": True}
+    room = {None: 64, 0: 16, 1: 64}[pinned]
+    size, more = room - 7, {}
     if pinned is not None:
-        chat["nvext"] = {"instance_id": workers[pinned].instance_id}
-    for _ in workers:
-        reply = await http.post("/v1/chat/completions", json=chat)
-        assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
-        if pinned is None:
-            reply = await http.post("/inference/v1/generate", json={"token_ids": ids, "sampling_params": {}})
-            assert len(reply.json()["choices"][0]["token_ids"]) == made, reply.text
-            reply = await http.post("/generate", json={"input_ids": ids})
-            assert len(reply.json()["output_ids"]) == room - len(ids), reply.text
+        more = {"nvext": {"instance_id": workers[pinned].instance_id}}
+    asked = unchosen(size, **more) + ([] if pinned is not None else native(size))
+    for path, body in asked * len(workers):
+        assert await lengths(http, path, body) == [7], body
+    for path, body in unchosen(size, n=2, stream=True, **more):
+        assert await lengths(http, path, body) == [7, 7], body
+    for path, body in unchosen(room, **more):
+        error = error_of(await http.post(path, json=body), 400)
+        assert (error["param"], error["prompt_tokens"]) == ("max_tokens", room), body
+    for path, body in unchosen(size, max_tokens=8, **more):
+        assert error_of(await http.post(path, json=body), 400)["param"] == "max_tokens", body
+
+
+async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane, http: httpx.AsyncClient) -> None:
+    plane.spawn(max_model_len=64)
+    await ready(plane, 1)
+    texts = ["x" * 60, "y" * 50, "z" * 4]
+    assert await lengths(http, "/v1/completions", {"prompt": texts, "return_token_ids": True}) == [4, 14, 16]
+    assert await lengths(http, "/generate", {"text": texts}) == [4, 14, 60]
+
+
+async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    """Fewer tokens now, rather than more when a closed worker opens, or one that was lost is back."""
+    plane.spawn(max_model_len=16)
+    longer = plane.spawn(max_model_len=64)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [longer.instance_id]})
+    for path, body in unchosen(9):
+        assert await lengths(http, path, body) == [7], body
+    longer.kill()
+    for path, body in unchosen(9):
+        assert await lengths(http, path, body) == [7], body
+
+
+@pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
+async def test_a_length_that_nobody_chose_counts_what_was_made_before(
+    plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
+) -> None:
+    """By a worker that is lost, of whatever room: never more than the default, nor than the last one has room for."""
+    first, second = plane.spawn(max_model_len=rooms[0], token_delay_s=0.5), plane.spawn(max_model_len=rooms[1])
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [second.instance_id]})
+    async with Streaming(http, prompt_token_ids=None, prompt="x" * 20, migrate=True) as stream:
+        await stream.more()
+        first.kill()
+        await fleet.run("enable", {"workers": [second.instance_id]})
+        await stream.end()
+    assert (stream.error, stream.last["finish_reason"]) == (None, "length")
+    assert len(stream.last["instances"]) == 2
+    assert len(stream.tokens) == total
+
+
+# ---- what only a worker can do that is away ----
+
+NEEDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "a field": ({"patch": CANT}, {}, {"min_tokens": 1}),
+    "room": ({"max_model_len": 16}, {"max_model_len": 64}, {"max_tokens": 40}),
+}
+"""What the one worker is, and the other one, and what is asked that only the other one can do."""
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
+    """The requests that have waited for a worker."""
+    wait, found = FleetStatus.wait_changed, set[asyncio.Task[Any] | None]()
+
+    async def noted(status: FleetStatus, timeout_s: float) -> None:
+        found.add(asyncio.current_task())
+        await wait(status, timeout_s)
+
+    monkeypatch.setattr(FleetStatus, "wait_changed", noted)
+    return found
+
+
+async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) -> tuple[Spawned, asyncio.Task[Any]]:
+    """Killed before its first token of the request, while the other one is open."""
+    lesser, more, body = NEEDS[need]
+    other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [other.instance_id]})
+    asking = asyncio.create_task(http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body}))
+    await until_running(plane, await plane.client(), able.instance_id, 1)
+    await fleet.run("enable", {"workers": [other.instance_id]})
+    await ask(http, max_tokens=1, nvext={"instance_id": other.instance_id})  # the frontend knows that it is open
+    able.kill()
+    return able, asking
+
+
+@pytest.mark.parametrize("need", NEEDS)
+async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
+) -> None:
+    able, asking = await lose_the_able_one(plane, http, need)
+    await plane.until(lambda: waiting or asking.done())
+    assert not asking.done(), asking.result().text
+    waiting.clear()
+    _, more, body = NEEDS[need]
+    # The second one comes while it is away.
+    late = asyncio.create_task(http.post("/v1/completions", json={"prompt_token_ids": PROMPT, **body}))
+    await plane.until(lambda: waiting or late.done())
+    assert not late.done(), late.result().text
+    plane.spawn(ready=False, instance_id=able.instance_id, **more)
+    for reply in await asyncio.gather(asking, late):
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["nvext"]["instance_id"] == able.instance_id
+
+
+@pytest.mark.parametrize("need", NEEDS)
+async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, need: str
+) -> None:
+    """Until then its caller may ask again."""
+    async with frontend(plane, admission_wait_s=0.5) as http:
+        _, asking = await lose_the_able_one(plane, http, need)
+        reply = await asking
+        assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("worker_lost", "1")
+        body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
+        reply = await http.post("/v1/completions", json=body)
+        assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("not_admitted", "1")
+        monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
+        status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
+        assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
+
+
+async def test_a_choice_with_tokens_waits_for_a_worker_that_can_go_on(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
+) -> None:
+    plane.spawn(patch=CANT)
+    able = plane.spawn(token_delay_s=PACE_S)
+    await ready(plane, 2)
+    async with Streaming(http, max_tokens=300, min_tokens=1, migrate=True) as stream:
+        await stream.until(lambda stream: len(stream.tokens) >= 3)
+        waiting.clear()
+        able.kill()
+        await plane.until(lambda: waiting)
+        plane.spawn(ready=False, instance_id=able.instance_id)
+        await stream.end()
+    assert (stream.error, len(stream.tokens)) == (None, 300)
+    assert [maker["instance_id"] for maker in stream.last["instances"]] == [able.instance_id] * 2
 
 
 # ---- too much at once ----
@@ -404,6 +572,43 @@ async def test_a_choice_leaves_a_worker_that_missed_an_update(
         assert other.requests[0]["request"]["prompt_token_ids"] == PROMPT + made[:-1]
         assert [span["sequence"] for span in choice["weight_versions"]] == [1, 2]
         assert [maker["end"] for maker in choice["instances"]] == [len(made) - 1, len(made)]
+
+
+@pytest.mark.parametrize("migrate", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_choice_without_a_token_leaves_a_worker_that_missed_an_update(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, migrate: bool, alone: bool
+) -> None:
+    """Nothing of it was delivered. Where nobody else is there, its caller is told why."""
+    monkeypatch.setattr(committed, "STALE_AFTER_S", 0.0)
+    go = asyncio.Event()
+
+    async def behind(stream: Stream) -> None:
+        await go.wait()
+        await stream.send([1], span(1, 0, 1))
+
+    async with staged(plane, wait_s=0.5 if alone else 5.0) as stage:
+        worker = await stage.worker(behind, record(1))
+        await stage.decide(record(1))
+        asking = asyncio.create_task(stage.ask(prompt=None, prompt_token_ids=PROMPT, migrate=migrate))
+        await plane.until(lambda: worker.requests)
+        if not alone:
+            await stage.worker(always(2, base=2), record(2))
+        await stage.decide(record(2))
+
+        async def knows() -> bool:
+            reply = await stage.ask(min_version=2, on_stale="refuse")
+            return reply.is_success or reply.json()["error"]["code"] == "not_admitted"
+
+        await plane.until(knows)
+        go.set()
+        reply = await asking
+        if alone:
+            error = error_of(reply, 503)
+            assert (error["code"], "partial" in error) == ("stale_weights", False)
+        else:
+            (choice,) = reply.json()["choices"]
+            assert (choice["token_ids"], choice["weight_versions"][0]["sequence"]) == ([2], 2)
 
 
 async def test_a_request_waits_for_the_version_that_it_demands(plane: Plane, http: httpx.AsyncClient) -> None:

@@ -302,7 +302,7 @@ def completion(**body: Any) -> Plan:
 
 
 def chat(**body: Any) -> Plan:
-    return plan_chat({"messages": [{"role": "user", "content": "hi"}], **body}, "chatcmpl-1", 4096)
+    return plan_chat({"messages": [{"role": "user", "content": "hi"}], **body}, "chatcmpl-1")
 
 
 def test_a_plain_completion_has_openais_defaults() -> None:
@@ -441,7 +441,6 @@ def test_tokens_come_in_either_field() -> None:
 
 def test_a_chat_has_a_bounded_default_length() -> None:
     assert chat().requests[0].max_tokens == DEFAULT_CHAT_TOKENS
-    assert plan_chat({"messages": [{"role": "user", "content": "hi"}]}, "c", 64).requests[0].max_tokens == 32
     assert chat(max_completion_tokens=7, max_tokens=7).requests[0].max_tokens == 7
     assert chat(logprobs=True, top_logprobs=0).logprobs
     assert chat(logprobs=True, top_logprobs=5).requests[0].top_logprobs == 5

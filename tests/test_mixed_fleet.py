@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ import pytest_asyncio
 
 pytest.importorskip("torch")
 pytest.importorskip("peft")
+from safetensors.torch import load_file, save_file
 
 from frontend.attempts import Attempts
 from rl_plane.client import RlClient
@@ -35,7 +37,7 @@ from tests.faults import Stream
 from tests.reference import logprobs_of, prompt_logprobs
 from tests.test_delta_fleet import by_delta
 from tests.test_fed_updates import free_port
-from tests.test_frontend_generation import ask, events_of, frontend, until_running
+from tests.test_frontend_generation import ask, error_of, events_of, frontend, until_running
 from tests.test_frontend_rollouts import Streaming
 from tests.test_group_transport import Pushing
 from tests.test_ipc_transport import trainer_of
@@ -43,6 +45,7 @@ from tests.test_nixl_transport import trainer
 from tests.test_plane_update import all_serve, states, update_of
 from tests.told_process import ToldProcess
 from tests.vllm_trainer import VllmTrainer
+from worker.engines.finite_logits import NOT_FINITE
 from worker.exit_codes import ENGINE_DEAD
 from worker.holds import VARIABLE
 from worker.staging import adapter_digest
@@ -163,6 +166,24 @@ async def proven(
         assert (span["version"], span["start"], span["end"]) == (label, 0, TOKENS), engine
         told = span.get("adapter")
         assert (told and (told["name"], told["digest"])) == made_by, engine
+
+
+async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:
+    """Weights that have diverged, as one update, and right ones as the next."""
+    path = shutil.copytree(mixed.tiny(1), mixed.plane.tmp / "weights" / "diverged")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
+    save_file(tensors, path / "model.safetensors")
+    await client.run("update_weights", update_of(path, "diverged"))
+    for engine, instance_id in mixed.ids.items():
+        body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "nvext": {"instance_id": instance_id}}
+        for more in ({"temperature": 0}, {"temperature": 1.0, "n": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}):
+            for stream in (False, True):  # which has not begun
+                asked = {**body, **more, "stream": stream}
+                error = error_of(await http.post("/v1/completions", json=asked), 500)
+                assert (error["code"], error["message"]) == ("engine_failed", NOT_FINITE), (engine, asked)
+    await client.run("update_weights", update_of(mixed.tiny(2), "healed"))
+    await proven(http, mixed, "healed", mixed.tiny(2))
 
 
 async def settled(client: RlClient, mixed: Mixed) -> str:
@@ -462,6 +483,13 @@ async def test_prompt_logprobs_are_the_references(mixed: Mixed, client: RlClient
             alone = await ask(http, **{**body, "prompt_token_ids": prompt[:1]}, prompt_logprobs=0)
             assert alone["choices"][0]["prompt_logprobs"] == [None], engine
     await client.run("unload_lora_adapter", {"lora_name": "scored"})
+    await mixed.witnessed(client)
+
+
+async def test_weights_that_are_no_numbers_make_no_tokens(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await fails_of_no_numbers(http, mixed, client)
     await mixed.witnessed(client)
 
 

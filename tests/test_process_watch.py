@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 pytest.importorskip("psutil")
 
-from rl_plane.errors import EngineDied
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import LOOK_S, ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.sglang_process import SglangProcess
 
 BOUND_S = 10.0
@@ -87,3 +92,100 @@ async def test_what_is_left_of_a_dead_sglang_is_killed(
     for child in children[1:]:
         assert child.wait(BOUND_S) < 0
     process._watch.close()
+
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def _rank(told: Any) -> NoReturn:
+    told.recv()
+    os._exit(1)
+
+
+class Building:
+    """Of an engine of two ranks, of which the last ends; its own thread waits for the first."""
+
+    def __init__(self) -> None:
+        self.pipes = [SPAWN.Pipe(duplex=False) for _ in range(2)]
+        self.ranks = [SPAWN.Process(target=_rank, args=(reader,), daemon=True) for reader, _ in self.pipes]
+
+    def run(self, end: Callable[[Building], None], waits_for: int) -> None:
+        with StartWatch() as watch:
+            for rank in self.ranks:
+                rank.start()
+            give_up = time.monotonic() + BOUND_S
+            while not watch._started.issuperset(self.ranks):
+                assert time.monotonic() < give_up
+                time.sleep(LOOK_S)
+            end(self)
+            self.ranks[waits_for].join(BOUND_S)
+            raise RuntimeError(f"rank {waits_for} has ended: {self.ranks[waits_for].exitcode}")
+
+    def end_itself(self) -> None:
+        self.pipes[1][1].send("end")
+
+    def be_killed(self) -> None:
+        self.ranks[1].kill()
+
+    def be_told(self) -> None:
+        self.ranks[1].terminate()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.fixture
+def building() -> Iterator[Building]:
+    building = Building()
+    yield building
+    building.close()
+
+
+def test_a_kill_while_an_engine_is_built_ends_those_for_which_the_building_waits(building: Building) -> None:
+    other = SPAWN.Process(target=time.sleep, args=(600,), daemon=True)
+    other.start()
+    try:
+        with pytest.raises(
+            EngineDied, match=r"killed by signal 9 while it started: rank 0 has ended: -9$"
+        ) as caught:
+            building.run(Building.be_killed, waits_for=0)
+        assert f"process {building.ranks[1].pid} was" in caught.value.message
+        assert other.is_alive(), "it is of nobody's start"
+    finally:
+        other.kill()
+        other.join()
+
+
+@pytest.mark.parametrize(("end", "code"), [(Building.end_itself, 1), (Building.be_told, -signal.SIGTERM)])
+def test_one_that_ends_otherwise_is_the_engines_to_tell_of(
+    building: Building, end: Callable[[Building], None], code: int
+) -> None:
+    """It would end so again."""
+    with pytest.raises(RuntimeError, match=f"rank 1 has ended: {code}$"):
+        building.run(end, waits_for=1)
+    assert building.ranks[0].is_alive()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_an_error_that_a_death_makes_before_it_is_seen_is_of_the_death(dies: bool) -> None:
+    dead: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
+
+    async def broken() -> None:
+        if dies:
+            asyncio.get_running_loop().call_soon(dead.set_exception, EngineDied("process 1 ended"))
+        raise EngineFailed("rank 0 can't be reached")
+
+    with pytest.raises(EngineFailed) as caught:
+        await or_death(broken(), dead)
+    assert caught.value.message == ("process 1 ended" if dies else "rank 0 can't be reached")
+    assert isinstance(caught.value, EngineDied) is dies
+
+
+async def test_bad_input_is_told_at_once() -> None:
+    async def refused() -> None:
+        raise InvalidRequest("no such file", field="model", fix="name another")
+
+    with pytest.raises(InvalidRequest):
+        await or_death(refused(), asyncio.get_running_loop().create_future())

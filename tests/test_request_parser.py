@@ -97,19 +97,19 @@ ROUTES: dict[str, Route] = {
         {"prompt_token_ids": [5, 6]},
     ),
     "chat": (
-        lambda body: plan_chat(body, "id", 4096),
+        lambda body: plan_chat(body, "id"),
         names(ChatBody, REFUSED),
         {"nvext": names(NvExt, REFUSED_IN_NVEXT)},
         {"messages": MESSAGES},
     ),
     "vllm": (
-        lambda body: plan_vllm(body, "id", 4096),
+        lambda body: plan_vllm(body, "id"),
         names(VllmBody, VLLM_REFUSED),
         {"sampling_params": names(VllmSampling, VLLM_SAMPLING_REFUSED)},
         {"token_ids": [5, 6], "sampling_params": {}},
     ),
     "sglang": (
-        lambda body: plan_sglang(body, "id", 4096),
+        lambda body: plan_sglang(body, "id"),
         names(SglangBody, SGLANG_REFUSED),
         {"sampling_params": names(SglangSampling, SGLANG_SAMPLING_REFUSED)},
         {"input_ids": [5, 6]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.soak.chaos import DECK, Chaos, Step, schedule
+from tests.soak.chaos import DECK, NEEDED, Chaos, Step, schedule
 from tests.soak.checker import Checker, Delivered, Fault, Reference, check_partial
 from tests.soak.fleet import Counts
 from tests.soak.load import DEMANDS, KINDS, OF_WORKERS, Clients, Floors, Told, draw
@@ -25,8 +26,8 @@ from worker.tiny_model import permutation
 
 ROOT = Path(__file__).parent.parent
 SOAK_S = 60
-SOAK_BOUND_S = 400
-"""With starts, the end, and other tests on the same cores."""
+SOAK_BOUND_S = 600
+"""With starts, the end, deaths that come after the time, and other tests on the same cores."""
 
 BASES = {f"base {seed}": permutation(f"witness {seed}", 64) for seed in range(3)}
 ADAPTERS = {f"adapter {seed}": permutation(f"adapter {seed}", 64) for seed in range(2)}
@@ -210,6 +211,30 @@ def test_a_seed_is_one_schedule_with_everything_in_it() -> None:
     assert {(ask.route, ask.kind) for ask in asks} == set(itertools.product(range(len(ROUTES)), KINDS))
 
 
+@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+async def test_a_slow_machine_skips_no_death(
+    monkeypatch: pytest.MonkeyPatch, adapters: bool, seconds: float
+) -> None:
+    """Nor the update that running choices cross; when the time is over, each of them is still made, once."""
+    steps, made = [replace(step, at_s=0.0) for step in schedule(1, SOAK_S, adapters)], []
+
+    async def done(chaos: Chaos, step: Step) -> None:
+        made.append(step.name)
+
+    async def learn_committed() -> None:
+        pass
+
+    for kind, _ in DECK:
+        monkeypatch.setattr(Chaos, f"_{kind}", done)
+    fleet: Any = SimpleNamespace(note=lambda text: None, learn_committed=learn_committed)
+    weights: Any = None
+    chaos = Chaos(fleet, weights, Floors(), adapters)
+    await chaos.run(steps, seconds)
+    assert sorted(made) == sorted([step.name for step in steps] if seconds else NEEDED)
+    assert {f"{name}: done" for name in NEEDED} <= chaos.outcomes.keys()
+
+
 def test_only_what_ends_running_choices_excuses_an_abort() -> None:
     """An adapter that is swapped ends none, whatever the engine."""
     fleet: Any = SimpleNamespace(engines=["hf", "vllm", "sglang"])
@@ -323,3 +348,8 @@ def test_a_minute_without_a_fault() -> None:
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
     assert "no fault" in done.stdout
+    for name in NEEDED:
+        assert re.search(rf"\d+   {name}: ", done.stdout), done.stdout
+    crossed = re.search(r"; (\d+) choices of several versions", done.stdout)
+    assert crossed is not None
+    assert int(crossed[1]), done.stdout

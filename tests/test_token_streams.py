@@ -123,6 +123,49 @@ async def test_streams_that_send_at_once_share_messages(nats: NatsServer) -> Non
         assert counted["messages"] < STREAMS * MESSAGES / 2
 
 
+async def test_a_message_that_may_wait_goes_with_the_next_or_by_itself(nats: NatsServer) -> None:
+    async with both_ends(nats.url) as (receiver, _, _):
+        came: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def take(message: Msg) -> None:
+            came.put_nowait((message.subject, msgpack.unpackb(message.data)))
+
+        inbox = receiver.bus.nc.new_inbox()
+        await receiver.bus.subscribe(f"{inbox}.*", take)
+        await receiver.bus.flush()
+        outbox = Outbox(receiver.bus)
+        async with asyncio.timeout(BOUND_S):
+            await outbox.publish(f"{inbox}.a", msgpack.packb(1), within_s=2 * BOUND_S)
+            await outbox.publish(f"{inbox}.b", msgpack.packb(2), within_s=2 * BOUND_S)
+            await outbox.publish(f"{inbox}.a", msgpack.packb(3))
+            assert await came.get() == (f"{inbox}.a", {"many": ["a", 1, "b", 2, "a", 3]})
+            await outbox.publish(f"{inbox}.c", msgpack.packb(4), within_s=0.01)
+            assert await came.get() == (f"{inbox}.c", 4)
+
+
+async def test_a_token_that_comes_at_once_takes_the_acceptance_with_it(plane: Plane) -> None:
+    worker = plane.spawn(patch="import worker.generation as generation; generation.ACCEPTED_WITHIN_S = 600")
+    client = await plane.client()
+    came: list[Any] = []
+    all_here = asyncio.Event()
+
+    async def take(message: Msg) -> None:
+        came.append(msgpack.unpackb(message.data))
+        all_here.set()
+
+    inbox = client.bus.nc.new_inbox()
+    await client.bus.subscribe(f"{inbox}.*", take)
+    await client.bus.flush()
+    request = {"prompt_token_ids": [5], "max_tokens": 1, "ignore_eos": True}
+    opening = msgpack.packb({"kind": "open", "id": "r1", "request": request})
+    await client.bus.nc.publish(client.subjects().generate(worker.instance_id), opening, reply=f"{inbox}.a")
+    async with asyncio.timeout(BOUND_S):
+        await all_here.wait()
+    _, accepted, _, token = came[0]["many"]
+    assert accepted["accepted"]["instance_id"] == worker.instance_id
+    assert len(token["delta"]["token_ids"]) == 1
+
+
 async def test_a_first_message_that_is_lost_is_sent_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the receiver can do is to send its request again: it knows of nothing that came."""
     lost: list[dict[str, Any]] = []

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,25 @@ pytest.importorskip("peft")
 
 from rl_plane.client import RlClient
 from rl_plane.errors import InvalidWeights, PlaneError, Unavailable
-from tests import each_transport
+from tests import each_transport, rank_faults
 from tests.conftest import Plane, Spawned, lives
 from tests.faults import Stream
 from tests.group_trainer import Trainer as GroupTrainer
 from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.test_group_transport import Pushing, _send_all
-from tests.test_mixed_fleet import ARGUMENTS, END_S, ENDLESS, HEAL_S, PROMPT, START_S, Mixed, client, http, proven
+from tests.test_mixed_fleet import (
+    ARGUMENTS,
+    END_S,
+    ENDLESS,
+    HEAL_S,
+    PROMPT,
+    START_S,
+    Mixed,
+    client,
+    fails_of_no_numbers,
+    http,
+    proven,
+)
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
 from worker.tiny_model import make_witness_model
@@ -51,6 +64,8 @@ def mixed(make_plane: Callable[[], Plane], request: pytest.FixtureRequest) -> It
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
         patched.setenv("TMPDIR", str(plane.tmp))
+        rank_faults.install(plane.tmp / "site")
+        patched.setenv("PYTHONPATH", str(plane.tmp / "site"), prepend=os.pathsep)
         found = Mixed(plane, first, {})
         _spawn(found, engine)
         yield found
@@ -92,6 +107,12 @@ async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx
     await client.run("update_weights", update_of(mixed.tiny(2), "two", staging="none"))
     await proven(http, mixed, "two", mixed.tiny(2), adapter)
     await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
+async def test_weights_that_are_no_numbers_make_no_tokens(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await fails_of_no_numbers(http, mixed, client)
 
 
 async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
@@ -142,6 +163,27 @@ async def test_each_transport(mixed: Mixed, client: RlClient, http: httpx.AsyncC
 
 async def test_what_is_fed_call_by_call(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
     await each_transport.bring_call_by_call(mixed, client, http)
+
+
+@pytest.mark.parametrize("faults", ["once", "for good"])
+async def test_an_adapter_that_one_rank_does_not_remove(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, faults: str
+) -> None:
+    """What is committed comes to hold, also where the first try could not be undone."""
+    (engine,) = mixed.ids
+    await client.run("update_weights", update_of(mixed.tiny(1), faults))
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(1))})
+    once = [rank_faults.fault(1, rank_faults.PLACES[engine]["unload"], done=True)]
+    for one in once if faults == "once" else rank_faults.faults_for_good(engine, "unload", 1):
+        await client.run("init_transport", one)
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
+    await proven(http, mixed, faults, mixed.tiny(1))
+    (state,) = (await client.run("state"))["workers"]
+    assert state["adapters"] == {}
+    await client.run("destroy_transport", {"backend": "faults"})
+    await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(2))})
+    await proven(http, mixed, faults, mixed.tiny(1), ("a", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "a"})
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
@@ -207,3 +249,26 @@ async def test_one_rank_is_killed(mixed: Mixed, client: RlClient) -> None:
     assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD
     await mixed.plane.until(lambda: not any(map(lives, family)))
     assert not list(mixed.plane.tmp.glob("rl-plane-*"))
+
+
+async def test_one_rank_is_killed_while_its_engine_starts(mixed: Mixed) -> None:
+    """As by the kernel, for want of memory. All ends as it does later, and is worth starting again."""
+    (engine,), directories = mixed.ids, set(mixed.plane.tmp.glob("rl-plane-*"))
+    worker = mixed.plane.spawn(ready=False, engine=engine, model=mixed.first, **ARGUMENTS[engine], **RANKS[engine])
+    family: list[psutil.Process] = []
+
+    def ranks() -> list[psutil.Process]:
+        family[:] = psutil.Process(worker.process.pid).children(recursive=True)
+        found = []
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                found += [one] if one.name().startswith(PROCESSES[engine]) else []
+        return found if len(found) == 2 else []
+
+    found = await mixed.plane.until(ranks, START_S)
+    os.kill(found[1].pid, signal.SIGKILL)
+    assert await asyncio.to_thread(worker.process.wait, END_S) == ENGINE_DEAD, worker.log.read_text()
+    assert worker.process.stdout is not None
+    assert worker.process.stdout.read() == "", "it was never ready"
+    await mixed.plane.until(lambda: not any(map(lives, family)))
+    assert set(mixed.plane.tmp.glob("rl-plane-*")) == directories

@@ -13,7 +13,7 @@ import pytest
 from rl_plane.errors import EngineFailed
 from rl_plane.versions import WeightVersion
 from worker.engines.base import EngineOptions
-from worker.engines.vllm import VllmEngine, _Lora
+from worker.engines.vllm import VllmEngine
 
 VERSION = WeightVersion("run", 1, "step_1", "blake3:" + "1" * 64)
 
@@ -54,14 +54,6 @@ class Llm:
         self._is_asked("flush", reset_running_requests, reset_connector)
         return self.flushes
 
-    async def add_lora(self, lora: _Lora) -> bool:
-        self._is_asked("add_lora", lora.number)
-        return True
-
-    async def remove_lora(self, number: int) -> bool:
-        self._is_asked("remove_lora", number)
-        return True
-
     async def update_weight_version(self, name: str) -> None:
         self._is_asked("name")
 
@@ -88,7 +80,8 @@ class Process:
     async def ask(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 
-    async def on_ranks(self, method: str) -> list[dict[str, Any]]:
+    async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        self.llm.asked.append((method, *arguments))
         return [{"rank": 0}]
 
     def rows(self, op: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +106,6 @@ def standing_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmE
     monkeypatch.setattr(engine, "_no_sleep", lambda: None)
     monkeypatch.setattr(engine, "_info", SimpleNamespace(check_place=lambda name, loaded: None))
     monkeypatch.setattr(engine, "_streams", Streams())
-    monkeypatch.setattr(_Lora, "request", lambda lora, anew: lora)
     return engine, llm
 
 
@@ -173,7 +165,7 @@ async def test_a_cache_that_is_not_flushed_fails_what_would_find_it(
     with pytest.raises(EngineFailed, match="did not flush"):
         await engine.swap_adapter("x", "second", VERSION)
     assert engine._loras["x"] == before
-    assert llm.asked[-1] == ("add_lora", before.number), "the old one is back"
+    assert llm.asked[-1] == ("rl_plane_add_lora", before.number, before.path), "the old one is back"
     assert await engine.swap_adapter("x", None, None) is False
     assert engine._loras == {}
 

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
+from rl_plane.errors import InvalidRequest
 from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, completed, thread_binding
+from worker.engines.vllm_process import _check_device
 
 
 def test_a_cpu_gets_a_bound_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +48,19 @@ def test_ranks_share_the_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert thread_binding(ranks) == binding
+
+
+@pytest.mark.parametrize(("device", "on_cpu"), [("auto", True), ("cpu", True), ("cuda", False), ("cuda:0", False)])
+def test_a_device_that_vllm_can_take(device: str, on_cpu: bool) -> None:
+    _check_device(device, on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "on_cpu", "known"),
+    [("cuda:1", False, "cuda"), ("auto:1", False, "cuda"), ("cpu", False, "cuda"), ("cuda:1", True, "cpu")],
+)
+def test_a_device_that_it_would_not_take_is_refused(device: str, on_cpu: bool, known: str) -> None:
+    with pytest.raises(InvalidRequest, match=device) as caught:
+        _check_device(device, on_cpu)
+    assert caught.value.facts["field"] == "device"
+    assert caught.value.facts["fix"] == f"use {known}; CUDA_VISIBLE_DEVICES says which"

@@ -534,6 +534,31 @@ def test_an_unload_that_fails_is_repeated_later() -> None:
     assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
 
 
+def test_an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more() -> None:
+    """Also where what is committed next is the one that was lost."""
+    core = serving(R0, (loaded := after(R0, load="a")))
+    swapping = after(loaded, load="a")
+    back = replace(after(swapping, load="a"), adapters=loaded.adapters)
+    stage(core, swapping)
+    core.learnt(swapping.opened(), 3, 0.0)
+    swap = core.commit_step(swapping)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swap_failed(swap, "broken", 0.0, lost=True)
+    core.learnt(back.opened(), 4, 0.0)
+    assert core.next(0.0) == Fetch("heal-1", "a", loaded.made, loaded.adapters["a"].source)
+    hold(core, 0.0)
+    unloading = after(back, unload="a")
+    core.learnt(unloading.opened(), 5, 0.0)
+    unload = core.next(0.0)
+    assert isinstance(unload, Unload)
+    core.swapping(unload)
+    core.swap_failed(unload, "broken", 0.0, lost=True)
+    assert core.next(0.0) == Relabel(unloading.opened())
+    hold(core, 0.0)
+    assert (reasons(core), core.state.adapters) == ({}, {})
+
+
 def test_what_is_staged_outlasts_an_unload() -> None:
     core = serving(R0, (loaded := after(R0, load="a")))
     dropping = replace(after(loaded, refetchable=False), adapters={})
@@ -815,7 +840,7 @@ class Walk:
             if rng.random() < 0.7:
                 self.core.swapped(swap, self.now)
             else:
-                self.core.swap_failed(swap, "failed", self.now)
+                self.core.swap_failed(swap, "failed", self.now, lost=rng.random() < 0.3)
             return
         actions = [self.decide, self.hear, self.ask_leader, self.coordinate, self.stage, self.tick]
         rng.choice([*actions, self.obey, self.obey, self.commit, self.operate])()

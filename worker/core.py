@@ -303,9 +303,12 @@ class WorkerCore:
         if self.record is not None:
             self._judge(now)
 
-    def swap_failed(self, swap: Swap | Unload, why: str, now: float) -> None:
+    def swap_failed(self, swap: Swap | Unload, why: str, now: float, lost: bool = False) -> None:
+        """`lost`: the adapter that was there is gone."""
         if swap.name is None:
             self.state.lose_weights(why)
+        elif lost:
+            self.state.adapters.pop(swap.name, None)
         self.fetch_failed(why, now)
 
     def relabelled(self, record: DecisionRecord) -> None:

@@ -239,6 +239,7 @@ class Dispatcher:
             error,
             self._state.instance_id,
             self._state.incarnation,
+            error.facts.get("rank_results"),
             elapsed_s=time.monotonic() - start,
         )
 

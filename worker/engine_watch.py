@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+DEFAULT_LIVENESS_TIMEOUT_S = 5.0
+"""A round trip waits for one step; the slowest step that we know takes less than this."""
 DEFAULT_ENGINE_HANG_S = 60.0
 """The slowest step that we know takes seconds; a healing restart takes less than a trainer's patience."""
 MAX_BLOCKED_S = 1800.0

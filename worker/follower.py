@@ -49,7 +49,7 @@ from worker.core import (
 from worker.core import Staged as StagedInfo
 from worker.engine_loop import EngineLoop
 from worker.engine_watch import EngineWatch
-from worker.engines.base import EngineAdapter, PauseMode
+from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
 from worker.peers import Peers
 from worker.reception import Link
 from worker.staging import not_fitting
@@ -517,7 +517,8 @@ class RecordFollower:
             core.swapped(swap, time.monotonic())
             swapped = True
         except BaseException as error:
-            core.swap_failed(swap, f"the swap did not end: {why(error)}", time.monotonic())
+            lost = isinstance(error, AdapterLost)
+            core.swap_failed(swap, f"the swap did not end: {why(error)}", time.monotonic(), lost)
             self.look()
             raise
         finally:

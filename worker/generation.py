@@ -27,6 +27,9 @@ from worker.state import TokenShare, WorkerState
 
 log = logging.getLogger("worker.generation")
 
+ACCEPTED_WITHIN_S = 0.002
+"""An engine's loop begins with a request in less, unless it is busy. While the acceptance is written and sent, that
+loop waits for the interpreter; and a first token that comes at once takes the acceptance with it."""
 GONE = msgpack.packb({"gone": True})
 MAX_TOKENS = 1 << 13
 """Of one message, with their logprobs 14 bytes each: an eighth of what it carries."""
@@ -112,7 +115,7 @@ class GenerationService:
         try:
             try:
                 request = self._admit(stream_id, body)
-                await sender.send({"accepted": self._accepted()})
+                await sender.send({"accepted": self._accepted()}, ACCEPTED_WITHIN_S)
                 await self._generate(request, sender)
             except PlaneError as error:
                 if isinstance(

@@ -19,12 +19,10 @@ from worker.follower import RecordFollower
 from worker.memory import EngineMemory
 from worker.updates import Staging, WeightUpdates
 
-LIVENESS_TIMEOUT_S = 5.0
-"""A round trip waits for one step; the slowest step that we know takes less than this."""
-
 
 class OpHandlers:
-    """`drain(timeout_s)` closes admission and waits for the running requests; `tell` publishes what changed."""
+    """`liveness_timeout_s`: how long a round trip through the engine may take. `drain(timeout_s)` closes admission and
+    waits for the running requests; `tell` publishes what changed."""
 
     def __init__(
         self,
@@ -37,6 +35,7 @@ class OpHandlers:
         memory: EngineMemory,
         *,
         member_info: dict[str, Any],
+        liveness_timeout_s: float,
         drain: Callable[[float], Awaitable[bool]],
         tell: Callable[[], None],
         named: Callable[[Iterable[str]], list[str]],
@@ -51,6 +50,7 @@ class OpHandlers:
         self._follower = follower
         self._memory = memory
         self._member_info = member_info
+        self._liveness_timeout_s = liveness_timeout_s
         self._drain = drain
         self._tell = tell
         self._named = named
@@ -87,10 +87,10 @@ class OpHandlers:
         """Seconds through the engine and back; EngineFailed when it is dead or takes too long."""
         start = time.monotonic()
         try:
-            async with asyncio.timeout(LIVENESS_TIMEOUT_S):
+            async with asyncio.timeout(self._liveness_timeout_s):
                 await self._engine.run(self._adapter.liveness())
         except TimeoutError as error:
-            raise EngineHung(f"no round trip through the engine within {LIVENESS_TIMEOUT_S:g} s") from error
+            raise EngineHung(f"no round trip through the engine within {self._liveness_timeout_s:g} s") from error
         return time.monotonic() - start
 
     # ---- reading ----

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
-from worker.engine_watch import DEFAULT_ENGINE_HANG_S
+from worker.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class WorkerOptions:
     """16 hex digits; None: a new one. A supervisor that restarts a worker keeps it."""
     copies: int = 1
     """Workers in this one process, each with its own connection; more than 1 only for the fake engine."""
+    liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S
+    """An engine without a round trip for so long closes the worker, until one comes back."""
     engine_hang_s: float = DEFAULT_ENGINE_HANG_S
     """An engine without a round trip for so long, while no op blocks it, ends the worker."""
     drain_s: float = 30.0

@@ -14,12 +14,13 @@ import platform
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rl_plane.bus import SERVICE_CONNECT_S, Bus
-from rl_plane.errors import EngineDied, InvalidRequest, PlaneError
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from rl_plane.process import exit_within, spare_collector
 from rl_plane.subjects import Subjects, check_instance_id
 from rl_plane.tasks import end_tasks
@@ -30,7 +31,7 @@ from worker.engines.base import EngineAdapter, EngineInfo, EngineOptions
 from worker.engines.token_checks import lacking_fields
 from worker.options import WorkerOptions
 from worker.staging import model_digest
-from worker.worker import Worker
+from worker.worker import LIVENESS_INTERVAL_S, Worker
 
 log = logging.getLogger("worker.process")
 
@@ -100,11 +101,58 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)
-        digest = await asyncio.to_thread(model_digest, options.model) if engines else ""
+        digest = await _digest_of(options.model, adapters) if engines else ""
         return await process.serve(adapters, infos, digest)
+    except EngineDied as error:
+        return process.engine_died(error)
     finally:
         for adapter in adapters:
             await adapter.close()
+
+
+async def _digest_of(model: Path, adapters: Iterable[EngineAdapter]) -> str:
+    """EngineDied when an engine dies meanwhile: to hash a large model takes minutes."""
+    hashing = _on_a_thread(lambda: model_digest(model))
+    living = asyncio.create_task(_until_one_dies(adapters))
+    first: set[asyncio.Future[Any]] = {hashing, living}
+    try:
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        return hashing.result() if hashing.done() else await living
+    finally:
+        await end_tasks([living])
+
+
+async def _until_one_dies(adapters: Iterable[EngineAdapter]) -> NoReturn:
+    """One that hangs is the worker's own watch's to see."""
+    while True:
+        for adapter in adapters:
+            try:
+                await adapter.liveness()
+            except EngineFailed as error:
+                raise EngineDied(error.message) from error
+        await asyncio.sleep(LIVENESS_INTERVAL_S)
+
+
+def _on_a_thread(work: Callable[[], str]) -> asyncio.Future[str]:
+    """One that the end of the process doesn't wait for."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[str] = loop.create_future()
+
+    def tell(settle: Callable[[Any], None], value: Any) -> None:
+        if not outcome.done():
+            settle(value)
+
+    def begin() -> None:
+        told: tuple[Callable[[Any], None], Any]
+        try:
+            told = outcome.set_result, work()
+        except Exception as error:
+            told = outcome.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=begin, name="digest", daemon=True).start()
+    return outcome
 
 
 class WorkerProcess:
@@ -133,6 +181,11 @@ class WorkerProcess:
         self._exit_code = exit_code
         exit_within(EXIT_MARGIN_S, exit_code)  # an engine that hangs may not let itself be closed
         self.end()
+
+    def engine_died(self, error: EngineDied) -> int:
+        """At the start; the exit code."""
+        self._failed(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
+        return self._exit_code
 
     async def serve(self, adapters: list[EngineAdapter], infos: list[EngineInfo], digest: str) -> int:
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -180,7 +233,7 @@ class WorkerProcess:
                     await starting
                 except PlaneError as error:
                     if isinstance(error, EngineDied):
-                        self._failed(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
+                        self.engine_died(error)
                     elif self._exit_code == exit_codes.OK:  # else its watch has said already why it ends
                         raise
                     return
@@ -219,5 +272,6 @@ class WorkerProcess:
             },
             model_digest=digest,
             engine_hang_s=options.engine_hang_s,
+            liveness_timeout_s=options.liveness_timeout_s,
             on_end=self._failed,
         )

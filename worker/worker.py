@@ -22,7 +22,7 @@ from worker import exit_codes
 from worker.core import WorkerCore
 from worker.dispatcher import Dispatcher
 from worker.engine_loop import EngineLoop
-from worker.engine_watch import DEFAULT_ENGINE_HANG_S, EngineWatch
+from worker.engine_watch import DEFAULT_ENGINE_HANG_S, DEFAULT_LIVENESS_TIMEOUT_S, EngineWatch
 from worker.engines.base import EngineAdapter, EngineInfo
 from worker.follower import RecordFollower, staged_info
 from worker.generation import GenerationService
@@ -55,6 +55,7 @@ class Worker:
         member_info: dict[str, Any],
         model_digest: str,
         engine_hang_s: float = DEFAULT_ENGINE_HANG_S,
+        liveness_timeout_s: float = DEFAULT_LIVENESS_TIMEOUT_S,
         on_end: Callable[[str, int], None],
     ) -> None:
         self.bus = bus
@@ -93,6 +94,7 @@ class Worker:
             self._follower,
             self._memory,
             member_info=member_info,
+            liveness_timeout_s=liveness_timeout_s,
             drain=self.drain,
             tell=self._tell,
             named=self._generation.named,

@@ -32,7 +32,7 @@ ENGINE = (
     "enable_memory_saver",
     "engine_hang_s",
 )
-WORKER = (*BUS, "engine", *ENGINE, "drain_s", "instance_id", "copies", "log_level", "json")
+WORKER = (*BUS, "engine", *ENGINE, "liveness_timeout_s", "drain_s", "instance_id", "copies", "log_level", "json")
 LISTENERS = (
     "host",
     "rl_port",
@@ -104,7 +104,7 @@ def run_worker(command: Command) -> int:
         **_picked(
             values,
             "namespace component model_name dtype device engine_args_file weight_roots instance_id copies "
-            "deterministic enable_memory_saver engine_hang_s drain_s",
+            "deterministic enable_memory_saver liveness_timeout_s engine_hang_s drain_s",
         ),
     )
 

@@ -98,7 +98,7 @@ SETTINGS: dict[str, Setting] = {
             metavar="DIR",
         ),
         Setting("dtype", "the engine's dtype; none: as the checkpoint says"),
-        Setting("device", "auto, cpu, cuda, cuda:1, …", str, "auto"),
+        Setting("device", "auto, cpu, cuda, or cuda:1, … (vllm: CUDA_VISIBLE_DEVICES says which)", str, "auto"),
         Setting(
             "engine_args",
             "an engine's own argument, key=value",
@@ -120,6 +120,13 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("deterministic", "the same tokens whatever else is in the batch (vllm, sglang; GPU)", None, False),
         Setting("enable_memory_saver", "memory can be released and resumed (vllm, sglang; GPU)", None, False),
+        Setting(
+            "liveness_timeout_s",
+            "how long an engine's round trip may take: a worker without one is closed meanwhile",
+            parse.positive_seconds,
+            5.0,
+            metavar="SECONDS",
+        ),
         Setting(
             "engine_hang_s",
             "a worker ends when its engine answers nothing for so long",
@@ -158,13 +165,6 @@ SETTINGS: dict[str, Setting] = {
             "how long the tensors of one call in a trainer's dialect may take to reach every rank; an hour at most",
             parse.seconds(0.001, MAX_FEED_TIMEOUT_S),
             FEED_TIMEOUT_S,
-            metavar="SECONDS",
-        ),
-        Setting(
-            "liveness_timeout_s",
-            "how long an engine's round trip may take",
-            parse.positive_seconds,
-            5.0,
             metavar="SECONDS",
         ),
         # up

@@ -47,6 +47,9 @@ DECK: tuple[tuple[Kind, dict[str, Any]], ...] = (
     ("kill_frontend", {}),
 )
 """Each once before any comes again."""
+NEEDED = frozenset({"update keep", "kill_worker", "kill_frontend"})
+"""Without which a soak shows little. Where the machine is too slow for all that is due, each is still made once, after
+the time that the soak was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,10 @@ class Chaos:
             await self._adapter(Step(0.0, "adapter", {"name": name}, 0.0))
 
     async def run(self, steps: Sequence[Step], seconds: float) -> None:
-        """As many as there is time for: on a slow machine each death takes long to come back from."""
+        """As many as there is time for, as on a slow machine each death takes long to come back from; and those of
+        NEEDED that are among them."""
         start = time.monotonic()
+        missing = {step.name for step in steps} & NEEDED
         do: dict[Kind, Callable[[Step], Awaitable[Answer | None]]] = {
             "update": self._update,
             "adapter": self._adapter,
@@ -129,8 +134,9 @@ class Chaos:
             "kill_frontend": self._kill_frontend,
         }
         for step in steps:
-            if time.monotonic() > start + seconds:
-                break
+            if time.monotonic() >= start + seconds and step.name not in missing:
+                continue
+            missing.discard(step.name)
             await asyncio.sleep(max(0.0, start + step.at_s - time.monotonic()))
             self.fleet.note(f"== {step.name}")
             with self._noted(step):

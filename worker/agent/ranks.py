@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plane.errors import EngineFailed, PlaneError
+from rl_plane.errors import EngineFailed, PlaneError, error_from_wire
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec
 from worker.agent.client import AgentClient
@@ -96,3 +96,12 @@ class Ranks:
         """One for each rank, with what it answered."""
         answers = self._client.ask(op, body, **how)
         return [{"rank": rank, **(answer or {})} for rank, answer in enumerate(answers)]
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Raises the first rank's `error`, with all rows: what failed on one may be done on the others."""
+    for row in rows:
+        if "error" in row:
+            error = error_from_wire(row["error"])
+            error.facts["rank_results"] = rows
+            raise error

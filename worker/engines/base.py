@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import Tokenize
 from rl_plane.update_bodies import PreparedReply
@@ -45,7 +45,7 @@ class EngineOptions:
     dtype: str | None = None
     """`float32`, `bfloat16` or `float16`; None: as the checkpoint says."""
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one."""
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU when there is one. What the engine can't have is an InvalidRequest."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """`--engine-arg key=value` and `--engine-args-file`, as typed, keys with `_`. An unknown key is an InvalidRequest
     of the field `engine_arg.<key>`, and so is a value that the key can't have: from `build`, where it can be told."""
@@ -127,6 +127,15 @@ class EngineInfo:
                 field="target.name",
                 fix="unload one, or start the engine with a larger --engine-arg max_loras",
             )
+
+
+class AdapterLost(EngineFailed):
+    """A change of an adapter failed, and could not be undone: the one that was there is gone, and its requests have
+    ended."""
+
+    @classmethod
+    def of(cls, name: str, error: BaseException, undoing: PlaneError) -> AdapterLost:
+        return cls(f"{error}; the adapter {name} could not be put back: {undoing.message}", **undoing.facts)
 
 
 class EngineAdapter(Protocol):
@@ -228,10 +237,10 @@ class EngineAdapter(Protocol):
 
     async def swap_adapter(self, name: str, staging: str | None, version: WeightVersion | None) -> bool:
         """Loads an adapter, or puts it in the place of the one of this name; `staging` None takes it away. All or
-        nothing: when this raises, the adapter of this name is as it was. The engine is paused. A running request of
-        an adapter that is taken away ends with finish_reason `abort`; one of an adapter that is replaced goes on by the
-        new one. True if the prefix cache was flushed, False only where it need not be. The staging is used up, also
-        when this raises."""
+        nothing: when this raises, the adapter of this name is as it was on every rank, or it is an AdapterLost. The
+        engine is paused. A running request of an adapter that is taken away ends with finish_reason `abort`; one of an
+        adapter that is replaced goes on by the new one. True if the prefix cache was flushed, False only where it need
+        not be. The staging is used up, also when this raises."""
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None: ...
 

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from rl_plane.versions import WeightVersion
+from worker.engines.finite_logits import NOT_FINITE
 from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
 from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_prefixes import PrefixKeys, salted
@@ -333,7 +334,7 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
             else:
                 stream.done = True
                 self._broken.append(stream.key)
-                self._outbox.append((stream, EngineFailed("the model's logits are not finite numbers")))
+                self._outbox.append((stream, EngineFailed(NOT_FINITE)))
             if stream.done:
                 del self._live[stream.key]
 

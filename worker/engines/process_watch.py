@@ -5,12 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
+import multiprocessing.connection
 import os
 import select
 import signal
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from multiprocessing.process import BaseProcess
+from typing import NoReturn, Self, TypeVar
 
 import psutil
+
+from rl_plane.errors import EngineDied, InvalidRequest
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+"""How often it is looked, while an engine is built, what it has started and what of that was killed."""
+
+SHOWS_S = 1.0
+"""A process that ends closes its files before its end can be seen: so long that may take on a busy machine."""
+
+TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def descendants() -> list[int]:
@@ -26,6 +43,69 @@ def engine_processes(before: Iterable[int]) -> dict[int, str]:
             if process.pid not in known and not any("resource_tracker" in part for part in process.cmdline()):
                 found[process.pid] = process.name()
     return found
+
+
+def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProcess | None:
+    """One that was, by a signal that is no request to end, of those that have ended when the first one has."""
+    watched = {process.sentinel: process for process in processes}
+    ended = multiprocessing.connection.wait(watched, within_s) if watched else []
+    for process in [one for sentinel, one in watched.items() if sentinel in ended]:
+        process.join(SHOWS_S)
+        code = process.exitcode
+        if code is not None and code < 0 and -code not in TOLD_TO_END:
+            return process
+    return None
+
+
+async def or_death(work: Awaitable[T], dead: asyncio.Future[NoReturn]) -> T:
+    """What `work` comes to; where it fails because the engine dies, an EngineDied."""
+    try:
+        return await work
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        await asyncio.wait([dead], timeout=SHOWS_S)
+        if dead.done():
+            raise EngineDied(str(dead.exception())) from error
+        raise
+
+
+class StartWatch:
+    """Around the building of an engine, which holds up the loop. When one of the processes that multiprocessing starts
+    here meanwhile is killed, a thread kills the others, for which the building would wait, and what is raised is an
+    EngineDied. One that ends by itself has told why: that is for the engine to tell."""
+
+    def __init__(self) -> None:
+        self._others = set(multiprocessing.active_children())
+        self._started: set[BaseProcess] = set()
+        self._died: BaseProcess | None = None
+        """The first that was killed."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="start-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+        died = self._died
+        if died is not None and (error is None or isinstance(error, Exception)):
+            why = f"its process {died.pid} was killed by signal {-(died.exitcode or 0)} while it started"
+            raise EngineDied(f"{why}: {error}" if error else why) from error
+
+    def _look_on(self) -> None:
+        while self._died is None and not self._over.wait(LOOK_S):
+            self._look()
+        if self._died is not None:
+            for process in self._started:
+                process.kill()
+
+    def _look(self) -> None:
+        self._started |= set(multiprocessing.active_children()) - self._others
+        self._died = self._died or killed(self._started)
 
 
 class ProcessWatch:

@@ -14,11 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plane.checkpoint import open_checkpoint
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
 from worker.engines.lora import NO_LORA
 from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
@@ -436,7 +444,7 @@ class SglangEngine(Tokenizing):
         except BaseException:
             if fresh is not None:  # a rank may have it, where another one failed
                 with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                    await self._process.call("remove_adapter", name=fresh.engine_name, lora_id=fresh.lora_id)
+                    await self._process.call("forget_adapter", lora_id=fresh.lora_id)
             raise
         if fresh is not None:
             await self._process.manager.lora_registry.register(lora_reference(fresh.engine_name, fresh.lora_id))
@@ -456,12 +464,33 @@ class SglangEngine(Tokenizing):
         try:
             async with asyncio.timeout(UNUSED_WAIT_S):
                 await registry.wait_for_unload(old.lora_id)
-            await self._process.call("remove_adapter", name=old.engine_name, lora_id=old.lora_id)
         except BaseException as error:
             await registry.register(lora_reference(old.engine_name, old.lora_id))
             if isinstance(error, TimeoutError):
                 raise EngineFailed(f"requests of {old.engine_name} did not end in {UNUSED_WAIT_S:g} s") from error
             raise
+        try:
+            await self._process.call("remove_adapter", lora_id=old.lora_id)
+        except BaseException as error:
+            await self._put_back(name, old, error)
+            raise
+        with contextlib.suppress(PlaneError):  # it is gone: all that stays is memory
+            await self._process.call("forget_adapter", lora_id=old.lora_id)
+
+    async def _put_back(self, name: str, old: Adapter, error: BaseException) -> None:
+        """A rank may have removed it, where another one failed. A request for it would end a rank that lacks it."""
+        try:
+            await self._process.call("put_back_adapter", lora_id=old.lora_id)
+        except EngineDied:
+            raise
+        except PlaneError as failure:
+            del self._adapters[name]
+            feeder = self._running()
+            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._process.call("forget_adapter", lora_id=old.lora_id)
+            raise AdapterLost.of(name, error, failure) from error
+        await self._process.manager.lora_registry.register(lora_reference(old.engine_name, old.lora_id))
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:
         self._adapter(name, "name").version = version

@@ -30,6 +30,8 @@ class SglangHolder(RankHolder):
         super().__init__(model, runner.model_config.dtype)
         self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
+        self._aside: dict[str, list[Any]] = {}
+        """Of an adapter that is removed, what SGLang had in its tables, until every rank has removed it."""
         self.checks = WeightChecks(
             {name: tensor.detach() for name, tensor in runner.model.state_dict().items()}, self._lock
         )
@@ -62,11 +64,33 @@ class SglangHolder(RankHolder):
             self._manager().unload_lora_adapter(reference)  # what it had taken before it failed
             raise EngineFailed(f"SGLang did not take the adapter: {result.error_message}")
 
-    def remove_adapter(self, name: str, lora_id: str) -> None:
-        reference = lora_reference(name, lora_id)
-        result = self._manager().unload_lora_adapter(reference)
+    def remove_adapter(self, lora_id: str) -> None:
+        """It stays beside SGLang, to be put back or forgotten."""
+        tables = self._tables()
+        if all(lora_id in table for table in tables):  # else it was removed before
+            self._aside[lora_id] = [table[lora_id] for table in tables]
+        result = self._manager().unload_lora_adapter(lora_reference(lora_id, lora_id))
         if not result.success:
             raise EngineFailed(f"SGLang did not remove the adapter: {result.error_message}")
+
+    def put_back_adapter(self, lora_id: str) -> None:
+        """The same one, as KV that it has made is known by its id. A rank that has not removed it does so first: then
+        all of them load it at the next step that wants it, into the same slot."""
+        self.remove_adapter(lora_id)
+        if lora_id not in self._aside:
+            raise EngineFailed("the adapter is not here any more")
+        for table, entry in zip(self._tables(), self._aside.pop(lora_id), strict=True):
+            table[lora_id] = entry
+
+    def forget_adapter(self, lora_id: str) -> None:
+        """Wherever it is."""
+        if any(lora_id in table for table in self._tables()):
+            self.remove_adapter(lora_id)
+        self._aside.pop(lora_id, None)
+
+    def _tables(self) -> tuple[dict[str, Any], ...]:
+        manager = self._manager()
+        return manager.configs, manager.loras, manager.lora_refs
 
     def _manager(self) -> Any:
         if self._lora is None:

@@ -23,11 +23,19 @@ def register() -> None:
         belong_to_worker()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from worker.engines.sglang_logits import tell, telling
+
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", _serve_rank, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seed, HookType.AFTER
     )
     HookRegistry.register("sglang.srt.layers.sampler.multinomial_with_seed", _sample, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class", telling, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info", tell, HookType.AROUND
+    )
 
 
 def child_failed(number: int, frame: Any) -> None:
@@ -41,12 +49,14 @@ def lora_reference(name: str, lora_id: str) -> Any:
 
 
 def _serve_rank(build: Any, scheduler: Any, *arguments: Any, **options: Any) -> None:
+    from worker.engines.sglang_logits import Observer
     from worker.engines.sglang_scheduler import Rank
 
     told = json.loads(os.environ[MARK])
     if told["device"] == "cpu":
         _without_pinned_memory()
     build(scheduler, *arguments, **options)
+    scheduler.tp_worker.model_runner.sampling_observer = Observer()
     rank = Rank(scheduler, told)
     setattr(scheduler, METHOD, rank.call)
     rank.serve()

@@ -21,10 +21,10 @@ from typing import Any, NoReturn, TypeVar
 
 from rl_plane.errors import EngineDied, EngineFailed
 from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
+from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.sglang_args import ON_CPU
 from worker.engines.sglang_plugin import MARK, METHOD, child_failed
 
@@ -65,13 +65,13 @@ class SglangProcess:
         self._dead = loop.create_future()
         self._dead.add_done_callback(lambda dead: dead.exception())  # it may be that nobody asks
         self._directory = socket_directory()
-        with self._environment(), _as_it_was():
+        with StartWatch(), self._environment(), _as_it_was():
             # On the loop's own thread, which it holds up: SGLang takes the running loop for its sockets.
             self._build(first_key)
         self._read(loop)
         parameters = self._engine.server_args
         self._ranks = Ranks(AgentClient(self._directory, parameters.tp_size * parameters.pp_size))
-        await asyncio.to_thread(self._ranks.start)
+        await or_death(asyncio.to_thread(self._ranks.start), self._dead)
 
     def on_death(self, tell: Callable[[EngineDied], None]) -> None:
         self._on_death = tell
@@ -121,13 +121,14 @@ class SglangProcess:
             task.exception()  # it may be that the caller has given up
 
     async def call(self, op: str, **arguments: str) -> None:
-        """In every rank, between two steps (see sglang_scheduler). Raises what a rank raised."""
+        """In every rank, between two steps (see sglang_scheduler), to its end in all. Raises what a rank raised;
+        `rank_results` tell which."""
         await self.ask(self._call(op, arguments))
 
     async def _call(self, op: str, arguments: dict[str, str]) -> None:
         async with self._calling:
             failure = await asyncio.to_thread(self._remote_call, op, arguments)
-            await asyncio.to_thread(self.ranks.rows, "outcome")  # of each rank, with its type
+            check_rows(await asyncio.to_thread(self.ranks.rows, "outcome"))  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
 

@@ -50,9 +50,8 @@ class Rank:
             self._outcome = EngineFailed(f"{type(error).__name__}: {error}")
             raise self._outcome from error
 
-    def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> None:
-        if self._outcome is not None:
-            raise self._outcome
+    def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
+        return {"error": self._outcome.to_wire()} if self._outcome is not None else {}
 
     def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
         return self._holder.checks.row(body["action"])
@@ -80,8 +79,14 @@ class Rank:
         assert isinstance(staged, StagedAdapter), "an adapter"
         self._holder.put_adapter(staged, name, lora_id)
 
-    def _remove_adapter(self, name: str, lora_id: str) -> None:
-        self._holder.remove_adapter(name, lora_id)
+    def _remove_adapter(self, lora_id: str) -> None:
+        self._holder.remove_adapter(lora_id)
+
+    def _put_back_adapter(self, lora_id: str) -> None:
+        self._holder.put_back_adapter(lora_id)
+
+    def _forget_adapter(self, lora_id: str) -> None:
+        self._holder.forget_adapter(lora_id)
 
     def _relabel(self, key: str) -> None:
         """What is made from now on is by other weights."""

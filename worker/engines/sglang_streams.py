@@ -14,6 +14,8 @@ from typing import Any, Literal
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.generation import FinishReason, GenerateRequest
 from rl_plane.routed_experts import RoutedExperts, width_of
+from worker.engines.finite_logits import NOT_FINITE, check_prompt
+from worker.engines.sglang_logits import NOTE
 from worker.engines.spans import Label
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -98,6 +100,9 @@ class Stream:
     def take(self, out: dict[str, Any], key: str, label: Label) -> bool:
         """What the engine gave; whether the request has ended by it. `key`: what the engine calls its weights."""
         meta = out["meta_info"]
+        if meta.get(NOTE):
+            self.end(EngineFailed(NOT_FINITE))
+            return True
         # The count tells what is new: an abort repeats the last token.
         fresh = meta["completion_tokens"] - self._count
         first = not self.made
@@ -108,7 +113,7 @@ class Stream:
             tops = meta["output_top_logprobs"][:fresh]
             piece.tops = [[(token, value) for value, token, _ in top] for top in tops]
         if self.request.prompt_logprobs and fresh and first:
-            piece.prompt_logprobs = [value for value, *_ in meta["input_token_logprobs"]]
+            piece.prompt_logprobs = check_prompt([value for value, *_ in meta["input_token_logprobs"]])
         piece.labels = [label] * fresh
         self.made += piece.token_ids
         if fresh and self._runs and self._runs[-1][0] == key:

@@ -63,6 +63,7 @@ def check_tokens(
             f"{len(prompt)} prompt tokens and {request.max_tokens} new ones: more than {max_model_len}",
             field="max_tokens",
             fix=f"at most {max_model_len} together",
+            prompt_tokens=len(prompt),  # by which a frontend shortens what the caller did not choose
         )
     _check_choice(request, eos, vocab_size)
 

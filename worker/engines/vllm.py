@@ -14,12 +14,20 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError, Unsupported
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.agent.ranks import Ranks
-from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.base import (
+    LACKING,
+    AdapterLost,
+    CheckAction,
+    EngineAdapter,
+    EngineInfo,
+    EngineOptions,
+    PauseMode,
+)
 from worker.engines.lora import NO_LORA
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
@@ -32,6 +40,7 @@ from worker.engines.tokenizing import (
 )
 from worker.engines.vllm_args import parse_arguments
 from worker.engines.vllm_memory import SLEEP_LEVEL, Call, ReleasedMemory
+from worker.engines.vllm_plugin import lora_request
 from worker.engines.vllm_process import NO_TRITON, VllmProcess, quieten
 from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
@@ -62,10 +71,8 @@ class _Lora:
     number: int
     path: str
 
-    def request(self, anew: bool) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest(f"adapter-{self.number}", self.number, self.path, load_inplace=anew)
+    def request(self) -> Any:
+        return lora_request(self.number, self.path)
 
 
 def build(options: EngineOptions) -> EngineAdapter:
@@ -228,7 +235,7 @@ class VllmEngine(Tokenizing):
                 field="model",
                 fix="name one that is loaded, or the base model",
             )
-        return self._loras[request.adapter].request(anew=False)
+        return self._loras[request.adapter].request()
 
     def _label(self, name: str | None, adapter: str | None) -> Label:
         state = self._states.get(name or "") or _State()
@@ -401,8 +408,8 @@ class VllmEngine(Tokenizing):
             # The cache goes by the adapters' numbers, and this one may have an old one's.
             flushed = await self._flush(stale=before is not None)
             await self._name_state(self._state.base, self._adapter_versions() | {name: version})
-        except BaseException:
-            await self._put_back(lora, before)
+        except BaseException as error:
+            await self._take_out(name, lora, before, error)
             raise
         self._loras[name] = lora
         if before is not None:
@@ -423,16 +430,40 @@ class VllmEngine(Tokenizing):
         return None if limits is None else int(limits.max_lora_rank)
 
     async def _add_lora(self, lora: _Lora) -> None:
-        """In the place of the one with its number, if there is one; that stays if this one does not load."""
-        if not await self._process.ask(self._process.llm.add_lora(lora.request(anew=True))):
-            raise EngineFailed("vLLM did not load the adapter")
+        """In the place of the one with its number, if there is one; on a rank where this one does not load, that
+        stays."""
+        await self._process.on_ranks("rl_plane_add_lora", lora.number, lora.path)
 
-    async def _put_back(self, lora: _Lora, before: _Lora | None) -> None:
-        with contextlib.suppress(PlaneError):
+    async def _remove_lora(self, lora: _Lora) -> None:
+        await self._process.on_ranks("rl_plane_remove_lora", lora.number)
+
+    async def _take_out(self, name: str, lora: _Lora, before: _Lora | None, error: BaseException) -> None:
+        try:
             if before is not None:
-                await self._add_lora(before)
+                await self._put_back(name, before, error)
             else:
-                await self._process.ask(self._process.llm.remove_lora(lora.number))
+                with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                    await self._remove_lora(lora)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+
+    async def _put_back(self, name: str, lora: _Lora, error: BaseException) -> None:
+        """On every rank, whatever each has. Where that fails too, they may differ: no request may come to it."""
+        try:
+            await self._add_lora(lora)
+        except EngineDied:
+            raise
+        except PlaneError as failure:
+            await self._end_adapter(name, lora)
+            with contextlib.suppress(PlaneError):  # the first error is the one that counts
+                await self._remove_lora(lora)
+            raise AdapterLost.of(name, error, failure) from error
+
+    async def _end_adapter(self, name: str, lora: _Lora) -> None:
+        """No request can name it any more, and those that have end."""
+        del self._loras[name]
+        streams = self._running()
+        await self._process.ask(streams.abort(streams.of_adapter(name)))
         await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
 
     async def _unload(self, name: str, lora: _Lora | None) -> bool:
@@ -441,19 +472,12 @@ class VllmEngine(Tokenizing):
         flushed = await self.flush_cache()
         if lora is None:
             return flushed
-        removed = False
         try:
-            removed = await self._process.ask(self._process.llm.remove_lora(lora.number))
-        finally:
-            if not removed:
-                with contextlib.suppress(PlaneError):  # the first error is the one that counts
-                    await self._add_lora(lora)
-        if not removed:
-            raise EngineFailed(f"vLLM did not remove the adapter {name}: it is loaded still")
-        del self._loras[name]
-        streams = self._running()
-        await self._process.ask(streams.abort(streams.of_adapter(name)))
-        await asyncio.to_thread(shutil.rmtree, lora.path, ignore_errors=True)
+            await self._remove_lora(lora)
+        except BaseException as error:
+            await self._put_back(name, lora, error)
+            raise
+        await self._end_adapter(name, lora)
         return flushed
 
     def set_adapter_version(self, name: str, version: WeightVersion) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import time
 from typing import Any
+
+log = logging.getLogger("worker.vllm")
 
 MARK = "RL_PLANE_VLLM"
 """In the environment of the processes that the adapter starts: the worker's process id."""
@@ -24,7 +28,16 @@ def register() -> None:
     _poll_politely()
     _wake_without_a_step()
     drain_preempted()
+    _leave_no_nan_in_blocks()
+    _end_as_a_rank_does()
     take_temperatures_as_they_are()
+
+
+def lora_request(number: int, path: str, anew: bool = False) -> Any:
+    """`anew`: in the place of the one that has this number."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}", number, path, load_inplace=anew)
 
 
 def _poll_politely() -> None:
@@ -46,6 +59,33 @@ def _wake_without_a_step() -> None:
         return not core.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
+
+
+def _leave_no_nan_in_blocks() -> None:
+    """A block of the KV cache that goes to another request holds what was there before, until it is full. Kernels give
+    that the weight zero, and zero times NaN is NaN: weights that diverged, an adapter's too, would spoil what good ones
+    make later. vLLM zeroes a block before its use, but for some kinds of models only."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
+
+
+def _end_as_a_rank_does() -> None:
+    """A rank that is killed while it loads makes vLLM's scheduler end as one that can't load does: with 1. The worker,
+    which is worth starting again after the first only, can't see the rank's own exit code."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from worker.engines.process_watch import SHOWS_S, killed
+
+    really = MultiprocExecutor._ensure_worker_termination
+
+    def end(ranks: list[Any]) -> None:
+        if (died := killed(ranks, SHOWS_S)) is not None:
+            log.error("vLLM's process %s was killed by signal %s", died.pid, -(died.exitcode or 0))
+            os.kill(os.getpid(), signal.SIGKILL)
+        really(ranks)
+
+    MultiprocExecutor._ensure_worker_termination = staticmethod(end)
 
 
 def take_temperatures_as_they_are() -> None:

@@ -11,13 +11,14 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError, error_from_wire
+from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, PlaneError
 from worker.agent.client import AgentClient
-from worker.agent.ranks import Ranks
+from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import ProcessWatch, descendants, engine_processes
+from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
 from worker.engines.vllm_args import completed, thread_binding
+from worker.engines.vllm_logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
 
 T = TypeVar("T")
@@ -56,11 +57,12 @@ class VllmProcess:
         self._directory = socket_directory()
         before = descendants()
         # On this thread, which it holds up: the children end with the thread that starts them.
-        try:
-            self._build(self._directory)
-        finally:
-            self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
-        self._ranks = await self._start_agents(self._directory)
+        with StartWatch():
+            try:
+                self._build(self._directory)
+            finally:
+                self._watch = ProcessWatch(engine_processes(before), _VITAL, self._died)
+        self._ranks = await or_death(self._start_agents(self._directory), self._dead)
 
     def check_alive(self) -> None:
         if self._dead is not None and self._dead.done():
@@ -113,12 +115,12 @@ class VllmProcess:
         return EngineFailed(f"{type(error).__name__}: {error}")
 
     async def on_ranks(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """On vLLM's own thread in each rank; a row for each."""
+        """On vLLM's own thread in each rank, to its end in all of them; a row for each. Raises what a rank raised;
+        `rank_results` tell which."""
         outcomes = await self.ask(self.llm.collective_rpc(method, args=arguments))
-        for outcome in outcomes:
-            if "error" in outcome:
-                raise error_from_wire(outcome["error"])
-        return [{"rank": rank, **(outcome["value"] or {})} for rank, outcome in enumerate(outcomes)]
+        rows = [{"rank": rank, **outcome} for rank, outcome in enumerate(outcomes)]
+        check_rows(rows)
+        return rows
 
     def run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         """For a thread: waits for what must happen on the engine loop."""
@@ -150,13 +152,7 @@ class VllmProcess:
         if self._arguments.get("enable_return_routed_experts") and not HAS_TRITON:
             raise InvalidRequest(NO_TRITON, field="engine_arg.enable_return_routed_experts", fix="leave it out")
         on_cpu = current_platform.is_cpu()
-        wanted = self._options.device.partition(":")[0]
-        if wanted not in ("auto", "cpu" if on_cpu else "cuda"):
-            raise InvalidRequest(
-                f"this build of vLLM has no {self._options.device}",
-                field="device",
-                fix=f"use {'cpu' if on_cpu else 'cuda'}; CUDA_VISIBLE_DEVICES says which",
-            )
+        _check_device(self._options.device, on_cpu)
         if on_cpu:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
         arguments = completed(self._arguments, on_cpu)
@@ -171,10 +167,10 @@ class VllmProcess:
                     dtype=self._options.dtype or _model_dtype(self._options.model),
                     worker_extension_cls="worker.engines.vllm_rank.RankExtension",
                     distributed_executor_backend="mp",
-                    disable_log_stats=True,
-                    **arguments,
+                    **{"disable_log_stats": True} | arguments,
                 )
             )
+        end_by_count(self._llm)
 
     async def _start_agents(self, directory: Path) -> Ranks:
         model, places = str(self._options.model.absolute()), self._options.places.to_wire()
@@ -214,6 +210,18 @@ def _reason(dead: asyncio.Future[NoReturn]) -> EngineDied:
     return EngineDied(str(dead.exception()))
 
 
+def _check_device(device: str, on_cpu: bool) -> None:
+    name, _, index = device.partition(":")
+    known = "cpu" if on_cpu else "cuda"
+    if name not in ("auto", known):
+        why = f"this build of vLLM has no {device}"
+    elif index not in ("", "0"):
+        why = f"vLLM begins with the first device that it sees, not with {device}"
+    else:
+        return
+    raise InvalidRequest(why, field="device", fix=f"use {known}; CUDA_VISIBLE_DEVICES says which")
+
+
 def _model_dtype(model: Path) -> str:
     """As the checkpoint says: vLLM would take a smaller one for float32."""
     from transformers import AutoConfig
@@ -229,6 +237,8 @@ def _environment(sockets: Path, binding: str | None, deterministic: bool, eager:
     os.environ[MARK] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)  # it would unpickle what comes
+    os.environ[COUNT] = "1"
+    os.environ.pop(RAISE, None)
     if deterministic:  # whatever else this process was given: `describe` says so
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     for name, value in (

@@ -13,6 +13,8 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.server import AgentServer, Method, receiver_methods
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.vllm_holder import StagedAdapter, VllmHolder
+from worker.engines.vllm_logits import count_before_sampling
+from worker.engines.vllm_plugin import lora_request
 from worker.engines.vllm_prompts import score_prompts_by_token
 from worker.engines.vllm_seeds import rewind_by_state
 from worker.receiver import Receiver, load_transports
@@ -43,6 +45,7 @@ class RankExtension:
                 score_prompts_by_token(self.model_runner)
             if self.model_runner.device.type == "cpu":
                 rewind_by_state(self.model_runner)
+            count_before_sampling(self.model_runner)
             AgentServer(Path(directory), self.rank, methods).start()
 
         return _outcome(start)
@@ -59,6 +62,23 @@ class RankExtension:
             self.rl_plane_holder.swap(staged)
 
         return _outcome(swap)
+
+    # Adapters not by vLLM's own calls: of one that raises in a rank, the answers of the ranks after it would be taken
+    # for those to the next call.
+
+    def rl_plane_add_lora(self, number: int, path: str) -> dict[str, Any]:
+        def add() -> None:
+            if not self.model_runner.add_lora(lora_request(number, path, anew=True)):
+                raise EngineFailed("vLLM did not load the adapter")
+
+        return _outcome(add)
+
+    def rl_plane_remove_lora(self, number: int) -> dict[str, Any]:
+        def remove() -> None:
+            if not self.model_runner.remove_lora(number):
+                raise EngineFailed("vLLM did not remove the adapter: it has none of this number")
+
+        return _outcome(remove)
 
     def rl_plane_check(self, action: str) -> dict[str, Any]:
         return _outcome(lambda: _check(self.rl_plane_holder, action))
@@ -95,10 +115,10 @@ def _check(holder: VllmHolder, action: str) -> dict[str, Any]:
     return holder.checks.row(action)
 
 
-def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
-    """As agents answer: what is raised here would reach the adapter without its type, or end the engine."""
+def _outcome(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    """What is raised here would reach the adapter without its type, or end the engine: it is told as `error`."""
     try:
-        return {"value": work()}
+        return work() or {}
     except PlaneError as error:
         return {"error": error.to_wire()}
     except Exception as error:

@@ -11,6 +11,7 @@ from typing import Any
 from rl_plane.errors import EngineFailed, InvalidRequest
 from rl_plane.generation import FinishReason, GenerateRequest
 from rl_plane.routed_experts import RoutedExperts
+from worker.engines.finite_logits import NOT_FINITE, check_prompt
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -110,15 +111,15 @@ class Streams:
                 if request.prompt_logprobs and fresh and not made:
                     scored = _prompt_logprobs(output.prompt_logprobs or [], prompt)
                 made, stream.begun = made + len(fresh), True
-                if finished and choice.finish_reason not in _FINISH:
-                    raise EngineFailed(f"vLLM ended the request: {choice.finish_reason}")
-                if fresh or finished:
+                reason = _FINISH.get(choice.finish_reason) if finished else None
+                if fresh or reason is not None:
                     logprobs = _logprobs(choice, fresh) if request.logprobs else None
-                    reason = _FINISH[choice.finish_reason] if finished else None
                     tops = _tops(choice, fresh, request.top_logprobs) if request.logprobs else None
                     routed = _routed(choice.routed_experts) if request.routed_experts else None
                     for part in Piece(fresh, logprobs, tops, names, reason, scored, routed).by_weights():
                         yield part
+                if finished and reason is None:
+                    raise EngineFailed(_failure(choice))
         finally:
             stream.submitted.set()
             del self._streams[request.id]
@@ -186,7 +187,14 @@ class Streams:
 def _prompt_logprobs(steps: list[Any], prompt: list[int]) -> list[float | None]:
     if len(steps) != len(prompt):
         raise EngineFailed(f"vLLM gave {len(steps)} prompt logprobs of {len(prompt)} tokens")
-    return [None if step is None else step[token].logprob for token, step in zip(prompt, steps, strict=True)]
+    pairs = zip(prompt, steps, strict=True)
+    return check_prompt([None if step is None else step[token].logprob for token, step in pairs])
+
+
+def _failure(choice: Any) -> str:
+    if choice.stop_reason == NOT_FINITE:
+        return NOT_FINITE
+    return f"vLLM ended the request: {choice.finish_reason}"
 
 
 def _routed(rows: Any) -> RoutedExperts | None:
