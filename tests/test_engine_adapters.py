@@ -295,6 +295,20 @@ async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
 
 
+async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: Models) -> None:
+    """A group's choices are spread over the workers: those of one prompt and no seed are to differ."""
+    made = []
+    for _ in range(2):
+        fresh = kind.build(kind.options(models.tiny[1]))
+        await fresh.start()
+        fresh.set_version(version(0, models.tiny[1]))
+        try:
+            made.append((await run(fresh, ask(prompt_of(1, 9), temperature=1.2, max_tokens=30))).tokens)
+        finally:
+            await fresh.close()
+    assert made[0] != made[1]
+
+
 async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter, models: Models) -> None:
     await update(engine, models.tiny[1], 6)
     seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
