@@ -22,6 +22,7 @@ from frontend.fleet_status import FleetStatus
 from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
+from rl_plane import Rollout, gather_enough
 from rl_plane.client import RlClient
 from rl_plane.generation import MAX_PROMPT_LOGPROBS
 from rl_plane.nats_server import NatsServer
@@ -554,6 +555,46 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
         (made,) = partial["weight_versions"]
         assert (made["digest"], made["end"]) == (digest, len(partial["token_ids"]))
     assert event["error"]["partial"]["token_ids"] == tokens
+
+
+DEAD = "the generation thread died"
+DIES = f"""
+import worker.engines.fake as fake
+from rl_plane.errors import EngineDied
+honest = fake.FakeEngine.generate
+async def dying(self, request):
+    async for delta in honest(self, request):
+        yield delta
+        if len(request.prompt_token_ids) == {len(PROMPT)}:
+            raise EngineDied({DEAD!r})
+fake.FakeEngine.generate = dying
+"""
+"""With the first token; not where tokens of another part are in the prompt."""
+
+
+async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    worker = plane.spawn(patch=DIES)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
+    whole = await http.post("/v1/completions", json=body)
+    assert whole.headers["retry-after"] == "1"
+    *_, event = events_of((await http.post("/v1/completions", json={**body, "stream": True})).text)
+    for error in (error_of(whole, 503), event["error"]):
+        assert (error["code"], error["message"]) == ("worker_lost", DEAD)
+        assert (error["instance_id"], error["retry_after_s"]) == (worker.instance_id, 1.0)
+        assert error["fix"]
+        assert len(error["partial"]["token_ids"]) == 1
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        response = await http.post("/v1/completions", json=body)
+        return response.status_code, response.json()
+
+    async def stop() -> None:
+        raise AssertionError("it ends by itself")
+
+    got = await gather_enough([Rollout(PROMPT, 4)], call, stop, enough=1, timeout_s=30)
+    assert ([len(one.token_ids) for one in got.finished], got.failed) == ([4], [])
 
 
 async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane, http: httpx.AsyncClient) -> None:

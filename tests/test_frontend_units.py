@@ -22,6 +22,7 @@ from frontend.query import list_fields, merge_query
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.tokens import parse_tokenize
 from rl_plane.errors import (
+    EngineDied,
     InvalidRequest,
     NoWorkers,
     PlaneError,
@@ -108,6 +109,11 @@ def test_a_503_says_when_to_come_back(wait_s: float | None, header: str) -> None
     response = error_response(Unavailable("not now", retry_after_s=wait_s), 0.0)
     assert (response.status_code, response.headers["retry-after"]) == (503, header)
     assert response.headers["content-length"] == str(len(response.body))
+
+
+def test_so_does_one_of_an_engine_that_died() -> None:
+    response = error_response(EngineDied("its process ended"), 0.0)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
 def test_a_401_says_how_to_authenticate() -> None:
