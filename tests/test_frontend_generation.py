@@ -18,6 +18,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.attempts import IDLE_TIMEOUT_S
 from frontend.fleet_status import FleetStatus
 from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
@@ -27,6 +28,7 @@ from rl_plane.client import RlClient
 from rl_plane.generation import MAX_PROMPT_LOGPROBS
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S
+from rl_plane.streams import IncomingStream
 from worker.engines.fake import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
@@ -595,6 +597,32 @@ async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
 
     got = await gather_enough([Rollout(PROMPT, 4)], call, stop, enough=1, timeout_s=30)
     assert ([len(one.token_ids) for one in got.finished], got.failed) == ([4], [])
+
+
+async def test_an_hour_without_a_token_leaves_those_before(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s, check_silence = [0.0], IncomingStream.check_silence
+
+    def later(stream: IncomingStream, now: float) -> None:
+        check_silence(stream, now + passed_s[0])
+
+    monkeypatch.setattr(IncomingStream, "check_silence", later)
+    worker = plane.spawn(token_delay_s=0.05)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "return_token_ids": True}
+    async with frontend(plane) as http:
+        whole = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until_running(plane, await plane.client(), worker.instance_id, 1)
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            await (await plane.fleet()).run("pause", {"mode": "keep"})
+            passed_s[0] = 2 * IDLE_TIMEOUT_S
+            while "error" not in (event := await next_event(lines)):
+                tokens += event["choices"][0]["token_ids"]
+        assert (await whole).headers["retry-after"] == "1"
+        for error in (event["error"], error_of(await whole, 503)):
+            assert error["code"] == "stalled"
+            assert error["partial"]["token_ids"]
+        assert event["error"]["partial"]["token_ids"] == tokens
 
 
 async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane, http: httpx.AsyncClient) -> None:
