@@ -46,6 +46,10 @@ OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_
 """Fields that would mean another thing where the prompt has a part of the completion."""
 OF_ONE_PART = frozenset({"one_version"})
 """Fields that a part could keep to, and the completion not: what is served then makes the next part."""
+_BY_STRING = "a string that begins in one part and ends in the next is not found; use stop_token_ids"
+_FROM_NONE = "the next part has the tokens so far in its prompt, and counts from none; use repetition_penalty"
+OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presence_penalty": _FROM_NONE}
+"""Fields that look at the tokens of a completion and not at its prompt, where they say anything, and why not."""
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`; the status and the reply."""
@@ -80,6 +84,7 @@ class Rollout:
             **dict.fromkeys(OWN, "a rollout sets it"),
             **dict.fromkeys(OF_ONE_PROMPT, "a part's prompt is another one"),
             **dict.fromkeys(OF_ONE_PART, "its parts may be of several versions, as weight_versions tells"),
+            **{name: why for name, why in OF_WHAT_WAS_MADE.items() if self.options.get(name)},
         }
         in_nvext = (self.options.get("nvext") or {}).keys() - OWN
         for name in sorted({*self.options, *(f"nvext.{one}" for one in in_nvext)}):

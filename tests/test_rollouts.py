@@ -107,12 +107,20 @@ def test_with_its_last_token_a_rollout_has_ended() -> None:
     assert taken(Rollout([5], 2), [], "abort").finish_reason is None
 
 
-@pytest.mark.parametrize("name", sorted(OWN | OF_ONE_PROMPT | OF_ONE_PART))
+@pytest.mark.parametrize(
+    "name",
+    sorted({*OWN, *OF_ONE_PROMPT, *OF_ONE_PART, "stop", "frequency_penalty", "presence_penalty"}),
+)
 def test_what_a_part_would_mean_otherwise_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Rollout([5], 2, {name: 1})
     assert caught.value.facts["field"] == name
     assert caught.value.facts["fix"]
+
+
+def test_penalties_and_stops_that_say_nothing_are_taken() -> None:
+    options = {"stop": [], "frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1.1}
+    assert Rollout([5], 2, options).body().items() >= options.items()
 
 
 def test_what_nvext_would_mean_otherwise_is_refused_too() -> None:
