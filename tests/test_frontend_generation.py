@@ -816,6 +816,41 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
             assert await process.wait() == 0
 
 
+async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> None:
+    """Its requests fail as connections do, until there is another one."""
+    worker = plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("pause", {"mode": "keep"})  # it is under way until then
+    urls, refused = list[str](), asyncio.Event()
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            async with httpx.AsyncClient(base_url=urls[-1], timeout=ENDS_S) as http:
+                response = await http.post("/v1/completions", json=body)
+        except httpx.ConnectError:
+            refused.set()
+            raise
+        return response.status_code, response.json()
+
+    async def stop() -> None:
+        raise AssertionError("it ends by itself")
+
+    async with frontend_process(plane, drain_s=30) as (process, http, _):
+        urls.append(str(http.base_url))
+        gathering = asyncio.create_task(
+            gather_enough([Rollout(PROMPT, 20)], call, stop, enough=1, timeout_s=ENDS_S)
+        )
+        await until_running(plane, await plane.client(), worker.instance_id, 1)
+        process.kill()
+        async with asyncio.timeout(ENDS_S):
+            await refused.wait()
+    await fleet.run("resume")
+    async with frontend_process(plane, drain_s=30) as (_, http, _):
+        urls.append(str(http.base_url))
+        got = await gathering
+    assert ([len(one.token_ids) for one in got.finished], got.failed) == ([20], [])
+
+
 async def test_a_second_sigterm_waits_for_nobody(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
     body = {"prompt": "hi", "max_tokens": 2000, "stream": True}
