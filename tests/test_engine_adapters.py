@@ -295,20 +295,6 @@ async def test_seeds_whatever_else_runs(engine: EngineAdapter, models: Models) -
     assert is_of(await run(engine, ask(prompt, temperature=1.0, top_k=1, logprobs=True)), models.tiny[1])
 
 
-async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: Models) -> None:
-    """A group's choices are spread over the workers: those of one prompt and no seed are to differ."""
-    made = []
-    for _ in range(2):
-        fresh = kind.build(kind.options(models.tiny[1]))
-        await fresh.start()
-        fresh.set_version(version(0, models.tiny[1]))
-        try:
-            made.append((await run(fresh, ask(prompt_of(1, 9), temperature=1.2, max_tokens=30))).tokens)
-        finally:
-            await fresh.close()
-    assert made[0] != made[1]
-
-
 async def test_seeds_of_a_prompt_that_is_computed_in_parts(engine: EngineAdapter, models: Models) -> None:
     await update(engine, models.tiny[1], 6)
     seeded = ask(prompt_of(2, 2 * BATCH_TOKENS + 20), temperature=1.2, seed=11, max_tokens=30)
@@ -1147,6 +1133,22 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
     with pytest.raises(EngineFailed, match="did not start"):
         await kind.build(kind.options(broken)).start()
     assert kind.children() == before
+
+
+async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: Models) -> None:
+    """A group's choices are spread over the workers: those of one prompt and no seed are to differ.
+
+    Behind the tests that look for processes which were left: those of these two are reaped by and by."""
+    made = []
+    for _ in range(2):
+        fresh = kind.build(kind.options(models.tiny[1]))
+        await fresh.start()
+        fresh.set_version(version(0, models.tiny[1]))
+        try:
+            made.append((await run(fresh, ask(prompt_of(1, 9), temperature=1.2, max_tokens=30))).tokens)
+        finally:
+            await fresh.close()
+    assert made[0] != made[1]
 
 
 async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[EngineAdapter, EngineInfo]) -> None:
