@@ -238,7 +238,8 @@ class EngineClient:
 
 
 def _told_to_caller(error: PlaneError, member: Member) -> PlaneError:
-    if not isinstance(error, (WorkerLost, WrongIncarnation)):
+    if not isinstance(error, (WorkerLost, WrongIncarnation, EngineDied)):
         return error
-    facts = {"instance_id": member.instance_id, "retry_after_s": 1.0, **error.facts}
+    fix = "send it again; if error.partial has tokens, after those (migrate: true does so)"
+    facts = {"instance_id": member.instance_id, "retry_after_s": 1.0, "fix": fix, **error.facts}
     return WorkerLost(error.message, **facts)

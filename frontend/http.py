@@ -28,7 +28,6 @@ from rl_plane.errors import (
     PayloadTooLarge,
     PlaneError,
     Unauthorized,
-    Unavailable,
     Unsupported,
 )
 from rl_plane.strict_json import parse_json_object
@@ -108,7 +107,7 @@ def error_response(error: PlaneError, elapsed_s: float, shape: ErrorShape = erro
         headers["Allow"] = str(error.facts.get("allow", ""))
     if isinstance(error, Unsupported):
         headers["x-should-retry"] = "false"  # OpenAI's clients would
-    if isinstance(error, Unavailable):
+    if error.http_status in (429, 503):
         headers["Retry-After"] = str(max(MIN_RETRY_S, math.ceil(error.facts.get("retry_after_s", MIN_RETRY_S))))
     return json_response(shape(error, elapsed_s), error.http_status, headers)
 

@@ -21,6 +21,7 @@ from frontend.openai import (
     TokenIds,
     unsupported,
     without,
+    without_of_streams,
 )
 from frontend.plans import DEFAULT_CHAT_TOKENS, ROUTED, Plan, read_prompts, requests_of, top_of
 from rl_plane.bodies import parse_body
@@ -64,7 +65,7 @@ class VllmBody(DemandFields):
     model: str | None = None
     """The base model or a loaded adapter; None: the base."""
     return_token_ids: bool | None = None
-    """The prompt's; each choice has its own anyway."""
+    """The prompt's; each choice has its own anyway. Logprobs are asked for apart, by `sampling_params`."""
     return_routed_experts: bool | None = None
     """Of the prompt and of each choice. A field of this plane: vLLM's own server gives them with every reply, where it
     was started so."""
@@ -116,7 +117,7 @@ VLLM_FIELDS = {name: f"sampling_params.{name}" for name in VllmSampling.model_fi
 
 def plan_vllm(body: dict[str, Any], request_id: str) -> Plan:
     body = _clean(body, VllmBody, VLLM_REFUSED, VllmSampling, VLLM_SAMPLING_REFUSED)
-    parsed = parse_body(VllmBody, body)
+    parsed = parse_body(VllmBody, without_of_streams(body))
     assert isinstance(parsed, VllmBody)
     sampling = parsed.sampling_params
     if sampling.logprobs == -1:

@@ -43,6 +43,11 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """A last chunk with the usage and no choices."""
 
+    @field_validator("include_usage", mode="before")
+    @classmethod
+    def _from_null(cls, value: Any) -> Any:
+        return False if value is None else value
+
 
 MAX_EXTRA_FIELDS = 32
 TOLD = ("instance_id", "incarnation", "weight_version", "adapter")
@@ -299,6 +304,10 @@ REFUSED_IN_NVEXT: dict[str, tuple[Any, ...]] = {
     "agent_hints": ({},),
     "metadata_upload": NONE,
 }
+REFUSED_OF_STREAMS: dict[str, tuple[Any, ...]] = {
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False,),
+}
 _REFUSED_EXTRA_FIELDS = {
     "worker_id": "leave it out",
     "timing": "leave it out",
@@ -320,7 +329,13 @@ def without_neutral(body: dict[str, Any], served: type[BaseModel]) -> dict[str, 
     kept = without(REFUSED, body, served, "")
     if isinstance(nvext := kept.get("nvext"), dict):
         kept["nvext"] = without(REFUSED_IN_NVEXT, nvext, NvExt, "nvext.")
-    return kept
+    return without_of_streams(kept)
+
+
+def without_of_streams(body: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(options := body.get("stream_options"), dict):
+        return body
+    return {**body, "stream_options": without(REFUSED_OF_STREAMS, options, StreamOptions, "stream_options.")}
 
 
 def without(

@@ -27,6 +27,7 @@
     │   ├── DemandUnmet              no weights are there that the request demands
     │   ├── Unlabelled               tokens whose weights are not known to have been the committed ones
     │   ├── StaleWeights             tokens of weights that were replaced a while ago
+    │   ├── Stalled                  a stream brought no token for too long
     │   ├── FrontendEnding           the frontend was told to end before the request did
     │   └── BusUnreachable           NATS does not answer
     └── DeadlineExceeded        504  a bound ran out
@@ -204,6 +205,12 @@ class StaleWeights(Unavailable):
     """The stream's worker missed an update. Its tokens so far are good; the rest are not delivered."""
 
     code = "stale_weights"
+
+
+class Stalled(Unavailable):
+    """No token came for too long, as of a fleet that is paused for ever. Those so far are good."""
+
+    code = "stalled"
 
 
 class FrontendEnding(Unavailable):

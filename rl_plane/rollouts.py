@@ -10,6 +10,7 @@ Whoever sends the requests is the caller's: any HTTP library will do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,16 @@ from rl_plane.errors import (
     EngineFailed,
     InvalidRequest,
     PlaneError,
+    StaleWeights,
+    Stalled,
     Unavailable,
     Unlabelled,
+    WorkerLost,
     error_from_wire,
 )
 from rl_plane.turns import next_prompt
+
+log = logging.getLogger("rl_plane.rollouts")
 
 STOPPED_S = 10.0
 """After the rest were told to stop, until their tokens are here; who waits for a worker while the fleet is paused has
@@ -31,7 +37,10 @@ none, and is cut off."""
 AT_ONCE = 1024
 """Requests under way: a frontend takes 4096, and a trainer need not be alone."""
 TRIES = 5
-"""Requests for one completion in one call: an update that aborts, or a worker's death, each take one."""
+"""Requests for one completion in one call that a worker had begun: an update that aborts, or a worker's death, each
+take one. What nobody has begun, since all are full, closed or on their way back, is sent again while there is time."""
+BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
+"""Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
 RETRY_S = 1.0
 """Where the error does not say when to come back."""
 SEED_STEP = 1 << 32
@@ -46,9 +55,15 @@ OF_ONE_PROMPT = frozenset({"truncate_prompt_tokens", "prompt_logprobs", "return_
 """Fields that would mean another thing where the prompt has a part of the completion."""
 OF_ONE_PART = frozenset({"one_version"})
 """Fields that a part could keep to, and the completion not: what is served then makes the next part."""
+_BY_STRING = "a string that begins in one part and ends in the next is not found; use stop_token_ids"
+_FROM_NONE = "the next part has the tokens so far in its prompt, and counts from none; use repetition_penalty"
+OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presence_penalty": _FROM_NONE}
+"""Fields that look at the tokens of a completion and not at its prompt, where they say anything, and why not."""
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
-"""Posts a body to `/v1/completions`; the status and the reply."""
+"""Posts a body to `/v1/completions`; the status and the reply, whatever the status is. What it raises as a connection
+breaks, an OSError or an error of its HTTP library, is as a 503: the body is sent again. Python's own other errors are
+the caller's mistakes, and end the rollout."""
 Stop = Callable[[], Awaitable[object]]
 """Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
 `abort_requests`."""
@@ -80,6 +95,7 @@ class Rollout:
             **dict.fromkeys(OWN, "a rollout sets it"),
             **dict.fromkeys(OF_ONE_PROMPT, "a part's prompt is another one"),
             **dict.fromkeys(OF_ONE_PART, "its parts may be of several versions, as weight_versions tells"),
+            **{name: why for name, why in OF_WHAT_WAS_MADE.items() if self.options.get(name)},
         }
         in_nvext = (self.options.get("nvext") or {}).keys() - OWN
         for name in sorted({*self.options, *(f"nvext.{one}" for one in in_nvext)}):
@@ -163,6 +179,11 @@ def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
     return bool(span["end"] == following["start"] and made_by(span) == made_by(following))
 
 
+def _is_of_the_connection(error: Exception) -> bool:
+    """Any HTTP library will do, so those that it names itself can't be listed; its parser's, of half a reply, too."""
+    return isinstance(error, OSError) or type(error).__module__ != "builtins"
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """Every rollout that was given is in one of these."""
@@ -170,7 +191,7 @@ class Gathered:
     finished: list[Rollout]
     """In the order in which they ended; fewer than enough if the time ran out, or no more could come."""
     parked: list[Rollout]
-    """To be given to the next call as they are."""
+    """To be given to the next call as they are. Some have no new tokens, if nobody took them all the while."""
     failed: list[tuple[Rollout, Exception]]
     """As far as they had come, and why they did not go on."""
 
@@ -214,15 +235,18 @@ class _Gathering:
         self._failed: dict[int, Exception] = {}
         self._call = call
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._warned = False
+        """Of a connection that broke: the next ones break alike."""
 
     async def run(self, index: int) -> None:
+        tries = 0
         try:
             async with self._room:
-                for _ in range(TRIES):
-                    if self.stopping or self._now[index].finish_reason is not None:
-                        break
-                    status, reply = await self._call(self._now[index].body())
-                    self._now[index], error = self._now[index].with_reply(status, reply)
+                while tries < TRIES and not self.stopping and self._now[index].finish_reason is None:
+                    made = len(self._now[index].token_ids)
+                    error = await self._ask(index)
+                    if error is None or isinstance(error, BEGUN) or len(self._now[index].token_ids) > made:
+                        tries += 1
                     if error is None:
                         continue  # somebody else may have aborted it, such as an update
                     if not isinstance(error, Unavailable):
@@ -236,6 +260,22 @@ class _Gathering:
             self.finished.append(index)
         elif not self.stopping:
             self._failed[index] = Unavailable(f"it did not come to its end in {TRIES} tries")
+
+    async def _ask(self, index: int) -> PlaneError | None:
+        """For the next part; with what it ended, where that is an error."""
+        try:
+            status, reply = await self._call(self._now[index].body())
+        except PlaneError as error:
+            return error
+        except Exception as error:
+            if not _is_of_the_connection(error):
+                raise
+            if not self._warned:
+                log.warning("a rollout is sent again until it gets through: %s: %s", type(error).__name__, error)
+            self._warned = True
+            return Unavailable(f"{type(error).__name__}: {error}")
+        self._now[index], told = self._now[index].with_reply(status, reply)
+        return told
 
     def result(self) -> Gathered:
         settled = {*self.finished, *self._failed}

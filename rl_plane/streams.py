@@ -32,7 +32,7 @@ import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import RECONNECT_GRACE_S, Bus
-from rl_plane.errors import BusUnreachable, DeadlineExceeded, PayloadTooLarge, WorkerLost, error_from_wire
+from rl_plane.errors import BusUnreachable, PayloadTooLarge, Stalled, WorkerLost, error_from_wire
 from rl_plane.wire import MAX_MESSAGE_BYTES
 
 WINDOW = 256
@@ -340,7 +340,8 @@ class IncomingStream:
     def check_silence(self, now: float) -> None:
         if now - self._waits_since > self._silence_s:
             self._waits_since = math.inf
-            self.fail(DeadlineExceeded(f"no token for {self._silence_s:g} s: is the fleet paused for ever?"))
+            words = f"no token for {self._silence_s:g} s: is the fleet paused for ever?"
+            self.fail(Stalled(words, fix="resume the fleet, and send it again", retry_after_s=1.0))
 
     async def close(self) -> None:
         self._receiver.forget(self._key)
@@ -375,7 +376,7 @@ class StreamReceiver:
         self, subject: str, stream_id: str, message: dict[str, Any], silence_s: float = math.inf
     ) -> IncomingStream:
         """Sends the request to a worker's generate subject; PayloadTooLarge if no message carries it,
-        BusUnreachable if NATS does not take it. `silence_s`: a reader that has waited so long gets DeadlineExceeded,
+        BusUnreachable if NATS does not take it. `silence_s`: a reader that has waited so long gets Stalled,
         within CREDIT_INTERVAL_S."""
         self.bus.check_connected()
         key = format(next(self._numbers), "x")

@@ -1290,6 +1290,22 @@ async def test_a_start_that_fails_leaves_nothing(kind: Kind, models: Models, scr
     assert kind.children() == before
 
 
+async def test_engines_that_begin_alike_draw_other_numbers(kind: Kind, models: Models) -> None:
+    """A group's choices are spread over the workers: those of one prompt and no seed are to differ.
+
+    Behind the tests that look for processes which were left: those of these two are reaped by and by."""
+    made = []
+    for _ in range(2):
+        fresh = kind.build(kind.options(models.tiny[1]))
+        await fresh.start()
+        fresh.set_version(version(0, models.tiny[1]))
+        try:
+            made.append((await run(fresh, ask(prompt_of(1, 9), temperature=1.2, max_tokens=30))).tokens)
+        finally:
+            await fresh.close()
+    assert made[0] != made[1]
+
+
 async def test_closing_ends_streams_and_processes(kind: Kind, shared: tuple[EngineAdapter, EngineInfo]) -> None:
     """The last one: it closes the shared engine."""
     engine, _ = shared

@@ -18,14 +18,17 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from frontend.attempts import IDLE_TIMEOUT_S
 from frontend.fleet_status import FleetStatus
 from frontend.lease import FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import started
+from rl_plane import Rollout, gather_enough
 from rl_plane.client import RlClient
 from rl_plane.generation import MAX_PROMPT_LOGPROBS
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S
+from rl_plane.streams import IncomingStream
 from worker.engines.fake import fake_logprob, fake_prompt_logprobs, fake_token, make_fake_adapter
 
 if TYPE_CHECKING:
@@ -556,6 +559,72 @@ async def test_a_worker_that_dies_later_leaves_its_tokens(plane: Plane, http: ht
     assert event["error"]["partial"]["token_ids"] == tokens
 
 
+DEAD = "the generation thread died"
+DIES = f"""
+import worker.engines.fake as fake
+from rl_plane.errors import EngineDied
+honest = fake.FakeEngine.generate
+async def dying(self, request):
+    async for delta in honest(self, request):
+        yield delta
+        if len(request.prompt_token_ids) == {len(PROMPT)}:
+            raise EngineDied({DEAD!r})
+fake.FakeEngine.generate = dying
+"""
+"""With the first token; not where tokens of another part are in the prompt."""
+
+
+async def test_an_engine_that_dies_is_told_as_a_worker_that_was_lost(
+    plane: Plane, http: httpx.AsyncClient
+) -> None:
+    worker = plane.spawn(patch=DIES)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 4, "return_token_ids": True}
+    whole = await http.post("/v1/completions", json=body)
+    assert whole.headers["retry-after"] == "1"
+    *_, event = events_of((await http.post("/v1/completions", json={**body, "stream": True})).text)
+    for error in (error_of(whole, 503), event["error"]):
+        assert (error["code"], error["message"]) == ("worker_lost", DEAD)
+        assert (error["instance_id"], error["retry_after_s"]) == (worker.instance_id, 1.0)
+        assert error["fix"]
+        assert len(error["partial"]["token_ids"]) == 1
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        response = await http.post("/v1/completions", json=body)
+        return response.status_code, response.json()
+
+    async def stop() -> None:
+        raise AssertionError("it ends by itself")
+
+    got = await gather_enough([Rollout(PROMPT, 4)], call, stop, enough=1, timeout_s=30)
+    assert ([len(one.token_ids) for one in got.finished], got.failed) == ([4], [])
+
+
+async def test_an_hour_without_a_token_leaves_those_before(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s, check_silence = [0.0], IncomingStream.check_silence
+
+    def later(stream: IncomingStream, now: float) -> None:
+        check_silence(stream, now + passed_s[0])
+
+    monkeypatch.setattr(IncomingStream, "check_silence", later)
+    worker = plane.spawn(token_delay_s=0.05)
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "return_token_ids": True}
+    async with frontend(plane) as http:
+        whole = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until_running(plane, await plane.client(), worker.instance_id, 1)
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = response.aiter_lines()
+            tokens = (await next_event(lines))["choices"][0]["token_ids"]
+            await (await plane.fleet()).run("pause", {"mode": "keep"})
+            passed_s[0] = 2 * IDLE_TIMEOUT_S
+            while "error" not in (event := await next_event(lines)):
+                tokens += event["choices"][0]["token_ids"]
+        assert (await whole).headers["retry-after"] == "1"
+        for error in (event["error"], error_of(await whole, 503)):
+            assert error["code"] == "stalled"
+            assert error["partial"]["token_ids"]
+        assert event["error"]["partial"]["token_ids"] == tokens
+
+
 async def test_an_error_has_the_tokens_of_the_choice_that_it_is_of(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = {worker.instance_id: worker for worker in plane.spawn_many(2, token_delay_s=0.05)}
     await (await plane.client()).run("ready", {"min_workers": 2, "wait_s": 30})
@@ -745,6 +814,41 @@ async def test_what_has_not_ended_by_then_gives_its_tokens_so_far(plane: Plane) 
         assert "partial" not in error_of(await waiting, 503)
         async with asyncio.timeout(ENDS_S):
             assert await process.wait() == 0
+
+
+async def test_a_rollout_outlives_a_frontend_that_is_killed(plane: Plane) -> None:
+    """Its requests fail as connections do, until there is another one."""
+    worker = plane.spawn()
+    fleet = await plane.fleet()
+    await fleet.run("pause", {"mode": "keep"})  # it is under way until then
+    urls, refused = list[str](), asyncio.Event()
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        try:
+            async with httpx.AsyncClient(base_url=urls[-1], timeout=ENDS_S) as http:
+                response = await http.post("/v1/completions", json=body)
+        except httpx.ConnectError:
+            refused.set()
+            raise
+        return response.status_code, response.json()
+
+    async def stop() -> None:
+        raise AssertionError("it ends by itself")
+
+    async with frontend_process(plane, drain_s=30) as (process, http, _):
+        urls.append(str(http.base_url))
+        gathering = asyncio.create_task(
+            gather_enough([Rollout(PROMPT, 20)], call, stop, enough=1, timeout_s=ENDS_S)
+        )
+        await until_running(plane, await plane.client(), worker.instance_id, 1)
+        process.kill()
+        async with asyncio.timeout(ENDS_S):
+            await refused.wait()
+    await fleet.run("resume")
+    async with frontend_process(plane, drain_s=30) as (_, http, _):
+        urls.append(str(http.base_url))
+        got = await gathering
+    assert ([len(one.token_ids) for one in got.finished], got.failed) == ([20], [])
 
 
 async def test_a_second_sigterm_waits_for_nobody(plane: Plane) -> None:

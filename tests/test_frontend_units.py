@@ -16,12 +16,14 @@ from frontend.fleet_service import call_body
 from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
 from frontend.metrics import frontend_metrics, metric
+from frontend.native import plan_vllm
 from frontend.openai import REFUSED, ChatBody, CompletionBody
 from frontend.plans import DEFAULT_CHAT_TOKENS, Plan, plan_chat, plan_completion
 from frontend.query import list_fields, merge_query
 from frontend.replies import Choice, Chunks, openai_error, whole
 from frontend.tokens import parse_tokenize
 from rl_plane.errors import (
+    EngineDied,
     InvalidRequest,
     NoWorkers,
     PlaneError,
@@ -108,6 +110,11 @@ def test_a_503_says_when_to_come_back(wait_s: float | None, header: str) -> None
     response = error_response(Unavailable("not now", retry_after_s=wait_s), 0.0)
     assert (response.status_code, response.headers["retry-after"]) == (503, header)
     assert response.headers["content-length"] == str(len(response.body))
+
+
+def test_so_does_one_of_an_engine_that_died() -> None:
+    response = error_response(EngineDied("its process ended"), 0.0)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
 
 def test_a_401_says_how_to_authenticate() -> None:
@@ -699,6 +706,27 @@ def test_what_is_known_and_not_served_is_a_501(
         plan(**body)
     assert caught.value.facts["field"] == field
     assert caught.value.facts["fix"]
+
+
+STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {
+    "completion": lambda options: completion(stream=True, stream_options=options),
+    "chat": lambda options: chat(stream=True, stream_options=options),
+    "vllm": lambda options: plan_vllm(
+        {"token_ids": [5], "sampling_params": {}, "stream": True, "stream_options": options}, "id", None
+    ),
+}
+
+
+@pytest.mark.parametrize("route", STREAMED)
+def test_stream_options_that_are_not_served_are_refused_by_name_unless_they_say_nothing(route: str) -> None:
+    plan = STREAMED[route]
+    for field in ("continuous_usage_stats", "include_obfuscation"):
+        for neutral in (None, False):
+            assert plan({"include_usage": True, field: neutral}).include_usage
+        with pytest.raises(Unsupported) as caught:
+            plan({"include_usage": True, field: True})
+        assert caught.value.facts["field"] == f"stream_options.{field}"
+    assert not plan({"include_usage": None}).include_usage
 
 
 # ---- replies ----

@@ -25,7 +25,16 @@ from frontend.native import (
     plan_sglang,
     plan_vllm,
 )
-from frontend.openai import MAX_CHOICES, REFUSED, REFUSED_IN_NVEXT, ChatBody, CompletionBody, NvExt
+from frontend.openai import (
+    MAX_CHOICES,
+    REFUSED,
+    REFUSED_IN_NVEXT,
+    REFUSED_OF_STREAMS,
+    ChatBody,
+    CompletionBody,
+    NvExt,
+    StreamOptions,
+)
 from frontend.plans import Plan, plan_chat, plan_completion
 from rl_plane.errors import InvalidRequest, PlaneError, Unsupported
 from rl_plane.generation import GenerateRequest
@@ -93,20 +102,23 @@ ROUTES: dict[str, Route] = {
     "completions": (
         lambda body: plan_completion(body, "id"),
         names(CompletionBody, REFUSED),
-        {"nvext": names(NvExt, REFUSED_IN_NVEXT)},
-        {"prompt_token_ids": [5, 6]},
+        {"nvext": names(NvExt, REFUSED_IN_NVEXT), "stream_options": names(StreamOptions, REFUSED_OF_STREAMS)},
+        {"prompt_token_ids": [5, 6], "stream": True},
     ),
     "chat": (
         lambda body: plan_chat(body, "id"),
         names(ChatBody, REFUSED),
-        {"nvext": names(NvExt, REFUSED_IN_NVEXT)},
-        {"messages": MESSAGES},
+        {"nvext": names(NvExt, REFUSED_IN_NVEXT), "stream_options": names(StreamOptions, REFUSED_OF_STREAMS)},
+        {"messages": MESSAGES, "stream": True},
     ),
     "vllm": (
         lambda body: plan_vllm(body, "id"),
         names(VllmBody, VLLM_REFUSED),
-        {"sampling_params": names(VllmSampling, VLLM_SAMPLING_REFUSED)},
-        {"token_ids": [5, 6], "sampling_params": {}},
+        {
+            "sampling_params": names(VllmSampling, VLLM_SAMPLING_REFUSED),
+            "stream_options": names(StreamOptions, REFUSED_OF_STREAMS),
+        },
+        {"token_ids": [5, 6], "sampling_params": {}, "stream": True},
     ),
     "sglang": (
         lambda body: plan_sglang(body, "id"),
@@ -124,6 +136,9 @@ def told(defaults):
     return {name: one if isinstance(one, (bool, int, float, str, list)) else None for name, one in defaults.items()}
 def of_model(model):
     return told({name: one.default for name, one in model.model_fields.items()})
+def of_inner(model, field):
+    inner, _ = model.model_fields[field].annotation.__args__
+    return of_model(inner)
 def of_struct(struct):
     fields = msgspec.structs.fields(struct)
     return told({one.name: one.default for one in fields if not one.name.startswith("_")})
@@ -136,7 +151,9 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 print(json.dumps({
     "completions": of_model(CompletionRequest), "chat": of_model(ChatCompletionRequest),
-    "vllm": of_model(GenerateRequest), "vllm sampling_params": of_struct(SamplingParams)}))
+    "vllm": of_model(GenerateRequest), "vllm sampling_params": of_struct(SamplingParams),
+    **{f"{name} stream_options": of_inner(model, "stream_options") for name, model in (
+        ("completions", CompletionRequest), ("chat", ChatCompletionRequest), ("vllm", GenerateRequest))}}))
 """,
     "sglang": """
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -145,7 +162,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 print(json.dumps({
     "completions": of_model(CompletionRequest), "chat": of_model(ChatCompletionRequest),
     "sglang": told({one.name: one.default for one in fields(GenerateReqInput)}),
-    "sglang sampling_params": of_struct(SamplingParams)}))
+    "sglang sampling_params": of_struct(SamplingParams),
+    **{f"{name} stream_options": of_inner(model, "stream_options") for name, model in (
+        ("completions", CompletionRequest), ("chat", ChatCompletionRequest))}}))
 """,
 }
 """Prints the fields that an engine's own server takes, by our routes, each with its default where that is simple."""
@@ -156,6 +175,7 @@ SERVED: dict[str, type[BaseModel]] = {
     "vllm sampling_params": VllmSampling,
     "sglang": SglangBody,
     "sglang sampling_params": SglangSampling,
+    **{f"{route} stream_options": StreamOptions for route in ("completions", "chat", "vllm")},
 }
 OF_STATE = frozenset(
     {
@@ -179,7 +199,8 @@ def test_what_an_engines_own_server_takes_is_served_or_refused_by_name(engine: s
         parse, _, _, least = ROUTES[route]
         for field in sorted(theirs.keys() - SERVED[where].model_fields - OF_STATE):
             for value, due in ((None, Plan), (theirs[field], Plan), ({"no": "such"}, Unsupported)):
-                found = outcome(parse, {**least, **({inner: {field: value}} if inner else {field: value})})
+                said = {inner: {field: value}} if inner else {field: value}
+                found = outcome(parse, {**least, **said})
                 if not isinstance(found, due):
                     wrong.append(f"{where}: {field} {value!r}: {found}")
     assert not wrong

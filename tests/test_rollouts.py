@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from rl_plane import (
@@ -15,6 +17,8 @@ from rl_plane import (
     Gathered,
     InvalidRequest,
     NotAdmitted,
+    NoWorkers,
+    Overloaded,
     PlaneError,
     Rollout,
     Unlabelled,
@@ -107,12 +111,20 @@ def test_with_its_last_token_a_rollout_has_ended() -> None:
     assert taken(Rollout([5], 2), [], "abort").finish_reason is None
 
 
-@pytest.mark.parametrize("name", sorted(OWN | OF_ONE_PROMPT | OF_ONE_PART))
+@pytest.mark.parametrize(
+    "name",
+    sorted({*OWN, *OF_ONE_PROMPT, *OF_ONE_PART, "stop", "frequency_penalty", "presence_penalty"}),
+)
 def test_what_a_part_would_mean_otherwise_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Rollout([5], 2, {name: 1})
     assert caught.value.facts["field"] == name
     assert caught.value.facts["fix"]
+
+
+def test_penalties_and_stops_that_say_nothing_are_taken() -> None:
+    options = {"stop": [], "frequency_penalty": 0.0, "presence_penalty": None, "repetition_penalty": 1.1}
+    assert Rollout([5], 2, options).body().items() >= options.items()
 
 
 def test_what_nvext_would_mean_otherwise_is_refused_too() -> None:
@@ -243,34 +255,97 @@ async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> No
     assert asked == [[5], [5, 1, 2]]
 
 
-async def never(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    return failed(NotAdmitted("never", retry_after_s=0.0))
+def raising(error: Exception) -> tuple[int, dict[str, Any]]:
+    raise error
+
+
+async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that is full or closed, a frontend that ends, and is not there until it has started again."""
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    told: list[Callable[[], tuple[int, dict[str, Any]]]] = [
+        *[lambda: failed(Overloaded("full", retry_after_s=0.0))] * (TRIES + 1),
+        *[lambda: failed(NotAdmitted("closed", retry_after_s=0.0))] * (TRIES + 1),
+        lambda: failed(FrontendEnding("told to end", retry_after_s=0.0)),
+        *[lambda: raising(ConnectionRefusedError("refused"))] * (TRIES + 1),
+        lambda: raising(httpx.RemoteProtocolError("disconnected")),
+        lambda: raising(json.JSONDecodeError("half a reply", "", 0)),
+        lambda: raising(NoWorkers("none", retry_after_s=0.0)),
+    ]
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return told.pop(0)() if told else (200, reply(body, [1, 2, 3]))
+
+    got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
+    assert ([one.token_ids for one in got.finished], got.failed, told) == ([[1, 2, 3]], [], [])
+
+
+async def test_what_nobody_takes_until_the_time_is_over_is_parked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise ConnectionRefusedError("nobody listens")
+
+    got = await gather_enough(four(), call, Answers(set()).stop, enough=4, timeout_s=0.05)
+    assert (keys(got.parked), got.finished, got.failed) == ([0, 1, 2, 3], [], [])
+    (told,) = caplog.messages  # once, however many there were
+    assert "ConnectionRefusedError: nobody listens" in told
+
+
+async def begun(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    (choice,) = reply(body, [1])["choices"]
+    partial = {**choice, "logprobs": choice["logprobs"]["token_logprobs"], "finish_reason": None}
+    return failed(FrontendEnding("told to end", retry_after_s=0.0, partial=partial))
+
+
+async def lost(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    return failed(WorkerLost("it kills each", retry_after_s=0.0))
+
+
+async def aborted(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    return 200, reply(body, [], "abort")
 
 
 async def refused(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return failed(InvalidRequest("no", field="top_p", fix="x"))
 
 
-async def broken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    raise OSError("connection reset")
+async def refusing(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise InvalidRequest("no", field="top_p", fix="x")
+
+
+async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise TypeError("unexpected keyword argument")
 
 
 @pytest.mark.parametrize(
-    ("bad", "why"),
-    [(never, f"in {TRIES} tries"), (refused, "no"), (broken, "connection reset")],
-    ids=["never", "refused", "broken"],
+    ("bad", "why", "times"),
+    [
+        (begun, f"in {TRIES} tries", TRIES),
+        (lost, f"in {TRIES} tries", TRIES),
+        (aborted, f"in {TRIES} tries", TRIES),
+        (refused, "no", 1),
+        (refusing, "no", 1),
+        (mistaken, "unexpected keyword", 1),
+    ],
 )
-async def test_one_that_fails_takes_nobody_with_it(bad: Call, why: str) -> None:
-    good = Answers({0, 1, 3})
+async def test_one_that_fails_takes_nobody_with_it(bad: Call, why: str, times: int) -> None:
+    good, asked = Answers({0, 1, 3}), []
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        return await (bad if body["prompt_token_ids"][0] == 2 else good.call)(body)
+        if body["prompt_token_ids"][0] != 2:
+            return await good.call(body)
+        asked.append(body)
+        return await bad(body)
 
-    got = await gather_enough(four(), call, good.stop, enough=4, timeout_s=10)
+    rollouts = [Rollout([number], 2 * TRIES, key=number) for number in range(4)]
+    got = await gather_enough(rollouts, call, good.stop, enough=4, timeout_s=10)
     assert sorted(keys(got.finished)) == [0, 1, 3]
     ((rollout, error),) = got.failed
     assert rollout.key == 2
     assert why in str(error)
+    assert len(asked) == times
 
 
 @pytest.mark.parametrize("enough", [0, 5])

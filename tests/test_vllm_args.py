@@ -10,30 +10,41 @@ from rl_plane.errors import InvalidRequest
 from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, completed, thread_binding
 from worker.engines.vllm_process import _check_device
 
+SEEDED = {"seed": 7}
+"""By hand, which wins."""
+
 
 def test_a_cpu_gets_a_bound_for_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert completed({}, True) == {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-    assert completed({"kv_cache_memory_bytes": 5, "enforce_eager": False}, True) == {
-        "kv_cache_memory_bytes": 5,
-        "enforce_eager": False,
+    assert completed(SEEDED, True) == {
+        **SEEDED,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
     }
+    given = {**SEEDED, "kv_cache_memory_bytes": 5, "enforce_eager": False}
+    assert completed(given, True) == given
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert "kv_cache_memory_bytes" not in completed({}, True)
-    assert completed({}, False) == {}
+    assert completed(SEEDED, False) == SEEDED
+
+
+def test_each_worker_draws_by_a_seed_of_its_own() -> None:
+    """Those that said the same would make the same samples of one prompt."""
+    seeds = [completed({}, on_cpu)["seed"] for on_cpu in (True, True, False, False)]
+    assert len({*seeds}) == len(seeds)
+    assert all(0 <= seed < 1 << 32 for seed in seeds)  # as NumPy takes them
 
 
 def test_a_rank_asks_for_lora() -> None:
-    assert completed({"max_lora_rank": 8}, False) == {
+    assert completed({**SEEDED, "max_lora_rank": 8}, False) == {
+        **SEEDED,
         "max_lora_rank": 8,
         "enable_lora": True,
         "max_loras": LORA_SLOTS,
     }
-    assert completed({"max_lora_rank": 8, "enable_lora": False}, False) == {
-        "max_lora_rank": 8,
-        "enable_lora": False,
-    }
-    given = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
+    refused = {**SEEDED, "max_lora_rank": 8, "enable_lora": False}
+    assert completed(refused, False) == refused
+    given = {**SEEDED, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 2}
     assert completed(given, False) == given
     on_cpu = completed(given, True)
     assert (on_cpu["max_loras"], "max_cpu_loras" in on_cpu) == (3, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -33,6 +34,9 @@ OURS = {
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """Without a bound vLLM takes most of the machine's memory."""
+
+MAX_SEED = 1 << 31
+"""NumPy, which a rank seeds too, takes 32 bits."""
 
 LORA_SLOTS = 4
 """Adapters that may be loaded at once, unless said otherwise."""
@@ -91,6 +95,9 @@ def _items(text: str) -> list[str]:
 def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
     """With what vLLM would choose otherwise than we want it."""
     found = dict(arguments)
+    # By which requests without a seed draw. vLLM's own is 0: all workers would make the same samples of one prompt, and
+    # again after a restart. One for all ranks, which must draw alike.
+    found.setdefault("seed", secrets.randbelow(MAX_SEED))
     if on_cpu:
         found.setdefault("enforce_eager", True)  # compiling takes a minute, and gives a CPU little
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
