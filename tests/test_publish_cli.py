@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from examples.skyrl_client import FleetInferenceClient
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli import main
@@ -16,6 +17,7 @@ from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
+from rl_plane.sync import SyncRlClient
 from tests.test_plane_update import all_serve
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
@@ -209,14 +211,22 @@ async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: 
         await asyncio.to_thread(before.close)
 
 
-async def test_lora_disk_load(plane: Plane) -> None:
+async def test_the_same_lora_disk_load_at_each_sync(plane: Plane) -> None:
+    """By the drop-in of the examples: other bytes at the same path, as SkyRL writes them."""
     plane.spawn()
-    fleet = await plane.fleet()
-    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
-    request = {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": str(adapter)}]}
-    reply = await fleet.run("update_weights", lora_disk_load(request, "policy"))
-    assert reply["version"]["digest"] == adapter_digest(adapter)
-    assert (await fleet.run("state"))["loras"] == ["policy"]
+    client, path = await plane.client(), plane.tmp / "weights" / "skyrl_lora_sync"
+    sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
+    skyrl = FleetInferenceClient(sync, "policy")
+    request = {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": str(path)}]}
+    for seed in (1, 2, 3):
+        make_fake_adapter(plane.tmp / f"step{seed}", seed, plane.model()).rename(path)
+        await skyrl.update_named_weights(request)
+        state = await client.run("state")
+        assert state["loras"] == ["policy"]
+        made = state["adapters"]["policy"]
+        assert (made["digest"], made["sequence"]) == (adapter_digest(path), seed)
+        path.rename(plane.tmp / f"before{seed}")
+    await asyncio.to_thread(sync.close)
 
 
 @pytest.mark.parametrize(
