@@ -156,6 +156,55 @@ async def test_every_sender_publishes_and_fails_cleanly(backend: str, plane: Pla
     assert {digest for _, digest, _ in await served(plane)} == {model_digest(two)}
 
 
+class Meanwhile(DirectorySource):
+    """Something happens when some tensors are read."""
+
+    def __init__(self, path: Path, happens: Callable[[], object], after: int = 10) -> None:
+        super().__init__(path)
+        self.happens, self.after = happens, after
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            yield from itertools.islice(taken.tensors, self.after)
+            self.happens()
+            yield from taken.tensors
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ends"),
+    [("gloo", "killed"), ("ipc", "killed"), *((each, "without room") for each in ("gloo", "ipc", "nixl"))],
+)
+async def test_a_worker_that_ends_while_it_receives_is_named_and_why(backend: str, ends: str, plane: Plane) -> None:
+    """The others, which only take part in its failure, are not. (To `nixl` they come when everything is there.)"""
+    pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(backend, "rl_plane"))
+    shape = {"tensors": 40, "nbytes": 65536}
+    others = plane.spawn_many(2, model=plane.model(0, **shape))
+    room = {"staging_bytes": 20 * 65536} if ends == "without room" else {}
+    failing = plane.spawn(model=plane.model(0, **shape), **room)
+    source = Meanwhile(plane.model(1, **shape), failing.kill if ends == "killed" else lambda: None)
+    client, fleet = await plane.client(), await plane.fleet()
+    publisher = WeightPublisher(source, fleet, transport=backend, bucket_bytes=1 << 18, workers=3)
+    with pytest.raises(PlaneError) as caught:
+        await publisher.publish_async("one")
+    message, rows = str(caught.value), {row["instance_id"]: row for row in caught.value.facts["workers"]}
+    assert rows.keys() == {one.instance_id for one in plane.spawned}
+    why = rows[failing.instance_id]["error"]
+    assert failing.instance_id in message
+    assert not any(one.instance_id in message for one in others)
+    if ends == "killed":
+        assert why["code"] == "worker_lost"
+        assert await (await client.view()).wait_until(lambda now: len(now) == 2, BOUND_S)
+    else:
+        assert "bytes to stage" in why["message"]
+        assert why["message"] in message
+    assert await served(plane) == {("initial", model_digest(plane.model(0, **shape)), 0)}
+    await asyncio.to_thread(publisher.close)
+
+
 class Held:
     """A source that stops in the middle until it is let go."""
 

@@ -202,19 +202,36 @@ class Attempt:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
     def _answered(self) -> dict[str, Any]:
-        if self._error is not None and (self._update is None or not isinstance(self._error, _SendFailed)):
-            raise self._error.__cause__ or self._error if isinstance(self._error, _SendFailed) else self._error
-        assert self._update is not None
-        return self._update.result()
+        error = self._error
+        if error is not None and not isinstance(error, _SendFailed):
+            raise error
+        if self._update is not None:
+            return self._update.result()
+        assert isinstance(error, _SendFailed)
+        if self._prepared:
+            return self._explained(error)
+        raise error.__cause__ or error
+
+    def _explained(self, failed: _SendFailed) -> dict[str, Any]:
+        """Who listens for what does not come any more knows what was wrong there: that ends with its sender."""
+        assert self._sender is not None
+        self._sender.close()
+        try:
+            return self._ask().result()
+        except PlaneError as error:
+            if "workers" in error.facts:
+                raise
+            raise failed.__cause__ or failed from error
 
     def _finish(self) -> None:
         sender, manifest = self._sender, self._manifest
         assert sender is not None
         assert manifest is not None
+        if self._update is None:
+            self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _sent(lambda: sender.finish(self._digests))
         self._publication.tell("committing")
         if self._update is None:
-            self._body.setdefault("digest", manifest.digested(self._digests).digest)
             self._update = self._ask()
 
     def _ask(self) -> Future[dict[str, Any]]:
@@ -240,7 +257,8 @@ class Attempt:
             assert self._manifest is not None
             op, request_id = "complete_weights_update", ""
             body = {"update_id": self._prepared, "num_buckets": len(self._manifest.buckets)}
-            body["digest"] = self._body["digest"]
+            if "digest" in self._body:  # else not everything was sent
+                body["digest"] = self._body["digest"]
         else:
             self._swap_if_loaded()
             op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
@@ -374,8 +392,8 @@ def _named(error: BaseException) -> BaseException:
     failed = [row for row in rows if row.get("status") == "error"] if isinstance(rows, list) else []
     if not failed or any(row["instance_id"] in error.message for row in failed):
         return error
-    reason = (failed[0].get("error") or {}).get("message", "")
-    who = failed[0]["instance_id"]
+    told = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
+    who, reason = next((one for one in told if one[1] and one[1] in error.message), told[0])
     words = f"on {who}" if reason in error.message else f"{who}: {reason}"
     named = type(error)(f"{error.message} ({words})", **error.facts)
     named.__cause__ = error
