@@ -273,9 +273,7 @@ def outcome_of(
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
 
 
-def left_row(
-    instance_id: str, incarnation: str, why: str = "it left before the update began"
-) -> WorkerRow:
+def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:
     error = WorkerLost(why, instance_id=instance_id)
     return WorkerRow(instance_id, incarnation, "error", error=error)
 

@@ -24,6 +24,7 @@ from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
     Locked,
+    MembershipChanged,
     NoWorkers,
     PlaneError,
     Unavailable,
@@ -178,7 +179,9 @@ class Meanwhile(DirectorySource):
     ("backend", "ends"),
     [("gloo", "killed"), ("ipc", "killed"), *((each, "without room") for each in ("gloo", "ipc", "nixl"))],
 )
-async def test_a_worker_that_ends_while_it_receives_is_named_and_why(backend: str, ends: str, plane: Plane) -> None:
+async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
+    backend: str, ends: str, plane: Plane
+) -> None:
     """The others, which only take part in its failure, are not. (To `nixl` they come when everything is there.)"""
     pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(backend, "rl_plane"))
     shape = {"tensors": 40, "nbytes": 65536}
@@ -689,6 +692,77 @@ class Gathering(Held):
                 yield pair
 
         return Taken(taken.specs, tensors(), None, taken.close)
+
+
+class Joining:
+    """Of a publication's progress: each time that the first bucket is sent a worker joins, so many times."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane, self.times = plane, 0
+
+    def __call__(self, progress: Progress) -> None:
+        if self.times and (progress.stage, progress.buckets) == ("sending", 1):
+            self.times -= 1
+            self.plane.spawn()
+
+
+@pytest.mark.parametrize("encoding", ["full", "auto"])
+async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, plane: Plane) -> None:
+    """By a trainer that waits, and by a publisher that sends from its copy."""
+    pytest.importorskip("torch")
+    plane.spawn()
+    one = plane.model(1)
+    two, source, joining = nudged(plane, one, 1), Changing(), Joining(plane)
+    how: dict[str, Any] = {"transport": "gloo", "encoding": encoding, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, await plane.fleet(), progress=joining, **how)
+
+    async def publish(label: str) -> dict[str, Any]:
+        if encoding == "full":
+            return (await publisher.publish_async(label)).result()
+        publication = publisher.publish(label, wait=False)
+        await asyncio.to_thread(publication.wait_read, BOUND_S)
+        source.path = Path()
+        return await publication.wait()
+
+    versions = [("one", one), ("two", two)] if encoding == "auto" else [("one", one)]
+    for number, (label, model) in enumerate(versions, 1):
+        source.path, joining.times = model, 1
+        reply = await publish(label)
+        assert (joining.times, len(reply["workers"]), reply["excluded"]) == (0, number + 1, [])
+        assert await served(plane) == {(label, model_digest(model), number)}
+    # Not for one more in that time, which is told.
+    source.path, joining.times = one, 2
+    with pytest.raises(MembershipChanged, match="joined since"):
+        await publish("three")
+    assert joining.times == 0
+    source.path = one
+    assert len((await publish("four"))["workers"]) == len(versions) + 3
+    assert await served(plane) == {("four", model_digest(one), len(versions) + 1)}
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "gathered"])
+async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, plane: Plane) -> None:
+    """Its tensors may have changed, or other ranks would have to gather with it."""
+    pytest.importorskip("torch")
+    plane.spawn()
+    source, joining = Gathering(plane.model(1)), Joining(plane)
+    source.collective = kind == "gathered"
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, plane.url, transport="gloo", progress=joining, **how)
+
+    def publish(label: str) -> dict[str, Any]:
+        return publisher.publish(label, wait=kind == "gathered").result(BOUND_S)
+
+    joining.times = 1
+    with pytest.raises(MembershipChanged, match="joined since") as caught:
+        await asyncio.to_thread(publish, "one")
+    assert caught.value.facts["fix"]
+    count = source.taken
+    assert len((await asyncio.to_thread(publish, "two"))["workers"]) == 2
+    assert source.taken == 2 * count
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 1)}
+    await asyncio.to_thread(publisher.close)
 
 
 def test_other_ranks_only_gather(tmp_path: Path) -> None:

@@ -857,7 +857,10 @@ def test_what_did_not_arrive_is_not_committed(
 
 def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
     broke = Unavailable("the group g broke: rank 2 is gone", field="transport.group")
-    for rows in ([bad("a", broke), lost("b"), bad("c", broke)], [bad("a", broke), bad("b", EngineFailed("no room"))]):
+    for rows in (
+        [bad("a", broke), lost("b"), bad("c", broke)],
+        [bad("a", broke), bad("b", EngineFailed("no room"))],
+    ):
         driver = with_session(Call("complete", "u9"), ARMED, prepare=received(*rows))
         reason = rows[1].error
         assert reason is not None
