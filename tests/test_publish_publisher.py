@@ -7,6 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -37,7 +40,7 @@ from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
-from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
@@ -52,6 +55,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 BOUND_S = 60.0
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
+
+ROOT = Path(__file__).parent.parent
+RANKS_S = 150.0
+"""Two processes that import torch beside other tests, and each version's groups."""
 
 
 def root_of(plane: Plane) -> Path:
@@ -637,6 +644,13 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
     await asyncio.to_thread(publisher.close)
 
 
+def save(model: Any, directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach() for name, tensor in ModuleSource(model).take().tensors}
+    save_file(tensors, directory / "model.safetensors")
+
+
 def loaded(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -796,6 +810,45 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(publish, "")
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+@pytest.mark.timeout(RANKS_S + 60)
+async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
+    """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""
+    torch = pytest.importorskip("torch")
+    from tests.failing_ranks import BROKEN, VERSIONS
+    from tests.sharded_sources import digest_of, fresh
+
+    model, first = fresh(), plane.tmp / "weights" / "first"
+    first.mkdir(parents=True)
+    save(model, first)
+    plane.spawn_many(2, model=first)
+    transports = ("gloo", "ipc")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*torchrun, "tests/failing_ranks.py", plane.url, plane.namespace, plane.component, *transports],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=RANKS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+    versions = [f"{transport} {number}" for transport in transports for number in range(1, VERSIONS + 1)]
+    assert {(one["rank"], one["version"]): one["error"] for one in told} == {
+        (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""
+        for rank in range(2)
+        for version in versions
+    }
+    for _ in versions:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1)
+    _, digest = digest_of(ModuleSource(model))
+    assert await served(plane) == {(versions[-1], digest, len(versions) - len(transports))}
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rl_plane.errors import (
     Conflict,
+    DeadlineExceeded,
     InvalidRequest,
     Locked,
     MembershipChanged,
@@ -239,26 +240,32 @@ class Attempt:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
     def _answered(self) -> dict[str, Any]:
-        error = self._error
-        if error is not None and not isinstance(error, _SendFailed):
+        error, update = self._error, self._update
+        if isinstance(error, _SendFailed):
+            return self._explained(error.__cause__ or error)
+        if error is not None:
             raise error
-        if self._update is not None:
-            return self._update.result()
-        assert isinstance(error, _SendFailed)
-        if self._prepared:
-            return self._explained(error)
-        raise error.__cause__ or error
+        assert update is not None
+        return update.result()
 
-    def _explained(self, failed: _SendFailed) -> dict[str, Any]:
-        """Who listens for what does not come any more knows what was wrong there: that ends with its sender."""
-        assert self._sender is not None
-        self._sender.close()
+    def _explained(self, failed: BaseException) -> dict[str, Any]:
+        """Who listens for what does not come any more knows what was wrong there."""
+        update = self._update
+        if update is None or not update.done():
+            if not isinstance(failed, (Unavailable, DeadlineExceeded)):
+                raise failed  # the trainer's own
+            assert self._sender is not None
+            self._sender.close()  # with it ends who listens
+        if update is not None:
+            return update.result()
+        if not self._prepared:
+            raise failed
         try:
             return self._ask().result()
         except PlaneError as error:
-            if "workers" in error.facts:
+            if _failed_rows(error):
                 raise
-            raise failed.__cause__ or failed from error
+            raise failed from error
 
     def _finish(self) -> None:
         sender, manifest = self._sender, self._manifest
