@@ -16,6 +16,7 @@ from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
+from rl_plane.publish.senders import installed
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
 from rl_plane.sync import SyncRlClient
 from tests.test_plane_update import all_serve
@@ -87,6 +88,37 @@ async def test_what_a_command_sends_without_a_root_does_not_go_with_it(
             assert json.loads(capsys.readouterr().out)["transport"] in transports
     (newest, *_) = (await client.run("updates"))["updates"]
     assert (newest["label"], newest["refetchable"]) == ("two", False)
+
+
+NEEDS = {"gloo": [pytest.mark.engines("torch")], "nixl": [pytest.mark.engines("nixl")]}
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(each, marks=NEEDS.get(each, [])) for each in sorted(installed().keys() - {"nccl"})],
+)
+async def test_a_directory_goes_by_each_transport(
+    transport: str, plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, then an adapter of them, into each worker."""
+    plane.spawn_many(2)
+    client = await plane.client()
+    argv = ["--transport", transport, "--nats-url", plane.url, "--namespace", plane.namespace, "--json"]
+    if transport == "filesystem":
+        argv += ["--root", str(plane.tmp / "weights" / "published")]
+    model = plane.model(1).rename(plane.tmp / "elsewhere")  # which no worker may read
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, model)
+    for path, more, digest in (
+        (model, ["--version", "one"], model_digest(model)),
+        (adapter, ["--adapter", "a", "--version", "a1"], adapter_digest(adapter)),
+    ):
+        assert await asyncio.to_thread(main.run, ["publish", str(path), *more, *argv]) == 0
+        reply = json.loads(capsys.readouterr().out)
+        assert (reply["transport"], reply["version"]["digest"]) == (transport, digest)
+        assert [row["status"] for row in reply["workers"]] == ["ok", "ok"]
+    state = await client.run("state")
+    assert (state["version"]["label"], state["loras"]) == ("one", ["a"])
+    assert all(row["admission"]["open"] for row in state["workers"])
 
 
 async def test_options_of_the_transports_own(
