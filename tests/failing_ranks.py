@@ -47,10 +47,11 @@ class Failing:
 
 
 def main(url: str, namespace: str, component: str, *transports: str) -> None:
-    ways.make_sender = failing = Failing()
+    failing = Failing()
+    ways.make_sender = failing  # type: ignore[attr-defined]
     model = fsdp2(fresh())
     for transport in transports:
-        where = {"namespace": namespace, "component": component, "transport": transport}
+        where: dict[str, Any] = {"namespace": namespace, "component": component, "transport": transport}
         with WeightPublisher(model, url, bucket_bytes=100, **where) as publisher:
             for number in range(1, VERSIONS + 1):
                 with torch.no_grad():

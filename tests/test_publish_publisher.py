@@ -193,7 +193,7 @@ async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
     pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(backend, "rl_plane"))
     shape = {"tensors": 40, "nbytes": 65536}
     others = plane.spawn_many(2, model=plane.model(0, **shape))
-    room = {"staging_bytes": 20 * 65536} if ends == "without room" else {}
+    room: dict[str, Any] = {"staging_bytes": 20 * 65536} if ends == "without room" else {}
     failing = plane.spawn(model=plane.model(0, **shape), **room)
     source = Meanwhile(plane.model(1, **shape), failing.kill if ends == "killed" else lambda: None)
     client, fleet = await plane.client(), await plane.fleet()
@@ -647,7 +647,7 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
 def save(model: Any, directory: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach() for name, tensor in ModuleSource(model).take().tensors}
+    tensors = dict(ModuleSource(model).take().tensors)
     save_file(tensors, directory / "model.safetensors")
 
 
