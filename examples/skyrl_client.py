@@ -43,8 +43,7 @@ class FleetInferenceClient:
 
     async def update_named_weights(self, update_info: dict[str, Any]) -> None:
         if update_info.get("names") == [LORA_DISK_LOAD]:
-            body = lora_disk_load(update_info, self._adapter)
-            await self._run("update_weights", body)
+            await self._run("load_lora_adapter", lora_disk_load(update_info, self._adapter))
         else:
             await asyncio.to_thread(self._sync.update_weights, update_info)
 

@@ -23,6 +23,9 @@ from rl_plane.update_bodies import LoraTarget, UpdatePolicy, UpdateWeights
 from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
 from rl_plane.versions import WeightVersion
 
+SHOWN = 3
+"""Workers that a message names."""
+
 
 def newest(seen: Surveyed) -> DecisionRecord | None:
     """The highest decision that anybody holds: a store may have lost a write that it acknowledged."""
@@ -188,11 +191,24 @@ def prepare_error(failed: Sequence[WorkerRow], asked: int, in_place: bool = Fals
         touched = in_place and len(mine) < asked
         if mine and not touched and (kind is InvalidRequest or len(mine) == len(errors)):
             return type(mine[0])(mine[0].message, **mine[0].facts)
-    first = failed[0]
+    told = [(row.instance_id, row.error) for row in failed if row.error is not None]
+    # Whose group has broken only tells that another one failed, whose own error says why.
+    who, why = next((one for one in told if one[1].facts.get("field") != "transport.group"), told[0])
     return UpdateAborted(
-        f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: "
-        f"{first.instance_id}: {errors[0].message}",
+        f"{len(failed)} of {asked} workers could not prepare the update, so it was undone on all: {who}: {why.message}",
         fix="repeat it, or exclude them with policy.on_prepare_failure=exclude",
+    )
+
+
+def left_early(prepared: Members, ready: Members) -> UpdateAborted:
+    """Of those that had prepared the update, only `ready` are still there."""
+    left = sorted(prepared.keys() - ready.keys())
+    rows = [WorkerRow(key, prepared[key], "ok") for key in sorted(ready)]
+    rows += [left_row(key, prepared[key], "it left before the update was complete") for key in left]
+    return UpdateAborted(
+        f"{', '.join(left[:SHOWN])} had prepared the update, and left before it was complete",
+        workers=[row.to_wire() for row in rows],
+        fix="prepare it again",
     )
 
 
@@ -257,8 +273,8 @@ def outcome_of(
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
 
 
-def left_row(instance_id: str, incarnation: str) -> WorkerRow:
-    error = WorkerLost("it left before the update began", instance_id=instance_id)
+def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:
+    error = WorkerLost(why, instance_id=instance_id)
     return WorkerRow(instance_id, incarnation, "error", error=error)
 
 

@@ -29,6 +29,7 @@ from rl_plane.errors import (
 )
 from rl_plane.fed_parts import pieces
 from rl_plane.judge import (
+    SHOWN,
     check_against,
     commit_body,
     enough,
@@ -37,6 +38,7 @@ from rl_plane.judge import (
     judge_armed,
     judge_prepare,
     label_of,
+    left_early,
     left_row,
     newest,
     next_record,
@@ -92,9 +94,6 @@ LEASES_END_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody serves the version before, whoever could not be told."""
 OPEN_BY_THEMSELVES_S = 30.0
 """How long a new run waits for the workers to serve their own models: nobody has to load anything."""
-
-SHOWN = 3
-"""Workers that a message names."""
 
 END_ROLL_TRIES = 3
 """Each waits until NATS is back; it may go away again at once."""
@@ -288,8 +287,9 @@ class UpdateMachine:
         """Are all there still that wait for the same broadcasts?"""
         if not session.live(self._now):
             raise UpdateAborted("the update was silent for too long", fix="prepare it again")
-        if len(still_there(session.prepared, self._members)) < len(session.prepared):
-            raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+        ready = still_there(session.prepared, self._members)
+        if len(ready) < len(session.prepared):
+            raise left_early(session.prepared, ready)
         if body.policy.on_prepare_failure == "abort":
             self._refuse_joiners(session)
 
@@ -326,7 +326,7 @@ class UpdateMachine:
             if not session.live(self._now):
                 raise UpdateAborted("the update was silent for too long", fix="prepare it again")
             if not ready or (len(ready) < len(session.prepared) and body.policy.on_prepare_failure == "abort"):
-                raise UpdateAborted("a worker that had prepared the update is gone", fix="prepare it again")
+                raise left_early(session.prepared, ready)
             if len(ready) < body.policy.min_ready:
                 raise too_few(len(ready), body.policy)
             gone = sorted(session.prepared.keys() - ready.keys())

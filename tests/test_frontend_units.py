@@ -712,7 +712,7 @@ STREAMED: dict[str, Callable[[dict[str, Any]], Plan]] = {
     "completion": lambda options: completion(stream=True, stream_options=options),
     "chat": lambda options: chat(stream=True, stream_options=options),
     "vllm": lambda options: plan_vllm(
-        {"token_ids": [5], "sampling_params": {}, "stream": True, "stream_options": options}, "id", None
+        {"token_ids": [5], "sampling_params": {}, "stream": True, "stream_options": options}, "id"
     ),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -36,6 +38,7 @@ from rl_plane.publish.packing import Tensor, fill, raw_bytes, spec_of
 from rl_plane.torch_group import AHEAD
 from rl_plane.versions import HostTensor, TensorSpec
 from rl_plane.wire import MAX_MESSAGE_BYTES
+from tests.conftest import stop_process
 from tests.dialect_facade import facade, fine, refused, served
 from tests.faults import Stream
 from tests.group_trainer import Trainer
@@ -350,6 +353,30 @@ async def test_a_worker_that_stands_still(plane: Plane) -> None:
         await plane.until(lambda: _serve(client, {staying.instance_id, frozen.instance_id}, "initial"), SETTLE_S)
         await pushing.push(other, "two")
         await plane.until(lambda: all_serve(client, "two"))
+
+
+async def test_a_trainer_that_stands_still(plane: Plane) -> None:
+    """In the middle of an update: its receivers end by `timeout_s`, of which their group was told. Each says so."""
+    client = await plane.client()
+    model, other = models(plane)
+    ids = plane.spawn_copies(2, model=model)
+    with Trainer(plane, timeout_s=4.0) as trainer:
+        pushing = Pushing(client, trainer)
+        await pushing.prepare(other, "two")
+        await trainer.do("send", 1)
+        stop_process(trainer.process.pid)
+        with pytest.raises(UpdateAborted, match="bucket 2 of 5") as caught:
+            await client.run("complete_weights_update")
+        assert {row["instance_id"]: row["status"] for row in caught.value.facts["workers"]} == dict.fromkeys(
+            ids, "error"
+        )
+        await _is_as_before(client, ids, "initial")
+        os.kill(trainer.process.pid, signal.SIGCONT)
+        with pytest.raises(PlaneError):
+            await _send_all(trainer)
+        await trainer.do("close")
+        await pushing.push(other, "two")
+    assert await all_serve(client, "two")
 
 
 async def _serve(client: RlClient, ids: set[str], label: str) -> bool:

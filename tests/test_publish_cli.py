@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from examples.skyrl_client import FleetInferenceClient
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.cli import main
 from rl_plane.cli.settings import SETTINGS
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import WeightPublisher
+from rl_plane.publish.senders import installed
 from rl_plane.publish.skyrl import lora_disk_load, publisher_options
+from rl_plane.sync import SyncRlClient
 from tests.test_plane_update import all_serve
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
@@ -85,6 +88,37 @@ async def test_what_a_command_sends_without_a_root_does_not_go_with_it(
             assert json.loads(capsys.readouterr().out)["transport"] in transports
     (newest, *_) = (await client.run("updates"))["updates"]
     assert (newest["label"], newest["refetchable"]) == ("two", False)
+
+
+NEEDS = {"gloo": [pytest.mark.engines("torch")], "nixl": [pytest.mark.engines("nixl")]}
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(each, marks=NEEDS.get(each, [])) for each in sorted(installed().keys() - {"nccl"})],
+)
+async def test_a_directory_goes_by_each_transport(
+    transport: str, plane: Plane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, then an adapter of them, into each worker."""
+    plane.spawn_many(2)
+    client = await plane.client()
+    argv = ["--transport", transport, "--nats-url", plane.url, "--namespace", plane.namespace, "--json"]
+    if transport == "filesystem":
+        argv += ["--root", str(plane.tmp / "weights" / "published")]
+    model = plane.model(1).rename(plane.tmp / "elsewhere")  # which no worker may read
+    adapter = make_fake_adapter(plane.tmp / "adapter", 1, model)
+    for path, more, digest in (
+        (model, ["--version", "one"], model_digest(model)),
+        (adapter, ["--adapter", "a", "--version", "a1"], adapter_digest(adapter)),
+    ):
+        assert await asyncio.to_thread(main.run, ["publish", str(path), *more, *argv]) == 0
+        reply = json.loads(capsys.readouterr().out)
+        assert (reply["transport"], reply["version"]["digest"]) == (transport, digest)
+        assert [row["status"] for row in reply["workers"]] == ["ok", "ok"]
+    state = await client.run("state")
+    assert (state["version"]["label"], state["loras"]) == ("one", ["a"])
+    assert all(row["admission"]["open"] for row in state["workers"])
 
 
 async def test_options_of_the_transports_own(
@@ -209,14 +243,22 @@ async def test_skyrl_settings_publish_and_override_a_group_that_is_there(plane: 
         await asyncio.to_thread(before.close)
 
 
-async def test_lora_disk_load(plane: Plane) -> None:
+async def test_the_same_lora_disk_load_at_each_sync(plane: Plane) -> None:
+    """By the drop-in of the examples: other bytes at the same path, as SkyRL writes them."""
     plane.spawn()
-    fleet = await plane.fleet()
-    adapter = make_fake_adapter(plane.tmp / "weights" / "adapter", 1, plane.model())
-    request = {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": str(adapter)}]}
-    reply = await fleet.run("update_weights", lora_disk_load(request, "policy"))
-    assert reply["version"]["digest"] == adapter_digest(adapter)
-    assert (await fleet.run("state"))["loras"] == ["policy"]
+    client, path = await plane.client(), plane.tmp / "weights" / "skyrl_lora_sync"
+    sync = await asyncio.to_thread(SyncRlClient.connect, plane.url, plane.namespace, plane.component)
+    skyrl = FleetInferenceClient(sync, "policy")
+    request = {"names": ["lora_disk_load"], "extras": [{"lora_disk_path": str(path)}]}
+    for seed in (1, 2, 3):
+        make_fake_adapter(plane.tmp / f"step{seed}", seed, plane.model()).rename(path)
+        await skyrl.update_named_weights(request)
+        state = await client.run("state")
+        assert state["loras"] == ["policy"]
+        made = state["adapters"]["policy"]
+        assert (made["digest"], made["sequence"]) == (adapter_digest(path), seed)
+        path.rename(plane.tmp / f"before{seed}")
+    await asyncio.to_thread(sync.close)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +27,7 @@ from rl_plane.errors import (
     InvalidRequest,
     InvalidWeights,
     Locked,
+    MembershipChanged,
     NoWorkers,
     PlaneError,
     Unavailable,
@@ -36,7 +40,7 @@ from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
-from rl_plane.publish.sources import DirectorySource, Taken
+from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from tests.conftest import Plane
@@ -51,6 +55,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 BOUND_S = 60.0
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
+
+ROOT = Path(__file__).parent.parent
+RANKS_S = 150.0
+"""Two processes that import torch beside other tests, and each version's groups."""
 
 
 def root_of(plane: Plane) -> Path:
@@ -154,6 +162,57 @@ async def test_every_sender_publishes_and_fails_cleanly(backend: str, plane: Pla
     assert await served(plane) == {("one", model_digest(one), 1)}
     await publish(two, "four")
     assert {digest for _, digest, _ in await served(plane)} == {model_digest(two)}
+
+
+class Meanwhile(DirectorySource):
+    """Something happens when some tensors are read."""
+
+    def __init__(self, path: Path, happens: Callable[[], object], after: int = 10) -> None:
+        super().__init__(path)
+        self.happens, self.after = happens, after
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            yield from itertools.islice(taken.tensors, self.after)
+            self.happens()
+            yield from taken.tensors
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize(
+    ("backend", "ends"),
+    [("gloo", "killed"), ("ipc", "killed"), *((each, "without room") for each in ("gloo", "ipc", "nixl"))],
+)
+async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
+    backend: str, ends: str, plane: Plane
+) -> None:
+    """The others, which only take part in its failure, are not. (To `nixl` they come when everything is there.)"""
+    pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(backend, "rl_plane"))
+    shape = {"tensors": 40, "nbytes": 65536}
+    others = plane.spawn_many(2, model=plane.model(0, **shape))
+    room: dict[str, Any] = {"staging_bytes": 20 * 65536} if ends == "without room" else {}
+    failing = plane.spawn(model=plane.model(0, **shape), **room)
+    source = Meanwhile(plane.model(1, **shape), failing.kill if ends == "killed" else lambda: None)
+    client, fleet = await plane.client(), await plane.fleet()
+    publisher = WeightPublisher(source, fleet, transport=backend, bucket_bytes=1 << 18, workers=3)
+    with pytest.raises(PlaneError) as caught:
+        await publisher.publish_async("one")
+    message, rows = str(caught.value), {row["instance_id"]: row for row in caught.value.facts["workers"]}
+    assert rows.keys() == {one.instance_id for one in plane.spawned}
+    why = rows[failing.instance_id]["error"]
+    assert failing.instance_id in message
+    assert not any(one.instance_id in message for one in others)
+    if ends == "killed":
+        assert why["code"] == "worker_lost"
+        assert await (await client.view()).wait_until(lambda now: len(now) == 2, BOUND_S)
+    else:
+        assert "bytes to stage" in why["message"]
+        assert why["message"] in message
+    assert await served(plane) == {("initial", model_digest(plane.model(0, **shape)), 0)}
+    await asyncio.to_thread(publisher.close)
 
 
 class Held:
@@ -585,6 +644,13 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
     await asyncio.to_thread(publisher.close)
 
 
+def save(model: Any, directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = dict(ModuleSource(model).take().tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
 def loaded(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -642,6 +708,77 @@ class Gathering(Held):
         return Taken(taken.specs, tensors(), None, taken.close)
 
 
+class Joining:
+    """Of a publication's progress: each time that the first bucket is sent a worker joins, so many times."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane, self.times = plane, 0
+
+    def __call__(self, progress: Progress) -> None:
+        if self.times and (progress.stage, progress.buckets) == ("sending", 1):
+            self.times -= 1
+            self.plane.spawn()
+
+
+@pytest.mark.parametrize("encoding", ["full", "auto"])
+async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, plane: Plane) -> None:
+    """By a trainer that waits, and by a publisher that sends from its copy."""
+    pytest.importorskip("torch")
+    plane.spawn()
+    one = plane.model(1)
+    two, source, joining = nudged(plane, one, 1), Changing(), Joining(plane)
+    how: dict[str, Any] = {"transport": "gloo", "encoding": encoding, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, await plane.fleet(), progress=joining, **how)
+
+    async def publish(label: str) -> dict[str, Any]:
+        if encoding == "full":
+            return (await publisher.publish_async(label)).result()
+        publication = publisher.publish(label, wait=False)
+        await asyncio.to_thread(publication.wait_read, BOUND_S)
+        source.path = Path()
+        return await publication.wait()
+
+    versions = [("one", one), ("two", two)] if encoding == "auto" else [("one", one)]
+    for number, (label, model) in enumerate(versions, 1):
+        source.path, joining.times = model, 1
+        reply = await publish(label)
+        assert (joining.times, len(reply["workers"]), reply["excluded"]) == (0, number + 1, [])
+        assert await served(plane) == {(label, model_digest(model), number)}
+    # Not for one more in that time, which is told.
+    source.path, joining.times = one, 2
+    with pytest.raises(MembershipChanged, match="joined since"):
+        await publish("three")
+    assert joining.times == 0
+    source.path = one
+    assert len((await publish("four"))["workers"]) == len(versions) + 3
+    assert await served(plane) == {("four", model_digest(one), len(versions) + 1)}
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "gathered"])
+async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, plane: Plane) -> None:
+    """Its tensors may have changed, or other ranks would have to gather with it."""
+    pytest.importorskip("torch")
+    plane.spawn()
+    source, joining = Gathering(plane.model(1)), Joining(plane)
+    source.collective = kind == "gathered"
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, plane.url, transport="gloo", progress=joining, **how)
+
+    def publish(label: str) -> dict[str, Any]:
+        return publisher.publish(label, wait=kind == "gathered").result(BOUND_S)
+
+    joining.times = 1
+    with pytest.raises(MembershipChanged, match="joined since") as caught:
+        await asyncio.to_thread(publish, "one")
+    assert caught.value.facts["fix"]
+    count = source.taken
+    assert len((await asyncio.to_thread(publish, "two"))["workers"]) == 2
+    assert source.taken == 2 * count
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 1)}
+    await asyncio.to_thread(publisher.close)
+
+
 def test_other_ranks_only_gather(tmp_path: Path) -> None:
     from worker.engines.fake import make_fake_model
 
@@ -673,6 +810,45 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(publish, "")
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+@pytest.mark.timeout(RANKS_S + 60)
+async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
+    """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""
+    torch = pytest.importorskip("torch")
+    from tests.failing_ranks import BROKEN, VERSIONS
+    from tests.sharded_sources import digest_of, fresh
+
+    model, first = fresh(), plane.tmp / "weights" / "first"
+    first.mkdir(parents=True)
+    save(model, first)
+    plane.spawn_many(2, model=first)
+    transports = ("gloo", "ipc")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [*torchrun, "tests/failing_ranks.py", plane.url, plane.namespace, plane.component, *transports],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=RANKS_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+    versions = [f"{transport} {number}" for transport in transports for number in range(1, VERSIONS + 1)]
+    assert {(one["rank"], one["version"]): one["error"] for one in told} == {
+        (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""
+        for rank in range(2)
+        for version in versions
+    }
+    for _ in versions:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(1)
+    _, digest = digest_of(ModuleSource(model))
+    assert await served(plane) == {(versions[-1], digest, len(versions) - len(transports))}
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])

@@ -24,6 +24,7 @@ from rl_plane.errors import (
     OutcomeUnknown,
     PlaneError,
     StaleFence,
+    Unavailable,
     UpdateAborted,
     WorkerLost,
 )
@@ -772,8 +773,12 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
         assert "a" in driver.outcome().excluded
         assert list(driver.one(Ask, "commit").workers) == ["b", "c"]
     else:
-        driver.error(ends)
+        error = driver.error(ends)
         assert driver.phases == ["survey", "session", "abort"]
+        if "min_ready" not in policy:
+            rows = {row["instance_id"]: row["status"] for row in error.facts["workers"]}
+            assert rows == {key: "error" if key in gone else "ok" for key in MEMBERS}
+            assert error.message.startswith(", ".join(gone))
 
 
 # ---- pushed: the workers listen between the two calls ----
@@ -848,6 +853,20 @@ def test_what_did_not_arrive_is_not_committed(
     else:
         assert len(driver.error(ends).facts["workers"]) == 3
         assert driver.phases == ["survey", "prepare", "session", "abort"]
+
+
+def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
+    broke = Unavailable("the group g broke: rank 2 is gone", field="transport.group")
+    for rows in (
+        [bad("a", broke), lost("b"), bad("c", broke)],
+        [bad("a", broke), bad("b", EngineFailed("no room"))],
+    ):
+        driver = with_session(Call("complete", "u9"), ARMED, prepare=received(*rows))
+        reason = rows[1].error
+        assert reason is not None
+        assert driver.error(UpdateAborted).message.endswith(f": b: {reason.message}")
+    driver = with_session(Call("complete", "u9"), ARMED, prepare=received(bad("a", broke)))
+    assert driver.error(UpdateAborted).message.endswith(f": a: {broke.message}")
 
 
 def test_one_that_listened_and_is_gone_is_not_asked() -> None:

@@ -8,9 +8,20 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rl_plane.errors import Conflict, InvalidRequest, Locked, NotAtBase, PlaneError, StaleFence, Unavailable
+from rl_plane.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    Locked,
+    MembershipChanged,
+    NotAtBase,
+    PlaneError,
+    StaleFence,
+    Unavailable,
+)
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.packing import Place, Tensor, fill
@@ -25,6 +36,8 @@ ATTEMPTS = 3
 """An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
 under its id."""
 AGAIN_S = 1.0
+JOINS = 1
+"""So often all is sent again, since a worker has joined that can't get what was pushed: each time takes as long."""
 
 T = TypeVar("T")
 
@@ -45,11 +58,13 @@ class Attempt:
         more: Mapping[str, Any] | None = None,
         *,
         lends: bool = False,
+        joins: int = 0,
     ) -> None:
         """`more`: fields of the update's body. `lends`: the tensors stay as they are until the publication ends, so
-        they may be read where they are."""
+        they may be read where they are. `joins`: the source may be read so often again."""
         self._more = more or {}
         self._lends = lends
+        self._joins = joins
         self._lent: Collection[int] = ()
         """Buckets."""
         self._way = way
@@ -89,7 +104,7 @@ class Attempt:
         finally:
             if taken is not None:
                 taken.close()
-            if not self._lent:  # else they are read until the end
+            if not self._lent and not self._joins:  # else they are read until the end
                 self._publication.tensors_were_read()
 
     def _send(self, taken: Taken) -> None:
@@ -120,7 +135,7 @@ class Attempt:
         if self._lends and taken.held and isinstance(sender, LendingSender):
             self._lent = sender.lend(taken.held)
         sizes = [bucket.nbytes for bucket in manifest.buckets]
-        publication.tell("sending", of_buckets=len(sizes), of_nbytes=sum(sizes))
+        publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 
         def buffer(number: int) -> Place:
             return _sent(lambda: sender.buffer(number))
@@ -140,11 +155,34 @@ class Attempt:
 
     def end(self) -> None:
         try:
-            reply = self._committed()
+            reply = self._committed_by_all()
         except BaseException as error:
             self._publication.end(error=_named(error))
         else:
             self._publication.end(reply)
+
+    def _committed_by_all(self) -> dict[str, Any]:
+        """The update's reply, perhaps of another attempt, for workers that have joined meanwhile too."""
+        try:
+            return self._committed()
+        except MembershipChanged as error:
+            if not self._joins or _failed_rows(error):
+                raise
+            log.info("%s is sent once more: %s", self._publication.version, error)
+        again = Attempt(
+            self._way,
+            self._source,
+            self._publication,
+            None,
+            self._more,
+            lends=self._lends,
+            joins=self._joins - 1,
+        )
+        again.read()
+        try:
+            return again._committed_by_all()
+        finally:
+            self.committed = again.committed
 
     def _committed(self) -> dict[str, Any]:
         """The update's reply. The fleet's own error is told rather than the transport's, which it explains."""
@@ -202,19 +240,42 @@ class Attempt:
             log.exception("workers that come late can't fetch %s from here", self._publication.version)
 
     def _answered(self) -> dict[str, Any]:
-        if self._error is not None and (self._update is None or not isinstance(self._error, _SendFailed)):
-            raise self._error.__cause__ or self._error if isinstance(self._error, _SendFailed) else self._error
-        assert self._update is not None
-        return self._update.result()
+        error, update = self._error, self._update
+        if isinstance(error, _SendFailed):
+            return self._explained(error.__cause__ or error)
+        if error is not None:
+            raise error
+        assert update is not None
+        return update.result()
+
+    def _explained(self, failed: BaseException) -> dict[str, Any]:
+        """Who listens for what does not come any more knows what was wrong there."""
+        update = self._update
+        if update is None or not update.done():
+            if not isinstance(failed, (Unavailable, DeadlineExceeded)):
+                raise failed  # the trainer's own
+            assert self._sender is not None
+            self._sender.close()  # with it ends who listens
+        if update is not None:
+            return update.result()
+        if not self._prepared:
+            raise failed
+        try:
+            return self._ask().result()
+        except PlaneError as error:
+            if _failed_rows(error):
+                raise
+            raise failed from error
 
     def _finish(self) -> None:
         sender, manifest = self._sender, self._manifest
         assert sender is not None
         assert manifest is not None
+        if self._update is None:
+            self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _sent(lambda: sender.finish(self._digests))
         self._publication.tell("committing")
         if self._update is None:
-            self._body.setdefault("digest", manifest.digested(self._digests).digest)
             self._update = self._ask()
 
     def _ask(self) -> Future[dict[str, Any]]:
@@ -240,7 +301,8 @@ class Attempt:
             assert self._manifest is not None
             op, request_id = "complete_weights_update", ""
             body = {"update_id": self._prepared, "num_buckets": len(self._manifest.buckets)}
-            body["digest"] = self._body["digest"]
+            if "digest" in self._body:  # else not everything was sent
+                body["digest"] = self._body["digest"]
         else:
             self._swap_if_loaded()
             op, request_id, body = "update_weights", uuid.uuid4().hex, self._body
@@ -298,7 +360,8 @@ class AttemptByCopy(Attempt):
             if change.deltas is not None and self._is_kept(change.base):
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
-                    reply = self._sent(as_tensors(change.deltas), delta)
+                    deltas = change.deltas
+                    reply = self._sent(lambda: as_tensors(deltas), delta)
                     if _says_not_at_base(reply["workers"]):
                         self._copy.forget()  # a full version brings back who was left out
                     return reply
@@ -306,7 +369,7 @@ class AttemptByCopy(Attempt):
                     if not _not_at_base(error):
                         raise
                     log.info("%s is sent whole: %s", self._publication.version, error)
-            return self._sent(self._copy.whole(), {"digest": change.digest})
+            return self._sent(self._copy.whole, {"digest": change.digest})
         except BaseException:
             if not self.committed:
                 self._copy.take_back(change)
@@ -329,19 +392,25 @@ class AttemptByCopy(Attempt):
             return False
         return not lacking or (len(lacking) < len(workers) and self._way.is_refetchable(base))
 
-    def _sent(self, taken: Taken, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _sent(self, take: Callable[[], Taken], more: Mapping[str, Any]) -> dict[str, Any]:
         # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
         # for this comparison is to go with it, and a sender holds on to what it was lent.
         lends = self._unless is None
-        attempt = Attempt(self._way, self._source, self._publication, None, more, lends=lends)
+        attempt = Attempt(self._way, _Copied(take), self._publication, None, more, lends=lends, joins=JOINS)
+        attempt.read()
         try:
-            attempt._send(taken)
-        except BaseException as error:
-            attempt._error = error
-        try:
-            return attempt._committed()
+            return attempt._committed_by_all()
         finally:
             self.committed = attempt.committed
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A Source: what the publisher's copy holds."""
+
+    take: Callable[[], Taken]
+    collective = False
+    adapter = False
 
 
 def _not_at_base(error: PlaneError) -> bool:
@@ -370,16 +439,20 @@ def _named(error: BaseException) -> BaseException:
     """The same error, whose message says which worker and why."""
     if not isinstance(error, PlaneError):
         return error
-    rows = error.facts.get("workers")
-    failed = [row for row in rows if row.get("status") == "error"] if isinstance(rows, list) else []
+    failed = _failed_rows(error)
     if not failed or any(row["instance_id"] in error.message for row in failed):
         return error
-    reason = (failed[0].get("error") or {}).get("message", "")
-    who = failed[0]["instance_id"]
+    told = [(row["instance_id"], (row.get("error") or {}).get("message", "")) for row in failed]
+    who, reason = next((one for one in told if one[1] and one[1] in error.message), told[0])
     words = f"on {who}" if reason in error.message else f"{who}: {reason}"
     named = type(error)(f"{error.message} ({words})", **error.facts)
     named.__cause__ = error
     return named
+
+
+def _failed_rows(error: PlaneError) -> list[dict[str, Any]]:
+    rows = error.facts.get("workers")
+    return [row for row in rows if row.get("status") == "error"] if isinstance(rows, list) else []
 
 
 def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from rl_plane.client import DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.publish.attempt import Attempt, AttemptByCopy, drain, on_thread
+from rl_plane.publish.attempt import JOINS, Attempt, AttemptByCopy, drain, on_thread
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
@@ -153,7 +153,9 @@ class WeightPublisher:
         previous, self._previous = self._previous, publication
         attempt: Attempt
         if self._copy is None and unless is None:
-            attempt = Attempt(self._way, self._source, publication, previous, lends=lends)
+            # Other ranks, with which it gathers, would not take part in it once more.
+            joins = JOINS if lends and not self._source.collective else 0
+            attempt = Attempt(self._way, self._source, publication, previous, lends=lends, joins=joins)
         else:  # to be compared it is gathered, which the other ranks take part in once
             copy = self._copy or HostCopy()
             attempt = AttemptByCopy(self._way, self._source, publication, previous, copy, unless)

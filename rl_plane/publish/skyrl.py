@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rl_plane.bodies import parse_body
 from rl_plane.errors import InvalidRequest
-from rl_plane.update_bodies import LoraTarget
+from rl_plane.fleet_ops import LoadLora
 
 log = logging.getLogger("rl_plane.publish.skyrl")
 
@@ -67,20 +67,19 @@ def _check_override(override: str, way: str) -> None:
         raise _refuse(field, override, f"leave it out: {way} has no group")
 
 
-def lora_disk_load(
-    request: Mapping[str, Any], adapter: str, op: Literal["load", "swap"] = "load"
-) -> dict[str, Any]:
-    """The body of `update_weights` for SkyRL's `{"names": ["lora_disk_load"], "extras": [{"lora_disk_path": DIR}]}`.
-    The other shapes of its request carry handles and ranks of its own process groups: publish those weights."""
+def lora_disk_load(request: Mapping[str, Any], adapter: str) -> dict[str, Any]:
+    """The body of `load_lora_adapter` for SkyRL's `{"names": ["lora_disk_load"], "extras": [{"lora_disk_path": DIR}]}`,
+    which it sends at each sync: the adapter is loaded, and from then on swapped. The other shapes of its request carry
+    handles and ranks of its own process groups: publish those weights."""
     names, extras = request.get("names"), request.get("extras")
     if names != [LORA_DISK_LOAD]:
         raise _refuse("names", names, "publish weights by a WeightPublisher; this takes lora_disk_load only")
     path = extras[0].get("lora_disk_path") if isinstance(extras, list) and len(extras) == 1 else None
     if not isinstance(path, str):
         raise _refuse("extras", extras, 'extras: [{"lora_disk_path": DIR}]')
-    target = {"kind": "lora", "op": op, "name": adapter}
-    parse_body(LoraTarget, target)
-    return {"target": target, "transport": {"backend": "filesystem", "path": path}}
+    body = {"lora_name": adapter, "lora_path": path}
+    parse_body(LoadLora, body)
+    return body
 
 
 def _refuse(field: str, value: object, fix: str) -> InvalidRequest:

@@ -116,8 +116,8 @@ class StateDictSource:
 
 
 class ExportSource:
-    """`export()` gives the iterator, on every rank, once for each version (and once more before the first one, to learn
-    names, shapes and dtypes, unless `specs` says them)."""
+    """`export()` gives the iterator, on every rank, once for each version (again where that is sent once more, and once
+    before the first one, to learn names, shapes and dtypes, unless `specs` says them)."""
 
     adapter = False
 
