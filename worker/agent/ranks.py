@@ -63,7 +63,9 @@ class Ranks:
             self._forget(staging)
             raise
         reply: PreparedReply = replies[0]
-        return reply
+        told = ("digest", "tensors", "bytes")
+        rows = [{"rank": rank, **{key: one[key] for key in told}} for rank, one in enumerate(replies)]
+        return {**reply, "ranks": rows}
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}

@@ -187,7 +187,8 @@ class EngineAdapter(Protocol):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
         early with an EngineFailed when `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing
-        stays staged or open. Blocks, on a thread of the worker's.
+        stays staged or open. Where ranks receive in processes of their own, the reply has what each of them staged
+        (`ranks`). Blocks, on a thread of the worker's.
 
         With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
         weights are of no version. They are labelled by a `set_version` that follows."""
