@@ -324,7 +324,7 @@ class SglangEngine(Tokenizing):
         if self._feeder is None:
             return 0, 0
         streams = list(self._feeder.streams.values())
-        running = sum(stream.submitted for stream in streams)
+        running = sum(bool(stream.made) for stream in streams)
         return running, len(streams) - running
 
     # weights
@@ -450,7 +450,7 @@ class SglangEngine(Tokenizing):
         if replaced:
             await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
         else:
-            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
+            await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
         feeder.end_left(old.engine_name)
         await registry.unregister(old.engine_name)
         try:
