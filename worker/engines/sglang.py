@@ -41,9 +41,6 @@ FLUSH_WAIT_S = 2.0
 UNUSED_WAIT_S = 5.0
 """How long the aborted requests of an adapter may take to be gone from the engine."""
 
-CHECK_TIMEOUT_S = 600.0
-"""Of a check of all weights: it reads each byte."""
-
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
 NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
@@ -468,9 +465,7 @@ class SglangEngine(Tokenizing):
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         if action != "reset_tensors":
-            return await self._process.ask(
-                asyncio.to_thread(self._process.ranks.rows, "check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
-            )
+            return await self._process.ask(asyncio.to_thread(self._process.ranks.check, action))
         was_paused = self._paused
         await self._freeze("retract")
         key = self._next_key()
