@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rl_plane.bus import DEFAULT_NATS_URL
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import Tokenize
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
