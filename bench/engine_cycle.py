@@ -115,6 +115,8 @@ async def cycle(device: str, models: dict[int, Path], rounds: int) -> tuple[Time
         return reception.staging, version(seed, reply["digest"])
 
     try:
+        if "filesystem" not in info.transports:
+            raise SystemExit("rl_plane is not installed, only unpacked: docs/benchmarks.md says how, offline too")
         engine.set_version(version(SEEDS[0], "own"))
         reader = Reader(engine)
         reading = asyncio.create_task(reader.read(info.max_model_len - 1))

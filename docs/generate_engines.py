@@ -1,4 +1,4 @@
-"""Writes the table of docs/engines.md from what the workers of a running fleet say of themselves.
+"""Writes the table of docs/engines.md from what the workers of a running fleet say of themselves, on a CPU.
 
 python docs/generate_engines.py nats://127.0.0.1:4222 NAMESPACE
 """
@@ -6,40 +6,130 @@ python docs/generate_engines.py nats://127.0.0.1:4222 NAMESPACE
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from rl_plane import SyncRlClient
 
 TARGET = Path(__file__).with_name("engines.md")
 BEGIN, END = "<!-- table: docs/generate_engines.py -->\n", "<!-- end of the table -->\n"
 
+
+class Feature(NamedTuple):
+    words: str
+    """What it is called here."""
+    tests: Sequence[str]
+    """That show what the row says of a CPU, `module::name`: between them they run each engine."""
+    on_gpu: str = ""
+    """What is otherwise on a GPU, which `describe` of a worker there says."""
+    missing: Mapping[str, str] = MappingProxyType({})
+    """Engine → why not, of what is no capability in `describe`."""
+
+    @property
+    def shown_by(self) -> str:
+        return ", ".join(f"`tests/{test.replace('::', '.py::')}`" for test in self.tests)
+
+
+def of_engines(name: str, of_hf: str | None = None) -> tuple[str, str]:
+    """The test of this name of vLLM and SGLang, and hf's own."""
+    return f"test_engine_adapters::{name}", f"test_hf_engine::{of_hf or name}"
+
+
+CHOICE = of_engines("test_what_a_request_allows_and_bars")
+PENALTIES = of_engines("test_penalties")
+MODES = of_engines(
+    "test_modes_for_gpus_are_refused_on_a_cpu", "test_bad_options_are_refused_before_anything_starts"
+)
+NOT_HF, GPU_ONLY = "the hf engine does not have this", "a mode for GPUs, refused on a CPU"
+
 FEATURES = {
-    "pause": "`pause` and `resume`: `keep`, `wait`, `abort`",
-    "flush_cache": "`flush_cache`, `abort_requests`",
-    "prepare_update": "base weights, staged beside the served ones",
-    "prepare_update:unstaged": "base weights, written over the served ones (`staging: none`)",
-    "prepare_update:lora": "LoRA adapters",
-    "check_weights": "`check_weights`: checksum, snapshot, compare, reset_tensors",
-    "release_memory": "`release_memory`, `resume_memory`",
-    "generate:seed": "`seed` in a request",
-    "generate:prompt_logprobs": "`prompt_logprobs` in a request",
-    "generate:top_logprobs": "`top_logprobs` (or `logprobs` above 1) in a request",
-    "generate:stop": "`stop` in a request",
-    "generate:min_tokens": "`min_tokens` in a request",
-    "generate:logit_bias": "`logit_bias` in a request",
-    "generate:logit_bias+logprobs": "`logit_bias` and `logprobs` in one request",
-    "generate:allowed_token_ids": "`allowed_token_ids` in a request",
-    "generate:bad_words_token_ids": "`bad_words_token_ids` in a request",
-    "generate:min_p": "`min_p` in a request",
-    "generate:frequency_penalty": "`frequency_penalty` in a request",
-    "generate:presence_penalty": "`presence_penalty` in a request",
-    "generate:repetition_penalty": "`repetition_penalty` in a request",
-    "generate:cache_salt": "`cache_salt` in a request",
-    "generate:truncate_prompt_tokens": "`truncate_prompt_tokens` in a request",
+    "pause": Feature(
+        "`pause` and `resume`: `keep`, `wait`, `abort`",
+        (
+            "test_mixed_fleet::test_streams_go_on_after_a_pause_that_keeps_them",
+            "test_mixed_fleet::test_a_pause_that_waits_lets_streams_end",
+            "test_mixed_fleet::test_a_pause_that_aborts_gives_the_tokens_so_far",
+        ),
+    ),
+    "flush_cache": Feature(
+        "`flush_cache`, `abort_requests`",
+        (
+            *of_engines("test_flushing", "test_after_a_flush_no_new_request_reuses_old_kv"),
+            *of_engines("test_aborting_and_leaving", "test_abort_ends_some_or_all_with_their_tokens"),
+        ),
+    ),
+    "prepare_update": Feature(
+        "base weights, staged beside the served ones",
+        ("test_mixed_fleet::test_every_engine_serves_each_version_of_a_sequence",),
+    ),
+    "prepare_update:unstaged": Feature(
+        "base weights, written over the served ones (`staging: none`)",
+        ("test_mixed_fleet::test_weights_that_are_written_over_the_served_ones",),
+    ),
+    "prepare_update:lora": Feature(
+        "LoRA adapters",
+        ("test_mixed_fleet::test_streams_of_an_adapter_that_is_swapped_go_on_by_the_new_one",),
+    ),
+    "check_weights": Feature(
+        "`check_weights`: checksum, snapshot, compare, reset_tensors",
+        of_engines("test_checks_see_every_change"),
+    ),
+    "release_memory": Feature(
+        "`release_memory`, `resume_memory`",
+        of_engines("test_what_it_says_of_itself", "test_the_engine_tells_what_it_is"),
+        "`sglang`, `vllm`: yes, with `--enable-memory-saver`",
+    ),
+    "deterministic": Feature(
+        "the same tokens whatever else is in the batch (`--deterministic`)",
+        MODES,
+        "`sglang`, `vllm`: yes",
+        {"hf": NOT_HF, "sglang": GPU_ONLY, "vllm": GPU_ONLY},
+    ),
+    "ranks": Feature(
+        "several ranks of tensor parallelism",
+        ("test_two_ranks::test_what_comes_from_files", "test_hf_engine::test_the_engine_tells_what_it_is"),
+        missing={"hf": "the hf engine has one rank"},
+    ),
+    "generate:seed": Feature(
+        "`seed` in a request",
+        of_engines("test_seeds_whatever_else_runs", "test_a_seed_gives_the_same_tokens_whatever_else_runs"),
+        "`sglang`: with `--deterministic` only",
+    ),
+    "generate:prompt_logprobs": Feature(
+        "`prompt_logprobs` in a request",
+        ("test_mixed_fleet::test_prompt_logprobs_are_the_references",),
+        "`vllm`: not with LoRA on its second model runner (`VLLM_USE_V2_MODEL_RUNNER=0` is without that)",
+    ),
+    "generate:top_logprobs": Feature(
+        "`top_logprobs` (or `logprobs` above 1) in a request", of_engines("test_the_likeliest_tokens")
+    ),
+    "generate:stop": Feature(
+        "`stop` in a request", of_engines("test_stop_strings_cut_the_text_and_end_the_request")
+    ),
+    "generate:min_tokens": Feature("`min_tokens` in a request", CHOICE),
+    "generate:logit_bias": Feature("`logit_bias` in a request", CHOICE),
+    "generate:logit_bias+logprobs": Feature("`logit_bias` and `logprobs` in one request", CHOICE),
+    "generate:allowed_token_ids": Feature("`allowed_token_ids` in a request", CHOICE),
+    "generate:bad_words_token_ids": Feature("`bad_words_token_ids` in a request", CHOICE),
+    "generate:min_p": Feature(
+        "`min_p` in a request",
+        of_engines("test_the_least_likely_tokens", "test_the_sampler_follows_the_distribution"),
+    ),
+    "generate:frequency_penalty": Feature("`frequency_penalty` in a request", PENALTIES),
+    "generate:presence_penalty": Feature("`presence_penalty` in a request", PENALTIES),
+    "generate:repetition_penalty": Feature("`repetition_penalty` in a request", PENALTIES),
+    "generate:cache_salt": Feature(
+        "`cache_salt` in a request",
+        of_engines("test_a_prefix_is_shared_with_the_same_salt_alone", "test_salts_keep_prefixes_apart"),
+    ),
+    "generate:truncate_prompt_tokens": Feature(
+        "`truncate_prompt_tokens` in a request",
+        of_engines("test_what_a_request_allows_and_bars", "test_the_end_of_a_prompt"),
+    ),
 }
-"""A capability's name, as `describe` has it, and what it is called here."""
+"""A capability, by its name in `describe` where it has one there."""
 OF_THE_MODEL = frozenset({"generate:routed_experts"})
 """What a table of these engines can't tell: it hangs on the model that they were started with. The page says it."""
 SAME = {"resume_memory": "release_memory", "update_weights:lora": "prepare_update:lora"}
@@ -50,20 +140,22 @@ def table(described: Iterable[Mapping[str, Any]]) -> str:
     engines = sorted(described, key=lambda row: str(row["engine"]))
     notes: list[str] = []
     lines = [
-        "| | " + " | ".join(f"{row['engine']} {row['engine_version']}" for row in engines) + " |",
-        "|---" * (len(engines) + 1) + "|",
+        "| | "
+        + " | ".join(f"{row['engine']} {row['engine_version']}" for row in engines)
+        + " | on a GPU | shown by |",
+        "|---" * (len(engines) + 3) + "|",
     ]
     for row in engines:
         if unknown := {SAME.get(name, name) for name in row["capabilities"]} - FEATURES.keys() - OF_THE_MODEL:
             raise SystemExit(f"no words for {sorted(unknown)}: add them to FEATURES")
-    for feature, words in FEATURES.items():
+    for name, feature in FEATURES.items():
         cells = []
         for row in engines:
-            reason = row["capabilities"].get(feature)
+            reason = row["capabilities"].get(name, feature.missing.get(row["engine"]))
             if reason is not None and reason not in notes:
                 notes.append(reason)
             cells.append("yes" if reason is None else f"no ({notes.index(reason) + 1})")
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+        lines.append(" | ".join([f"| {feature.words}", *cells, feature.on_gpu, f"{feature.shown_by} |"]))
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,8 @@ that a worker is there.
 `GET /v1/rl/events` streams what happens (see operators.md).
 
 Every reply is `{status: "ok", epoch, fingerprint, workers: [{instance_id, incarnation, status, …}], elapsed_s}`,
-with a row for each worker. A failure is `{status: "error", error: {code, message, field?, fix?, …}, workers?}`.
+with a row for each worker. What the ranks of its engine answer for is in the row's `rank_results`, `[{rank, …}]` in
+their order (see engines.md). A failure is `{status: "error", error: {code, message, field?, fix?, …}, workers?}`.
 
 Every call may also carry, in its body or its HTTP query:
 

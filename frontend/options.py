@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.settings import DIALECTS
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 
 DEFAULT_RL_PORT = 8002

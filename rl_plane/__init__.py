@@ -3,7 +3,9 @@
 This package is the SDK: it needs nats-py, msgpack and pydantic only. Workers and frontends are other packages.
 """
 
-from rl_plane.client import FanOut, RlClient
+import importlib
+import typing
+
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -37,13 +39,28 @@ from rl_plane.errors import (
     WorkerLost,
     WrongIncarnation,
 )
-from rl_plane.fleet import Fleet
 from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.rollouts import Gathered, Rollout, gather_enough
 from rl_plane.rows import WorkerRow
-from rl_plane.sync import SyncRlClient
 from rl_plane.turns import check_next_prompt, next_prompt
 from rl_plane.versions import TensorSpec, WeightVersion
+
+if typing.TYPE_CHECKING:
+    from rl_plane.client import FanOut, RlClient
+    from rl_plane.fleet import Fleet
+    from rl_plane.sync import SyncRlClient
+else:
+    _ON_NATS = {"FanOut": "client", "Fleet": "fleet", "RlClient": "client", "SyncRlClient": "sync"}
+    """Name → its module. Loaded when asked for: what has the model (an engine's processes, an engine by itself) does
+    without nats-py."""
+
+    def __getattr__(name: str) -> object:
+        if name not in _ON_NATS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"{__name__}.{_ON_NATS[name]}"), name)
+        globals()[name] = found
+        return found
+
 
 __all__ = [
     "BusUnreachable",

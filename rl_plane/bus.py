@@ -28,11 +28,10 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from rl_plane.errors import BusUnreachable, InvalidRequest, PlaneError
-from rl_plane.subjects import Bucket, Entry
+from rl_plane.subjects import DEFAULT_NATS_URL, Bucket, Entry
 
 log = logging.getLogger("rl_plane.bus")
 
-DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 URL_SCHEMES = ("nats", "tls", "ws", "wss")
 
 CONNECT_TIMEOUT_S = 5.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plane.bodies import MAX_TIMEOUT_S, parse_body
-from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, Bus
+from rl_plane.bus import CONNECT_TIMEOUT_S, Bus
 from rl_plane.errors import (
     BusUnreachable,
     DeadlineExceeded,
@@ -36,12 +36,9 @@ from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.ops import Op, not_a_member, op_named
 from rl_plane.rows import WorkerRow
-from rl_plane.subjects import Subjects, check_instance_id
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL, Subjects, check_instance_id
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode, encode_for_each
-
-DEFAULT_NAMESPACE = "demo"
-DEFAULT_COMPONENT = "engine"
 
 WATCH_QUEUE = 10_000
 """Changes that a slow watcher may be behind; then its watch ends with an error, rather than growing."""

@@ -11,6 +11,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _OBJECT = re.compile(r"[0-9a-f]{20}")
 
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+DEFAULT_NAMESPACE = "demo"
+DEFAULT_COMPONENT = "engine"
+
 ADVISORY = "rlsys.disconnect"
 """Where the server's disconnect advisories are imported into our account (see rl_plane/nats.conf)."""
 

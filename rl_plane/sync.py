@@ -17,8 +17,8 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
-from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, EmptyFleet, FanOut, RlClient
+from rl_plane.bus import CONNECT_TIMEOUT_S
+from rl_plane.client import EmptyFleet, FanOut, RlClient
 from rl_plane.errors import BusUnreachable, DeadlineExceeded
 from rl_plane.fleet import LOST_RETRIES
 from rl_plane.fleet_ops import DEFAULT_WAIT_S, FLEET_OPS
@@ -26,6 +26,7 @@ from rl_plane.lock import DEFAULT_LOCK_WAIT_S
 from rl_plane.membership import Snapshot
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S, ENGINE_S, OPS, op_named
 from rl_plane.rows import WorkerRow
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.update_bodies import FEED_TIMEOUT_S, UpdatePolicy
 
 MARGIN_S = 20.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, NotRequired, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
@@ -106,6 +106,8 @@ class PreparedReply(TypedDict):
     tensors: int
     bytes: int
     refetchable: bool
+    ranks: NotRequired[list[dict[str, Any]]]
+    """What each rank staged, `{rank, digest, tensors, bytes}`: on the wire the reply's `rank_results`."""
 
 
 class Part(Body):
@@ -224,6 +226,8 @@ class CommittedReply(TypedDict):
     cache_flushed: bool
     swap_s: float
     """Seconds for which generation stood still."""
+    ranks: NotRequired[list[dict[str, Any]]]
+    """What each rank had staged, and has swapped in: see PreparedReply."""
 
 
 class AbortUpdate(Body):

@@ -89,7 +89,8 @@ def test_every_rank_receives(ranks: Ranks, engines: list[FakeEngine], tmp_path: 
     assert "filesystem" in ranks.transports
     ranks.open(reception(new, digest=model_digest(new)))
     reply = ranks.receive("s", never)
-    assert reply == {"digest": model_digest(new), "tensors": 4, "bytes": 4096, "refetchable": True}
+    told = {"digest": model_digest(new), "tensors": 4, "bytes": 4096}
+    assert reply == {**told, "refetchable": True, "ranks": [{"rank": 0, **told}, {"rank": 1, **told}]}
     assert [staged(engine) for engine in engines] == [["s"], ["s"]]
     ranks.discard("s")
     ranks.discard("s")

@@ -13,6 +13,7 @@ import pytest
 
 from bench.published import DELTA
 from rl_plane.publish.nixl_wire import have_nixl
+from tests.test_plane_wire import without_nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 BENCH_S = 380
 """Of a busy machine, on which two workers import torch for it, one after the other."""
 SIZES = (1, 8, 32)
+TINY = ("--device", "cpu", "--gb", "0", "--rounds", "2")
+"""Of an engine's cycle."""
 FAN_OUTS = ("RlClient.call_all(state)", "GET /v1/rl/state", "RlClient.call(state)")
 TIMES = (
     "SIGKILL → gone, our nats.conf",
@@ -136,24 +139,40 @@ def test_a_row_says_of_each_aim_whether_it_holds(ran: tuple[str, dict[str, Any]]
     assert all(row["aim"] for row in ran[1]["fan_outs"] if row["workers"] >= 8)
 
 
-def printed(module: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=170,
     )
+
+
+def printed(module: str, *arguments: str, **environment: str) -> str:
+    done = python("-m", module, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_an_engines_cycle_checks_every_token() -> None:
-    line = printed("bench.engine_cycle", "--device", "cpu", "--gb", "0", "--rounds", "2")
+def test_an_engines_cycle_checks_every_token(tmp_path: Path) -> None:
+    """Where there is no nats-py, too."""
+    line = printed("bench.engine_cycle", *TINY, PYTHONPATH=without_nats(tmp_path))
     said = json.loads(line)
     assert said["tokens_checked"] > 10
     assert said["pause_ms"] > 0
+
+
+def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None:
+    hidden = (
+        "import importlib.metadata as metadata, runpy; real = metadata.entry_points; "
+        "metadata.entry_points = lambda **asked: [] if 'rl_plane.transports' in asked.values() else real(**asked); "
+        "runpy.run_module('bench.engine_cycle', run_name='__main__')"
+    )
+    done = python("-c", hidden, *TINY)
+    assert done.returncode == 1
+    assert done.stderr.endswith("docs/benchmarks.md says how, offline too\n")
 
 
 @pytest.mark.engines("sglang")

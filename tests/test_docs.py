@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,14 @@ RUN_ELSEWHERE = {
     ".venv/bin/pip install ./examples/http_transport": "tests/test_third_party_transport.py installs it elsewhere",
     "make bench": "tests/test_bench_quick.py runs a short one",
 }
+
+ENGINES_OF = {
+    "test_engine_adapters": {"sglang", "vllm"},
+    "test_hf_engine": {"hf"},
+    "test_mixed_fleet": {"hf", "sglang", "vllm"},
+    "test_two_ranks": {"sglang", "vllm"},
+}
+"""Test module → the engines that its tests run."""
 
 
 class Block(NamedTuple):
@@ -152,7 +161,8 @@ def test_what_is_not_run_is_known() -> None:
     """A block that needs a GPU or containers is counted here, so that nothing slips out of the tests unseen."""
     left_out = {page.name: sum(bool(block.tags & NEEDS_MORE) for block in COMMANDS[page]) for page in PAGES}
     assert {name: count for name, count in left_out.items() if count} == {
-        "containers.md": left_out["containers.md"]
+        "benchmarks.md": 2,
+        "containers.md": left_out["containers.md"],
     }
 
 
@@ -161,6 +171,20 @@ def test_the_reference_is_up_to_date() -> None:
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({str(script)!r})['reference']())"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert fresh == (ROOT / "docs" / "reference.md").read_text(), "run: python docs/generate_reference.py"
+
+
+def test_every_row_of_the_engines_names_tests_of_each() -> None:
+    """A "yes" is what `describe` doesn't deny: what no engine ever denies is shown by tests alone."""
+    features = runpy.run_path(str(ROOT / "docs" / "generate_engines.py"))["FEATURES"]
+    page = (ROOT / "docs" / "engines.md").read_text()
+    for feature in features.values():
+        assert re.search(rf"^\| {re.escape(feature.words)} \|.*\| {feature.shown_by} \|$", page, re.MULTILINE)
+        run: set[str] = set()
+        for module, name in (test.split("::") for test in feature.tests):
+            text = (ROOT / "tests" / f"{module}.py").read_text()
+            assert re.search(rf"^(async )?def {name}\(", text, re.MULTILINE), f"there is no {module}::{name}"
+            run |= ENGINES_OF[module]
+        assert run == {"hf", "sglang", "vllm"}, feature.words
 
 
 def test_links_lead_somewhere() -> None:

@@ -1064,6 +1064,20 @@ async def test_an_adapter_that_goes_ends_its_requests(engine: EngineAdapter, mod
     assert (await other.end()).tokens == witnessed(1, 20, 300)
 
 
+async def test_an_adapter_that_goes_ends_what_waits_for_it(engine: EngineAdapter, models: Models) -> None:
+    """In a pause: it was there when they came."""
+    await load_adapter(engine, "x", models.adapters[1])
+    await engine.pause("keep", False)
+    mine, other = Run(engine, ask([20], adapter="x")), Run(engine, ask([20]))
+    await engine.liveness()  # they have come
+    assert engine.load() == (0, 2)
+    await engine.swap_adapter("x", None, None)
+    await engine.resume()
+    result = await mine.end()
+    assert (result.tokens, result.finish) == ([], "abort")
+    assert (await other.end()).tokens == witnessed(1, 20, 16)
+
+
 async def test_a_reset_under_a_request_of_an_adapter_that_was_replaced(
     engine: EngineAdapter, models: Models
 ) -> None:
@@ -1170,6 +1184,7 @@ async def test_a_request_on_its_way_when_its_adapter_goes(
     late = Run(engine, ask([20], adapter="x"))
     async with asyncio.timeout(BOUND_S):
         await waits.wait()
+    assert engine.load() == (0, 1), "it has no token yet"
     await engine.pause("keep", False)
     unloading = asyncio.create_task(engine.swap_adapter("x", None, None))
     await engine.liveness()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -36,6 +40,8 @@ from rl_plane.wire import (
 
 
 def test_the_public_face_is_sorted_and_nothing_strays() -> None:
+    for name in rl_plane.__all__:
+        getattr(rl_plane, name)  # some are loaded when they are asked for
     modules = {"errors", "versions", "wire", "ops", "bus", "client", "fleet", "membership", "sync"}
     public = {name for name in vars(rl_plane) if not name.startswith("_")}
     values = {name for name in public if not isinstance(vars(rl_plane)[name], type(math))}
@@ -45,6 +51,29 @@ def test_the_public_face_is_sorted_and_nothing_strays() -> None:
         rl_plane.__all__, key=str.casefold
     )
     assert len(set(rl_plane.__all__)) == len(rl_plane.__all__)
+
+
+def without_nats(directory: Path) -> str:
+    """What PYTHONPATH is where nats-py is not installed."""
+    package = directory / "nats"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'nats'\", name='nats')\n")
+    return str(directory)
+
+
+def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
+    """An engine, its transports and the agents in its processes; what speaks NATS says what it lacks."""
+    path = without_nats(tmp_path)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    model = "worker.engines.base, worker.receiver, worker.agent.server, worker.transports.filesystem"
+    assert run(f"import rl_plane, {model}").stderr == ""
+    assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")
 
 
 def test_every_error_that_can_come_is_public() -> None:

@@ -40,6 +40,7 @@ from tests.test_mixed_fleet import (
 )
 from tests.test_plane_update import all_serve, update_of
 from worker.exit_codes import ENGINE_DEAD
+from worker.staging import model_digest
 from worker.tiny_model import make_witness_model
 
 __all__ = ["client", "http"]
@@ -116,12 +117,21 @@ async def test_weights_that_are_no_numbers_make_no_tokens(
 
 
 async def test_every_rank_answers_for_itself(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
-    await client.run("update_weights", update_of(mixed.base(3), "checked"))
+    wanted = {**update_of(mixed.base(3)), "update_id": "unborn", "label": "unborn"}
+    (prepared,) = (await client.call_all("prepare_update", wanted)).rows
+    assert prepared.body["digest"] == model_digest(mixed.base(3))
+    staged = {key: prepared.body[key] for key in ("digest", "tensors", "bytes")}
+    ranks = [{"rank": 0, **staged}, {"rank": 1, **staged}]
+    assert prepared.rank_results == ranks
+    (row,) = (await client.run("update_weights", update_of(mixed.base(3), "checked")))["workers"]
+    assert row["rank_results"] == ranks
+    assert "ranks" not in {*prepared.body, *row}
     (row,) = (await client.run("init_transport", {"backend": "filesystem"}))["workers"]
     assert row["rank_results"] == [{"rank": 0}, {"rank": 1}]
     (row,) = (await client.run("check_weights", {"action": "checksum"}))["workers"]
     assert [rank["rank"] for rank in row["ranks"]] == [0, 1]
     assert len({rank["checksum"] for rank in row["ranks"]}) == 2
+    assert row["rank_results"] == row["ranks"]
     await client.run("check_weights", {"action": "reset_tensors"})
     await mixed.plane.until(lambda: all_serve(client, "checked"), HEAL_S)
     await proven(http, mixed, "checked", mixed.base(3))

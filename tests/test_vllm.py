@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
-from rl_plane.errors import EngineFailed
+from rl_plane.errors import DeadlineExceeded, EngineFailed
 from rl_plane.versions import WeightVersion
+from worker.agent.client import AgentClient
+from worker.agent.ranks import Ranks
+from worker.agent.server import AgentServer
 from worker.engines.base import EngineOptions
 from worker.engines.vllm import VllmEngine
 
@@ -181,3 +184,20 @@ async def test_adapters_that_are_gone_are_forgotten(tmp_path: Path, monkeypatch:
     await engine.swap_adapter("c", None, None)
     await engine.swap("staging", VERSION)
     assert engine._state.adapters == {}
+
+
+async def test_a_check_on_a_gpu_has_a_time_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads each byte of the model, and other calls of an agent none."""
+    engine, _ = standing_in(tmp_path, monkeypatch)
+    server = AgentServer(tmp_path, 0, {"check": lambda body, cancelled: {"checksum": body["action"]}})
+    server.start()
+    monkeypatch.setattr(engine, "_info", SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(engine._process, "ranks", Ranks(AgentClient(tmp_path, 1)))
+    assert AgentClient.ask.__kwdefaults__ is not None
+    monkeypatch.setitem(AgentClient.ask.__kwdefaults__, "timeout_s", 0.0)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            engine._process.ranks.rows("check", {"action": "any"})
+        assert await engine.check_weights("checksum") == [{"rank": 0, "checksum": "checksum"}]
+    finally:
+        server.close()

@@ -503,6 +503,7 @@ class RecordFollower:
         start = time.monotonic()
         was_paused = state.pause_mode is not None
         swapped = False
+        taken: Staging | None = None
         try:
             await self._freeze(swap.pause_mode, freeze_s)
         except BaseException as error:  # nothing is touched: what is staged stays, and is tried again
@@ -512,6 +513,7 @@ class RecordFollower:
             raise
         try:
             with self._watch.blocking():
+                taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)
                 self._watch.answered()
             core.swapped(swap, time.monotonic())
@@ -529,16 +531,20 @@ class RecordFollower:
                     await self._engine.run(self._adapter.resume(), to_its_end=True)
             finally:
                 if swapped:  # also where the deadline comes in the thaw
-                    done = self._noted(swap, flushed, time.monotonic() - start)
+                    done = self._noted(swap, taken, flushed, time.monotonic() - start)
                     await self._updates.swapped()
         state.keep_paused(swap.pause_mode, time.monotonic(), pause_s)
         return done
 
-    def _noted(self, swap: Swap | Unload, flushed: bool, swap_s: float) -> update_bodies.CommittedReply:
+    def _noted(
+        self, swap: Swap | Unload, taken: Staging | None, flushed: bool, swap_s: float
+    ) -> update_bodies.CommittedReply:
         record = self._core.record
         made = record.made if record is not None else swap.version if isinstance(swap, Swap) else None
         assert made is not None
         done = update_bodies.CommittedReply(version=made.to_wire(), cache_flushed=flushed, swap_s=swap_s)
+        if taken is not None and "ranks" in taken.reply:
+            done["ranks"] = taken.reply["ranks"]
         self._last_commit = done
         log.info("%s holds %s", self._state.instance_id, made.label)
         return done

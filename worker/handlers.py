@@ -209,9 +209,9 @@ class OpHandlers:
         ranks = await asyncio.to_thread(self._adapter.destroy_transport, body.backend, body.group)
         return ByRank(ops.DoneReply(), ranks)
 
-    async def _prepare(self, body: update_bodies.Prepare, fence: int) -> update_bodies.PreparedReply:
+    async def _prepare(self, body: update_bodies.Prepare, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
-        return await self._follower.prepare(body, fence)
+        return _by_rank(await self._follower.prepare(body, fence))
 
     async def _arm(self, body: update_bodies.Prepare, fence: int) -> update_bodies.ArmedReply:
         self._state.check_weights_here()
@@ -229,17 +229,17 @@ class OpHandlers:
         known = self._core.record
         return update_bodies.FollowedReply(sequence=known.sequence if known is not None else None)
 
-    async def _commit(self, body: update_bodies.Commit, fence: int) -> update_bodies.CommittedReply:
-        return await self._follower.commit(body, fence)
+    async def _commit(self, body: update_bodies.Commit, fence: int) -> Mapping[str, Any]:
+        return _by_rank(await self._follower.commit(body, fence))
 
     async def _abort_update(self, body: update_bodies.AbortUpdate, fence: int) -> update_bodies.AbortUpdateReply:
         return update_bodies.AbortUpdateReply(discarded=await self._follower.abort(body.update_id, fence))
 
-    async def _update_weights(self, body: update_bodies.UpdateWeights, fence: int) -> update_bodies.CommittedReply:
+    async def _update_weights(self, body: update_bodies.UpdateWeights, fence: int) -> Mapping[str, Any]:
         self._state.check_weights_here()
-        return await self._follower.take_alone(body, fence)
+        return _by_rank(await self._follower.take_alone(body, fence))
 
-    async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ops.CheckWeightsReply:
+    async def _check_weights(self, body: ops.CheckWeights, fence: int) -> ByRank:
         self._state.check_weights_here()
         async with self._follower.turn(fence, blocks=True):
             if body.action == "reset_tensors":
@@ -252,7 +252,7 @@ class OpHandlers:
             finally:
                 self._state.open("checking")
                 self._tell()
-        return ops.CheckWeightsReply(ranks=ranks)
+        return ByRank(ops.CheckWeightsReply(ranks=ranks), ranks)
 
     # ---- memory ----
 
@@ -283,6 +283,13 @@ class OpHandlers:
         drained = await self._drain(body.timeout_s)
         aborted = 0 if drained else await self._engine.run(self._adapter.abort(None))
         return ops.DrainReply(drained=drained, aborted=aborted)
+
+
+def _by_rank(reply: update_bodies.PreparedReply | update_bodies.CommittedReply) -> Mapping[str, Any]:
+    """What the ranks tell, where there are any beside the worker's process, goes beside the body."""
+    body: dict[str, Any] = {**reply}
+    ranks = body.pop("ranks", None)
+    return body if ranks is None else ByRank(body, ranks)
 
 
 def _staged_version(staged: Staging | None) -> VersionReply | None:

@@ -10,7 +10,6 @@ import signal
 from types import FrameType
 from typing import Any, NoReturn
 
-from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.flags import Command, Subparsers, add_command, check_engine
 from rl_plane.cli.models import default_model
 from rl_plane.cli.output import note, say_ready
@@ -18,6 +17,7 @@ from rl_plane.cli.settings import NO_DIALECT, BadSetting
 from rl_plane.errors import BusUnreachable
 from rl_plane.nats_server import NatsServer
 from rl_plane.process import spare_collector
+from rl_plane.subjects import DEFAULT_NATS_URL
 
 BUS = ("nats_url", "namespace", "component")
 ENGINE = (

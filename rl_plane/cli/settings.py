@@ -13,11 +13,10 @@ from typing import Any
 
 import rl_plane.cli.values as parse
 from rl_plane.bodies import MAX_LEASE_S
-from rl_plane.bus import DEFAULT_NATS_URL
 from rl_plane.cli.values import Parse, Refused
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.update_bodies import FEED_TIMEOUT_S, MAX_FEED_TIMEOUT_S
 
 ENV_PREFIX = "RL_PLANE_"

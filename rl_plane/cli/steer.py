@@ -218,7 +218,7 @@ def _run(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dic
 
 def _over_nats(op: str, body: dict[str, Any], bound_s: float, command: Command) -> dict[str, Any]:
     """We coordinate, as a frontend would."""
-    from rl_plane.client import DEFAULT_COMPONENT
+    from rl_plane.subjects import DEFAULT_COMPONENT
     from rl_plane.sync import SyncRlClient
 
     values = command.values

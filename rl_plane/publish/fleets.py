@@ -7,11 +7,11 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
-from rl_plane.bus import DEFAULT_NATS_URL
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, RlClient
+from rl_plane.client import RlClient
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.facade import call_facade
 from rl_plane.fleet import Fleet
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.sync import CallBounds, SyncRlClient
 
 FleetLike = RlClient | Fleet | SyncRlClient | str

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, ClassVar, Literal, TypeVar
 
-from rl_plane.bus import CONNECT_TIMEOUT_S, DEFAULT_NATS_URL, WRONG_LAST_SEQUENCE
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
+from rl_plane.bus import CONNECT_TIMEOUT_S, WRONG_LAST_SEQUENCE
 from rl_plane.errors import BusUnreachable, InvalidRequest, Unavailable
 from rl_plane.manifest import Manifest
 from rl_plane.nats_socket import NatsSocket
@@ -40,7 +39,14 @@ from rl_plane.objects import (
 )
 from rl_plane.publish.sender import Surroundings
 from rl_plane.record import DecisionRecord
-from rl_plane.subjects import RECORD, StoredObject, Subjects
+from rl_plane.subjects import (
+    DEFAULT_COMPONENT,
+    DEFAULT_NAMESPACE,
+    DEFAULT_NATS_URL,
+    RECORD,
+    StoredObject,
+    Subjects,
+)
 
 log = logging.getLogger("rl_plane.publish.object_store")
 

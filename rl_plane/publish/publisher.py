@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_plane.client import DEFAULT_NAMESPACE
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.publish.attempt import JOINS, Attempt, AttemptByCopy, drain, on_thread
@@ -31,6 +30,7 @@ from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.senders import AUTO
 from rl_plane.publish.sources import Names, as_source
 from rl_plane.publish.way import Told, Way
+from rl_plane.subjects import DEFAULT_NAMESPACE
 
 log = logging.getLogger("rl_plane.publish")
 

@@ -18,6 +18,9 @@ RECEIVE_TIMEOUT_S = 86_400.0
 FEED_MARGIN_S = 15.0
 """Beyond a part's own time: a rank that gives up says so."""
 
+CHECK_TIMEOUT_S = 600.0
+"""Of a check of all weights: it reads each byte."""
+
 INIT_TIMEOUT_S = 300.0
 """As the op's own: a group of many ranks takes long to form."""
 
@@ -63,7 +66,9 @@ class Ranks:
             self._forget(staging)
             raise
         reply: PreparedReply = replies[0]
-        return reply
+        told = ("digest", "tensors", "bytes")
+        rows = [{"rank": rank, **{key: one[key] for key in told}} for rank, one in enumerate(replies)]
+        return {**reply, "ranks": rows}
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         body = {"staging": staging, "part": dict(part)}
@@ -91,6 +96,9 @@ class Ranks:
 
     def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
         return self.rows("destroy_transport", {"backend": backend, "group": group})
+
+    def check(self, action: str) -> list[dict[str, Any]]:
+        return self.rows("check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
 
     def rows(self, op: str, body: Mapping[str, Any] | None = None, **how: Any) -> list[dict[str, Any]]:
         """One for each rank, with what it answered."""

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rl_plane.bus import DEFAULT_NATS_URL
-from rl_plane.client import DEFAULT_COMPONENT, DEFAULT_NAMESPACE
 from rl_plane.errors import EngineFailed, InvalidRequest, PlaneError
 from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.ops import Tokenize
+from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.reception import Cancelled, Reception
@@ -196,7 +195,8 @@ class EngineAdapter(Protocol):
     def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
         """Brings what was opened under this name into staging, complete and verified, while generation goes on. Ends
         early with an EngineFailed when `cancelled()`. InvalidWeights for what does not fit. When it raises, nothing
-        stays staged or open. Blocks, on a thread of the worker's.
+        stays staged or open. Where ranks receive in processes of their own, the reply has what each of them staged
+        (`ranks`). Blocks, on a thread of the worker's.
 
         With `in_place` it is written over the served weights as it comes. The engine is paused; when this raises, its
         weights are of no version. They are labelled by a `set_version` that follows."""

@@ -48,7 +48,7 @@ class ModelWeights:
             name: TensorSpec(NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
         }
         self._lock = threading.Lock()
-        self.checks = WeightChecks(state, self._lock)
+        self.checks = WeightChecks(lambda: state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
         return StagedTensors(dict(host_copies(tensors, self.spec, self.optional, cast, cancelled)))

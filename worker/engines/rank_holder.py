@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ class RankHolder(ABC):
     """A WeightHolder but for `stage_adapter`. `stage` and its like run on the agent's threads; `swap` on the engine's
     own, between two steps."""
 
-    def __init__(self, model: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """`device`: where this rank has its part of the model."""
+        self._device = device
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
         self._spec = checkpoint_spec(model, self._dtype)
@@ -32,7 +35,8 @@ class RankHolder(ABC):
 
     @abstractmethod
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What raises in the middle leaves weights of no version, into which others can be loaded."""
+        """Within `_writing`. What raises in the middle leaves weights of no version, into which others can be
+        loaded."""
 
     @abstractmethod
     def _max_rank(self) -> int:
@@ -49,10 +53,30 @@ class RankHolder(ABC):
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> None:
         """Beside the engine's thread, which makes no step while it is paused."""
-        self._load(self._copies(tensors, cast, cancelled))
+        self._write(self._copies(tensors, cast, cancelled))
 
     def swap(self, staged: StagedTensors) -> None:
-        self._load(staged.tensors.items())
+        self._write(staged.tensors.items())
+
+    def _write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self._writing():
+            self._load(tensors)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The engine's steps have CUDA streams of their own, which wait for nobody: none is running when this begins,
+        and all is written when it ends. An agent's thread is on the first GPU, whatever its rank, until it is told."""
+        on_gpu = self._device.type == "cuda"
+        with self._lock, torch.no_grad(), torch.cuda.device(self._device) if on_gpu else nullcontext():
+            try:
+                self._settle()
+                yield
+            finally:
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _copies(
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled

@@ -49,9 +49,6 @@ FLUSH_WAIT_S = 2.0
 UNUSED_WAIT_S = 5.0
 """How long the aborted requests of an adapter may take to be gone from the engine."""
 
-CHECK_TIMEOUT_S = 600.0
-"""Of a check of all weights: it reads each byte."""
-
 NO_SAVER = "start it on a GPU with --enable-memory-saver"
 NO_SEEDS = "SGLang looks at seeds in its deterministic mode only: start it with --deterministic"
 NO_SEEDS_CPU = "only SGLang's pytorch sampler takes seeds: start it with --engine-arg sampling_backend=pytorch"
@@ -332,7 +329,7 @@ class SglangEngine(Tokenizing):
         if self._feeder is None:
             return 0, 0
         streams = list(self._feeder.streams.values())
-        running = sum(stream.submitted for stream in streams)
+        running = sum(bool(stream.made) for stream in streams)
         return running, len(streams) - running
 
     # weights
@@ -458,7 +455,7 @@ class SglangEngine(Tokenizing):
         if replaced:
             await feeder.begin_again([one for one in feeder.submitted() if one.adapter == old.engine_name])
         else:
-            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
+            await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
         feeder.end_left(old.engine_name)
         await registry.unregister(old.engine_name)
         try:
@@ -497,9 +494,7 @@ class SglangEngine(Tokenizing):
 
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         if action != "reset_tensors":
-            return await self._process.ask(
-                asyncio.to_thread(self._process.ranks.rows, "check", {"action": action}, timeout_s=CHECK_TIMEOUT_S)
-            )
+            return await self._process.ask(asyncio.to_thread(self._process.ranks.check, action))
         was_paused = self._paused
         await self._freeze("retract")
         key = self._next_key()

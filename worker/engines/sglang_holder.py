@@ -27,17 +27,15 @@ class StagedAdapter:
 class SglangHolder(RankHolder):
     def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
-        super().__init__(model, runner.model_config.dtype)
+        super().__init__(model, runner.model_config.dtype, model_device(runner.model))
         self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
         """Of an adapter that is removed, what SGLang had in its tables, until every rank has removed it."""
-        self.checks = WeightChecks(
-            {name: tensor.detach() for name, tensor in runner.model.state_dict().items()}, self._lock
-        )
+        self.checks = WeightChecks(runner.model.state_dict, self._lock)
 
     def reset(self) -> None:
-        with self._lock:
+        with self._writing():
             write_noise(self._scheduler.tp_worker.model_runner.model.named_parameters())
 
     def stage_adapter(
@@ -124,16 +122,12 @@ class SglangHolder(RankHolder):
                 field="target.kind",
                 fix="start it without speculative decoding",
             )
-        updater = runners[0][1].weight_updater
-        model = runners[0][1].model
-        with self._lock, torch.no_grad():
-            if model_device(model).type == "cuda":
-                torch.cuda.synchronize()  # no step may still be running
-            updater.begin_weight_update()
-            try:
-                model.load_weights(iter(tensors))
-            finally:
-                updater.end_weight_update(run_post_load=False)
+        runner = runners[0][1]
+        runner.weight_updater.begin_weight_update()
+        try:
+            runner.model.load_weights(iter(tensors))
+        finally:
+            runner.weight_updater.end_weight_update(run_post_load=False)
 
 
 def _layer_of(module: str) -> tuple[str, str]:

@@ -493,7 +493,7 @@ class VllmEngine(Tokenizing):
         if action == "reset_tensors":
             return await self._reset()
         if info.device != "cpu":
-            return await asyncio.to_thread(self._process.ranks.rows, "check", {"action": action})
+            return await asyncio.to_thread(self._process.ranks.check, action)
         # On a CPU a check runs the packed layers, which are the running steps' too.
         return await self._process.on_ranks("rl_plane_check", action)
 

@@ -39,7 +39,7 @@ class StagedAdapter:
 
 class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
-        super().__init__(model, runner.model_config.dtype)
+        super().__init__(model, runner.model_config.dtype, runner.device)
         self._directory = directory
         self._runner = runner
         self._rank = rank
@@ -48,25 +48,24 @@ class VllmHolder(RankHolder):
 
     def reset(self) -> None:
         """Noise over every tensor."""
-        self._load(self._noise())
+        self._write(self._noise())
 
     def _noise(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, spec in self._spec.tensors.items():
             yield name, noise(name, spec.shape).to(DTYPE_OF_NAME[spec.dtype])
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with self._lock, torch.no_grad():
-            try:
-                self._runner.reload_weights(weights_iterator=tensors)
-            except BaseException:
-                # Layers wait for the rest of their tensors: the next ones must find them as they were at the start.
-                from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        try:
+            self._runner.reload_weights(weights_iterator=tensors)
+        except BaseException:
+            # Layers wait for the rest of their tensors: the next ones must find them as they were at the start.
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-                finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
-                # A layer that was half-way has what the memory held. A NaN there would get into the KV cache, and from
-                # there into requests that come after good weights have.
-                self._runner.reload_weights(weights_iterator=self._noise())
-                raise
+            finalize_layerwise_reload(self._runner.get_model(), self._runner.model_config)
+            # A layer that was half-way has what the memory held. A NaN there would get into the KV cache, and from
+            # there into requests that come after good weights have.
+            self._runner.reload_weights(weights_iterator=self._noise())
+            raise
 
     # adapters
 
@@ -111,11 +110,11 @@ class VllmChecks(WeightChecks):
     vectors is its weights, element by element."""
 
     def __init__(self, model: Any, lock: threading.Lock) -> None:
-        super().__init__({}, lock)
+        super().__init__(model.state_dict, lock)
         self._model = model
 
     def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in sorted(self._model.state_dict().items()):
+        for name, tensor in sorted(self._tensors().items()):
             module = self._model.get_submodule(name.rpartition(".")[0])
             if tensor.numel():
                 yield name, tensor.cpu()

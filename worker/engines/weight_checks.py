@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ NOISE_STD = 0.5
 
 
 class WeightChecks:
-    """Of the live tensors of one rank. `lock`: held by whoever writes them, so that no check sees half of it."""
+    """Of the live tensors of one rank, as `tensors()` gives them at each check: a load may put others in their place.
+    `lock`: held by whoever writes them, so that no check sees half of it."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], lock: threading.Lock) -> None:
-        self._tensors = dict(sorted(tensors.items()))
+    def __init__(self, tensors: Callable[[], Mapping[str, torch.Tensor]], lock: threading.Lock) -> None:
+        self._tensors = tensors
         self._lock = lock
         self._snapshot: dict[str, torch.Tensor] | None = None
 
@@ -49,16 +50,19 @@ class WeightChecks:
             self._snapshot = {name: tensor.clone() for name, tensor in self._now()}
 
     def compare(self) -> list[str]:
-        """Names whose bytes differ from the snapshot's."""
+        """Names whose bytes differ from the snapshot's, or that one of the two lacks."""
         with self._lock:
             kept = self._snapshot
             if kept is None:
                 raise InvalidRequest("there is no snapshot to compare with", field="action", fix="take a snapshot")
             # Bytes, because NaN differs from itself.
-            return [name for name, now in self._now() if not torch.equal(_bytes(now), _bytes(kept[name]))]
+            same = {
+                name: name in kept and torch.equal(_bytes(now), _bytes(kept[name])) for name, now in self._now()
+            }
+            return sorted(name for name in kept.keys() | same.keys() if not same.get(name))
 
     def _now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._tensors.items():
+        for name, tensor in sorted(self._tensors().items()):
             yield name, tensor.cpu()
 
 
