@@ -276,6 +276,41 @@ async def test_a_swap_that_fails_after_the_decision_excludes_that_worker_until_i
     assert failures < 20, "it tried without a pause"
 
 
+LOST_WHEN_CUT = """
+import asyncio, worker.engines.fake as fake
+from worker.engines.base import AdapterLost
+really, cut = fake.FakeEngine.swap_adapter, Path({folder!r}, "cut")
+async def swap_adapter(self, name, staging, version):
+    if name not in self._adapters or cut.exists():
+        return await really(self, name, staging, version)
+    cut.touch()
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        del self._adapters[name]
+        raise AdapterLost("it could not be put back")
+fake.FakeEngine.swap_adapter = swap_adapter
+"""
+
+
+async def test_an_adapter_that_is_lost_in_a_swap_that_a_deadline_ends_is_fetched_anew(plane: Plane) -> None:
+    """Also where what is committed next is the one that was lost."""
+    client = await plane.client()
+    bad, good = plane.spawn(patch=LOST_WHEN_CUT.format(folder=str(plane.tmp))), plane.spawn()
+    await client.wait_for(2)
+    base = await base_of(client)
+    await load(client, adapter(plane, 1))
+    swapping = asyncio.create_task(
+        client.run("update_weights", target("swap", "a", adapter(plane, 2), policy={"commit_timeout_s": 0.5}))
+    )
+    await plane.until((plane.tmp / "cut").exists)
+    shutil.rmtree(plane.tmp / "weights" / "adapter2")  # nobody can fetch it again
+    assert (await swapping)["excluded"] == [bad.instance_id]
+    back = await load(client, adapter(plane, 1), "swap")
+    await until_serving(plane, client, bad.instance_id, back["sequence"])
+    await all_proven(client, [bad.instance_id, good.instance_id], base, a=back)
+
+
 async def test_a_worker_that_was_killed_heals_base_and_adapters_before_it_is_admitted(plane: Plane) -> None:
     client = await plane.client()
     doomed, other = plane.spawn_many(2)

@@ -130,6 +130,10 @@ class Building:
     def be_told(self) -> None:
         self.ranks[1].terminate()
 
+    def crash(self) -> None:
+        assert self.ranks[1].pid is not None
+        os.kill(self.ranks[1].pid, signal.SIGABRT)
+
     def close(self) -> None:
         for rank in self.ranks:
             rank.kill()
@@ -147,9 +151,7 @@ def test_a_kill_while_an_engine_is_built_ends_those_for_which_the_building_waits
     other = SPAWN.Process(target=time.sleep, args=(600,), daemon=True)
     other.start()
     try:
-        with pytest.raises(
-            EngineDied, match=r"killed by signal 9 while it started: rank 0 has ended: -9$"
-        ) as caught:
+        with pytest.raises(EngineDied, match=r"was killed while it started: rank 0 has ended: -9$") as caught:
             building.run(Building.be_killed, waits_for=0)
         assert f"process {building.ranks[1].pid} was" in caught.value.message
         assert other.is_alive(), "it is of nobody's start"
@@ -158,7 +160,10 @@ def test_a_kill_while_an_engine_is_built_ends_those_for_which_the_building_waits
         other.join()
 
 
-@pytest.mark.parametrize(("end", "code"), [(Building.end_itself, 1), (Building.be_told, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(Building.end_itself, 1), (Building.be_told, -signal.SIGTERM), (Building.crash, -signal.SIGABRT)],
+)
 def test_one_that_ends_otherwise_is_the_engines_to_tell_of(
     building: Building, end: Callable[[Building], None], code: int
 ) -> None:
@@ -189,3 +194,15 @@ async def test_bad_input_is_told_at_once() -> None:
 
     with pytest.raises(InvalidRequest):
         await or_death(refused(), asyncio.get_running_loop().create_future())
+
+
+def test_a_process_that_is_closed_meanwhile_is_nobodys_concern() -> None:
+    with StartWatch() as watch:
+        helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
+        helper.start()
+        give_up = time.monotonic() + BOUND_S
+        while helper not in watch._started:
+            assert time.monotonic() < give_up
+            time.sleep(LOOK_S)
+        helper.join()
+        helper.close()

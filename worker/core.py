@@ -304,7 +304,7 @@ class WorkerCore:
             self._judge(now)
 
     def swap_failed(self, swap: Swap | Unload, why: str, now: float, lost: bool = False) -> None:
-        """`lost`: the adapter that was there is gone."""
+        """`lost`: the adapter that was there is gone, or may be."""
         if swap.name is None:
             self.state.lose_weights(why)
         elif lost:

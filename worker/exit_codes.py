@@ -1,4 +1,4 @@
-"""With what a worker process ends; whatever it is not 0, a supervisor starts a new one."""
+"""With what a worker process ends."""
 
 OK = 0
 ENGINE_DEAD = 70

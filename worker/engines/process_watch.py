@@ -27,8 +27,6 @@ LOOK_S = 0.05
 SHOWS_S = 1.0
 """A process that ends closes its files before its end can be seen: so long that may take on a busy machine."""
 
-TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
 
 def descendants() -> list[int]:
     return [process.pid for process in psutil.Process().children(recursive=True)]
@@ -46,13 +44,16 @@ def engine_processes(before: Iterable[int]) -> dict[int, str]:
 
 
 def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProcess | None:
-    """One that was, by a signal that is no request to end, of those that have ended when the first one has."""
-    watched = {process.sentinel: process for process in processes}
+    """One that was, by SIGKILL as the kernel and operators do it, of those that have ended when the first one has. What
+    any other signal ends would end so again: its own fault, or it was told to."""
+    watched: dict[int, BaseProcess] = {}
+    for process in processes:
+        with contextlib.suppress(ValueError):  # whoever started it has closed it
+            watched[process.sentinel] = process
     ended = multiprocessing.connection.wait(watched, within_s) if watched else []
     for process in [one for sentinel, one in watched.items() if sentinel in ended]:
         process.join(SHOWS_S)
-        code = process.exitcode
-        if code is not None and code < 0 and -code not in TOLD_TO_END:
+        if process.exitcode == -signal.SIGKILL:
             return process
     return None
 
@@ -91,10 +92,9 @@ class StartWatch:
         self._over.set()
         self._thread.join()
         self._look()
-        died = self._died
-        if died is not None and (error is None or isinstance(error, Exception)):
-            why = f"its process {died.pid} was killed by signal {-(died.exitcode or 0)} while it started"
-            raise EngineDied(f"{why}: {error}" if error else why) from error
+        if self._died is not None and isinstance(error, Exception):
+            why = f"its process {self._died.pid} was killed while it started"
+            raise EngineDied(f"{why}: {error}") from error
 
     def _look_on(self) -> None:
         while self._died is None and not self._over.wait(LOOK_S):

@@ -81,7 +81,7 @@ def _end_as_a_rank_does() -> None:
 
     def end(ranks: list[Any]) -> None:
         if (died := killed(ranks, SHOWS_S)) is not None:
-            log.error("vLLM's process %s was killed by signal %s", died.pid, -(died.exitcode or 0))
+            log.error("vLLM's process %s was killed", died.pid)
             os.kill(os.getpid(), signal.SIGKILL)
         really(ranks)
 
