@@ -120,6 +120,11 @@ def made(kind: str) -> tuple[Source, Source]:
         return ModuleSource(fsdp1(fresh())), ModuleSource(fresh())
     if kind == "fsdp1_orig_params":
         return ModuleSource(fsdp1(fresh(), use_orig_params=True)), ModuleSource(fresh())
+    if kind == "fsdp1_mixed_precision":
+        from torch.distributed.fsdp import MixedPrecision
+
+        low = MixedPrecision(param_dtype=half, buffer_dtype=half)
+        return ModuleSource(fsdp1(fresh(), mixed_precision=low)), ModuleSource(fresh())
     if kind == "fsdp1_state_dict":
         return StateDictSource(sharded_state(fsdp1(fresh()))), ModuleSource(fresh())
     if kind == "fsdp1_hybrid":

@@ -200,7 +200,7 @@ def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
 
 
 FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
-FSDP1 = ["fsdp1", "fsdp1_orig_params", "fsdp1_state_dict", "fsdp1_lora"]
+FSDP1 = ["fsdp1", "fsdp1_orig_params", "fsdp1_mixed_precision", "fsdp1_state_dict", "fsdp1_lora"]
 HYBRID = ["fsdp1_hybrid", "fsdp1_hybrid_state_dict"]
 ZERO = ["zero3", "zero3_lora"]
 

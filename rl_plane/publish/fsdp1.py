@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plane.errors import InvalidRequest
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
@@ -73,6 +75,12 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
             continue
         root = next(root for above, root in roots if f"{path}.".startswith(above))
         unit, flat = Unit(part, root), part._handle.flat_param
+        if any(flat._param_extensions):
+            raise InvalidRequest(
+                "FSDP1 has sharded what is a DTensor already, as with tensor parallelism",
+                field="source",
+                fix="shard it by FSDP2, or give a state dict that FSDP1 has gathered",
+            )
         for info, shape, name in zip(flat._param_infos, flat._shapes, flat._fqns, strict=True):
             parameter = UnitParameter(
                 unit, info.module, info.param_name, tuple(shape), flat.dtype, part.compute_device
@@ -88,7 +96,21 @@ def named_parameters(module: Any) -> Iterator[tuple[str, Any]]:
     for path, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
             if name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+                yield (full := f"{path}.{name}" if path else name), _as_it_was(full, buffer, roots)
+
+
+def _as_it_was(name: str, buffer: Any, roots: list[tuple[str, Any]]) -> Any:
+    """Mixed precision casts a buffer in its place, at the first step, or when the first unit is gathered."""
+    for above, root in roots:
+        if name.startswith(above) and root.mixed_precision.buffer_dtype is not None:
+            known = root._buffer_name_to_orig_dtype
+            return buffer.to(known.get(_clean(name.removeprefix(above)), buffer.dtype), copy=True)
+    return buffer
+
+
+def _clean(name: str) -> str:
+    """As FSDP1 knows it."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _summoned(module: Any) -> Any:
