@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.gaps import SHAPE_500_MB
 from bench.peers import peers, start_peer
@@ -26,8 +29,13 @@ BUCKET_BYTES = 64 << 20
 BUCKETS = 2
 UPDATES = 3
 """Of which the largest peak counts: some buffers are made once and stay. The first one loads libraries, too."""
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"nixl": {"": {}, ", keep_copy false": {"keep_copy": False}}}
-"""With which a transport is measured."""
+DELTA = ", a delta"
+"""Of versions of which 1 % of the elements have changed, anywhere."""
+WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "ipc": {"": {}, ", layout tensors": {"options": {"layout": "tensors"}}, DELTA: {"encoding": "auto"}},
+    "nixl": {"": {}, ", keep_copy false": {"options": {"keep_copy": False}}},
+}
+"""With which options of the publisher a transport is measured."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
@@ -38,6 +46,13 @@ def trained(directory: Path) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
+def some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each tensor the bits, flat, and one place in a hundred."""
+    random = np.random.default_rng(0)
+    flats = [tensor.numpy().reshape(-1).view(np.uint32) for tensor in weights.values()]
+    return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
+
+
 def _status(pid: int | str, field: str) -> int:
     """In bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -45,13 +60,13 @@ def _status(pid: int | str, field: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def _begin(pid: int | str) -> int:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return _status(pid, "VmRSS")
-
-
 def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
-    """(trainer's, worker's) bytes beyond what they had. `more`: options of the transport."""
+    """(trainer's, worker's) bytes beyond what they had. `more`: options of the publisher."""
+    weights = trained(model)
+    if "layout" in more.get("options", {}):
+        for tensor in weights.values():
+            tensor.share_memory_()
+    places = some_places(weights)
     namespace = f"memory{secrets.token_hex(2)}"
     with ExitStack() as stack:
         server = NatsServer()
@@ -67,21 +82,36 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
             weight_roots=[str(model.parent)],
         )
         stack.enter_context(peers([started]))
-        options: dict[str, Any] = {"root": model.parent / "published"} if backend == "filesystem" else {}
+        root: dict[str, Any] = {"root": model.parent / "published"} if backend == "filesystem" else {}
         publisher = WeightPublisher(
-            trained(model),
+            weights,
             server.url,
             namespace=namespace,
             transport=backend,
             bucket_bytes=BUCKET_BYTES,
-            options=more,
-            **options,
+            **root,
+            **more,
         )
         stack.enter_context(closing(publisher))
-        trainer, worker = _begin("self"), _begin(started.pid)
+
+        def published(version: str) -> int:
+            """How many bytes."""
+            for flat, where in places:
+                flat[where] ^= 1
+            return publisher.publish(version).progress.of_nbytes
+
+        processes: tuple[int | str, ...] = ("self", started.pid)
+        before = [_status(pid, "VmRSS") for pid in processes]
+        deltas = "encoding" in more
+        if deltas:
+            published("whole")  # what it leaves counts, its own peak doesn't
+        for pid in processes:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
         for number in range(UPDATES):
-            publisher.publish(str(number))
-        return _status("self", "VmHWM") - trainer, _status(started.pid, "VmHWM") - worker
+            nbytes = published(str(number))
+            assert (2 * nbytes < sum(tensor.nbytes for tensor in weights.values())) == deltas
+        trainer, worker = (_status(pid, "VmHWM") - had for pid, had in zip(processes, before, strict=True))
+        return trainer, worker
 
 
 def main() -> None:
@@ -96,7 +126,7 @@ def main() -> None:
         staging = (model / "model.safetensors").stat().st_size
         lacking = {"nccl"} | (set() if have_nixl() else {"nixl"})
         for backend in [arguments.only] if arguments.only else sorted(installed().keys() - lacking):
-            for words, more in OPTIONS.get(backend, {"": {}}).items():
+            for words, more in WAYS.get(backend, {"": {}}).items():
                 trainer, worker = measure(backend, model, more)
                 buckets = BUCKETS * BUCKET_BYTES
                 cells = [f"{trainer / 1e6:,.0f}", f"{trainer / buckets:.2f}"]

@@ -6,22 +6,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.memory import trained
+from bench.memory import DELTA, some_places, trained
 from bench.peers import peers, start_peer
 from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.publisher import Encoding
-
-DELTA = ", a delta"
-"""Of versions of which 1 % of the elements have changed, anywhere."""
 
 
 @dataclass(slots=True)
@@ -69,7 +65,7 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
         for number in range(-1, rounds):  # the first one makes buffers and groups
             for name, by in publishers.items():
                 publish(by, name, number)
-        places = _some_places(weights)
+        places = some_places(weights)
         for name in backends:  # one after another: what follows somebody else's version goes whole
             by = publisher(name, "auto")
             for number in range(-1, rounds):
@@ -77,13 +73,6 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
                     flat[where] ^= 1
                 publish(by, name + DELTA, number)
     return times
-
-
-def _some_places(weights: Mapping[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each tensor the bits, flat, and one place in a hundred."""
-    random = np.random.default_rng(0)
-    flats = [tensor.numpy().reshape(-1).view(np.uint32) for tensor in weights.values()]
-    return [(flat, random.integers(len(flat), size=-(-len(flat) // 100))) for flat in flats]
 
 
 def _copy(nbytes: int) -> float:

@@ -18,7 +18,7 @@ from bench.kills import WORKERS, KillTimes
 from bench.published import PublishedTimes
 from bench.pulls import PullTimes
 from bench.shared_memory import IpcTimes
-from bench.stored import StoredTimes
+from bench.stored import UNVERIFIED, StoredTimes
 from rl_plane.update_steps import Phase
 
 AIM_FROM_WORKERS = 8
@@ -163,16 +163,22 @@ def gap_rows(times: GapTimes) -> list[Row]:
 
 
 def stored_rows(times: StoredTimes) -> list[Row]:
-    def row(what: str, ours: str, beside: str, theirs: str, aim: float | None = None) -> Row:
-        words = f"{what}, {times.nbytes / 1e6:,.0f} MB"
-        return compared(words, 1, times.seconds[ours], beside, times.seconds[theirs], aim)
-
     return [
-        row("filesystem", "file", "plain read", "plain", FILE_AIM),
-        row("filesystem, unverified", "unverified", "plain read", "plain_unverified", FILE_AIM),
-        row("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
-        row("object_store", "object", "plain read", "plain"),
-        row("object_store, publishing", "publish", "nats-py put", "nats_put"),
+        compared(
+            f"{what}{way}, {times.nbytes / 1e6:,.0f} MB",
+            1,
+            times.seconds[ours + way],
+            beside,
+            times.seconds[theirs + way],
+            aim,
+        )
+        for what, ours, beside, theirs, aim in (
+            ("filesystem", "file", "plain read", "plain", FILE_AIM),
+            ("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
+            ("object_store", "object", "plain read", "plain", None),
+            ("object_store, publishing", "publish", "nats-py put", "nats_put", None),
+        )
+        for way in ("", UNVERIFIED)
     ]
 
 
@@ -196,6 +202,8 @@ def ipc_rows(times: IpcTimes) -> list[Row]:
     return [
         row(", digests not checked", "received", "copy", "copy", COPY_AIM),
         row("", "checked", "copy", "copy", COPY_AIM),
+        row(", layout tensors, digests not checked", "lent", "copy", "copy", COPY_AIM),
+        row(", layout tensors", "lent and checked", "copy", "copy", COPY_AIM),
         row(HASHED_ALONE, "hashed", "copy", "copy"),
         row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
         row(", staged", "checked and staged", "copy into new memory", "new copy"),

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from rl_plane.manifest import Manifest, pack
+from rl_plane.manifest import Manifest
 from rl_plane.process import die_with_parent
 from rl_plane.publish.ipc import IpcSender
-from rl_plane.publish.packing import fill
+from rl_plane.publish.packing import Tensor, fill
 from rl_plane.versions import HostTensor, TensorSpec, tensor_digest
 
 BUCKET_BYTES = 32 << 20
@@ -27,8 +27,9 @@ TENSOR_BYTES = 16 << 20
 """A matrix of a small model."""
 
 
-WAYS = ("received", "checked", "staged", "checked and staged")
-"""Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it."""
+WAYS = ("received", "checked", "staged", "checked and staged", "lent", "lent and checked")
+"""Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it · in the layout
+`tensors`, of which the receiver makes a copy of its own · that, and both sides hash."""
 COPIES = ("copy", "new copy")
 """Between two buffers that are there already · into new memory, as staging is."""
 HASHED = "hashed"
@@ -45,18 +46,24 @@ class IpcTimes:
 
 def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
     """From the opening of an update until one receiver has all of it."""
+    import torch
+
     data = [np.full(TENSOR_BYTES, number % 251, np.uint8) for number in range(nbytes // TENSOR_BYTES)]
     spec = TensorSpec("U8", (TENSOR_BYTES,))
     tensors = [(f"layer.{number}", HostTensor(spec, one.data)) for number, one in enumerate(data)]
-    manifest = Manifest(pack(((name, tensor.spec) for name, tensor in tensors), BUCKET_BYTES))
+    shared = [(name, torch.tensor(one).share_memory_()) for (name, _), one in zip(tensors, data, strict=True)]
     target = np.ones(nbytes, np.uint8)
-    times, sender = IpcTimes(nbytes), IpcSender(lambda: 1)
+    times, packing, lending = IpcTimes(nbytes), IpcSender(lambda: 1), IpcSender(lambda: 1, layout="tensors")
 
     def sent(way: str) -> float:
         digests: dict[str, str] | None = {} if "checked" in way else None
+        sender, named = (lending, dict[str, Tensor](shared)) if "lent" in way else (packing, dict(tensors))
+        manifest = Manifest(sender.pack(((name, spec) for name in named), BUCKET_BYTES))
         start = time.perf_counter()
         ask({"transport": sender.open(manifest), "way": way})
-        for number in fill(manifest, tensors, sender.buffer, digests):
+        lent = sender.lend(named)
+        assert len(lent) == ("lent" in way) * len(manifest.buckets), "all of it or nothing"
+        for number in fill(manifest, named.items(), sender.buffer, digests, lent):
             sender.send(number)
         sender.finish(digests)
         took = time.perf_counter() - start
@@ -97,7 +104,8 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
             if number >= 0:
                 for way, took in seconds.items():
                     times.seconds[way].append(took)
-    sender.destroy()
+    packing.destroy()
+    lending.destroy()
     return times
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import nats
 
 from bench.fanout import JOIN_TIMEOUT_S
-from bench.peers import peers, start_peer
+from bench.peers import NO_DIGEST, peers, start_peer
 from bench.phases import phases_seen
 from rl_plane.buffers import fresh
 from rl_plane.checkpoint import open_checkpoint
@@ -38,6 +38,8 @@ SHAPE_1_GB = {
 NATS_PY_BYTES = 64 << 20
 """Of nats-py's object store, which takes seconds for so many; counted up to the model's."""
 UPDATE_TIMEOUT_S = 300.0
+UNVERIFIED = ", unverified"
+"""In a worker that hashes nothing, of an object that was not hashed either."""
 
 
 @dataclass(slots=True)
@@ -46,8 +48,8 @@ class StoredTimes:
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """`file`, `unverified`, `object`: of the prepare phase. `plain`, `plain_unverified`: of a plain read of the same
-    file in the same round. `publish`: of an object. `nats_put`, `nats_get`: what nats-py would take for as much."""
+    """Each also with UNVERIFIED. `file`, `object`: of the prepare phase. `plain`: of a plain read of the same file in
+    the same round. `publish`: of an object. `nats_put`, `nats_get`: what nats-py would take for as much."""
 
     def add(self, what: str, seconds: float) -> None:
         self.seconds.setdefault(what, []).append(seconds)
@@ -75,15 +77,15 @@ async def _prepared(client: RlClient, transport: Mapping[str, Any]) -> float:
     return sum(one.end - one.start for one in seen if one.phase == "prepare")
 
 
-def _publish(sender: ObjectStoreSender, directory: Path) -> tuple[dict[str, Any], float]:
+def _publish(sender: ObjectStoreSender, directory: Path, hashes: bool) -> tuple[dict[str, Any], float]:
     checkpoint = open_checkpoint(directory)
     start = time.perf_counter()
     try:
         manifest = Manifest(pack(checkpoint.specs.items()))
         transport, digests = sender.open(manifest), dict[str, str]()
-        for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests):
+        for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests if hashes else None):
             sender.send(number)
-        sender.finish(digests)
+        sender.finish(digests if hashes else dict.fromkeys(manifest.specs, NO_DIGEST))
     finally:
         checkpoint.close()
     return transport, time.perf_counter() - start
@@ -139,19 +141,15 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
                 model = models[number % 2]
                 path = {"backend": "filesystem", "path": str(model)}
                 await asyncio.to_thread(plain_read, files[number % 2])  # from here on it is cached
-                if verify:
-                    found.add("plain", await asyncio.to_thread(plain_read, files[number % 2]))
-                    found.add("file", await _prepared(client, path))
-                    transport, took = await asyncio.to_thread(_publish, sender, model)
-                    found.add("publish", took)
-                    found.add("object", await _prepared(client, transport))
-                    put, get = await _nats_py(server.url, some)
-                    found.add("nats_put", put * times.nbytes / some)
-                    found.add("nats_get", get * times.nbytes / some)
-                else:
-                    found.add("plain_unverified", await asyncio.to_thread(plain_read, files[number % 2]))
-                    found.add("unverified", await _prepared(client, path))
+                found.add("plain", await asyncio.to_thread(plain_read, files[number % 2]))
+                found.add("file", await _prepared(client, path))
+                transport, took = await asyncio.to_thread(_publish, sender, model, verify)
+                found.add("publish", took)
+                found.add("object", await _prepared(client, transport))
+                put, get = await _nats_py(server.url, some)
+                found.add("nats_put", put * times.nbytes / some)
+                found.add("nats_get", get * times.nbytes / some)
                 if number >= 0:
                     for what, (seconds,) in found.seconds.items():
-                        times.add(what, seconds)
+                        times.add(what + ("" if verify else UNVERIFIED), seconds)
     return times

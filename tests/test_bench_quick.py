@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.published import DELTA
+from bench.memory import DELTA
 from rl_plane.publish.nixl_wire import have_nixl
 from tests.test_plane_wire import without_nats
 
@@ -39,8 +39,11 @@ STORED = (
     ("filesystem", "plain read"),
     ("filesystem, unverified", "plain read"),
     ("object_store", "nats-py get"),
+    ("object_store, unverified", "nats-py get"),
     ("object_store", "plain read"),
+    ("object_store, unverified", "plain read"),
     ("object_store, publishing", "nats-py put"),
+    ("object_store, publishing, unverified", "nats-py put"),
 )
 DELTAS = [
     f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}"
@@ -50,6 +53,8 @@ HASHED = ", BLAKE3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
     ("ipc, 67 MB", "copy"),
+    ("ipc, 67 MB, layout tensors, digests not checked", "copy"),
+    ("ipc, 67 MB, layout tensors", "copy"),
     (f"ipc, 67 MB{HASHED}", "copy"),
     ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
     ("ipc, 67 MB, staged", "copy into new memory"),
@@ -185,6 +190,6 @@ def test_an_engines_own_way_of_reading_a_checkpoint_stands_beside_ours() -> None
 
 def test_what_an_update_takes_of_memory() -> None:
     said = printed("bench.memory", "--quick", "--only", "ipc")
-    *_, row = said.splitlines()
-    assert row.startswith("| ipc | ")
-    assert len(row.split(" | ")) == 5
+    rows = [row.split(" | ") for row in said.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| ipc", "| ipc, layout tensors", f"| ipc{DELTA}"]
+    assert {len(row) for row in rows} == {5}
