@@ -7,6 +7,7 @@ more ranks than one, and killed: tests/test_two_ranks.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -31,11 +32,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::(torch|vllm|sglang|transformers|multiprocessing)"),  # theirs, not ours
 ]
 
-from rl_plane.checkpoint import write_manifest  # noqa: E402
+from rl_plane.checkpoint import ADAPTER_NAME, write_manifest  # noqa: E402
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, Unsupported  # noqa: E402
 from rl_plane.generation import GenerateRequest  # noqa: E402
 from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import TensorSpec  # noqa: E402
+from tests.bad_adapters import BAD, DTYPES, in_dtype  # noqa: E402
 from tests.engine_kinds import BATCH_TOKENS, SGLANG, VLLM, Kind  # noqa: E402
 from tests.engine_runs import (  # noqa: E402
     BOUND_S,
@@ -57,7 +59,7 @@ from tests.reference import logits_of, logprobs_of, penalized  # noqa: E402
 from tests.zygote import children_forked  # noqa: E402
 from worker.engines.base import EngineAdapter, EngineInfo, PauseMode  # noqa: E402
 from worker.engines.finite_logits import NOT_FINITE  # noqa: E402
-from worker.staging import model_digest  # noqa: E402
+from worker.staging import adapter_digest, model_digest  # noqa: E402
 from worker.tiny_adapter import make_tiny_adapter, make_witness_adapter, witness_adapter_next_token  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model  # noqa: E402
 
@@ -1238,6 +1240,51 @@ async def test_adapters_that_do_not_fit(kind: Kind, engine: EngineAdapter, model
             await receive(engine, reception(head, kind="lora"))
     with pytest.raises(InvalidRequest):
         await receive(engine, reception(models.witness[2], kind="lora"))
+
+
+async def test_bad_adapters_are_refused_and_touch_nothing(
+    kind: Kind, engine: EngineAdapter, models: Models, scratch: Path
+) -> None:
+    """Of what can be told without the tensors' bytes, none is taken. The adapter that is there serves all the while."""
+    await update(engine, models.tiny[1], 1)
+    await load_adapter(engine, "x", models.adapters[1])
+    good, files = models.adapters[2], set(kind.directory(engine).rglob("*"))
+
+    @contextlib.asynccontextmanager
+    async def untouched() -> AsyncIterator[None]:
+        under = Run(engine, ask([9], adapter="x", logprobs=True, max_tokens=60))
+        await under.reach(3)
+        yield
+        for result in (await under.end(), await run(engine, ask([10], adapter="x", logprobs=True))):
+            assert is_of(result, models.tiny[1], models.adapters[1])
+            (span,) = result.spans
+            assert span.adapter is not None
+            assert (span.adapter.sequence, span.adapter.digest) == (1, adapter_digest(models.adapters[1]))
+        assert is_of(await run(engine, ask([10], logprobs=True)), models.tiny[1])
+        assert set(kind.directory(engine).rglob("*")) == files
+
+    for what, bad in BAD.items():
+        refused = reception(bad.make(good, scratch / what), kind="lora")
+        async with untouched():
+            with pytest.raises(InvalidWeights) as caught:
+                await asyncio.to_thread(engine.open, refused)
+        bad.check(caught.value)
+    other = shutil.copytree(good, scratch / "other bytes")
+    write_manifest(other)
+    raw = bytearray((other / ADAPTER_NAME).read_bytes())
+    raw[-1] ^= 1
+    (other / ADAPTER_NAME).write_bytes(raw)
+    async with untouched():
+        with pytest.raises(InvalidWeights, match="its publisher stated"):
+            await receive(engine, reception(other, kind="lora"))
+    for number, dtype in enumerate(DTYPES):
+        cast = shutil.copytree(good, scratch / str(dtype))
+        in_dtype(dtype)(cast)
+        staging, _ = await receive(engine, reception(cast, kind="lora", cast=True))
+        await engine.pause("keep", False)
+        await engine.swap_adapter("x", staging, adapter_version(2 + number, cast))
+        await engine.resume()
+        assert is_of(await run(engine, ask([9], adapter="x", logprobs=True)), models.tiny[1], good)
 
 
 # hangs and death

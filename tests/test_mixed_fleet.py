@@ -31,9 +31,10 @@ from rl_plane.errors import PlaneError, UpdateAborted
 from tests import each_transport, group_trainer, ipc_trainer, nixl_trainer, openai_calls, verl_client
 from tests import test_ipc_transport as ipc
 from tests import test_nixl_transport as nixl
+from tests.bad_adapters import BAD
 from tests.conftest import lives
 from tests.dialect_facade import facade
-from tests.faults import Stream
+from tests.faults import Stream, Told
 from tests.reference import logprobs_of, prompt_logprobs
 from tests.test_delta_fleet import by_delta
 from tests.test_fed_updates import free_port
@@ -276,6 +277,36 @@ async def test_a_bad_checkpoint_is_refused_and_touches_no_engine(
     assert caught.value.http_status == 400, caught.value
     assert await settled(client, mixed) == label
     await proven(http, mixed, label, mixed.base(seed_of(label)))
+
+
+async def test_a_bad_adapter_is_refused_and_touches_no_engine(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    await client.run("update_weights", update_of(mixed.tiny(1), "tiny 1"))
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
+    told = await Told.follow(client)
+
+    async def lasting() -> dict[str, list[Any]]:
+        keys = ("admission", "version", "sequence", "adapters", "pause")
+        return {one: [row[key] for key in keys] for one, row in (await states(client)).items()}
+
+    before = await lasting()
+    for what, bad in BAD.items():
+        path = bad.make(mixed.adapter(2), mixed.plane.tmp / "weights" / f"adapter {what}")
+        for name in ("style", "another"):
+            with pytest.raises(PlaneError) as caught:
+                await client.run("load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            bad.check(caught.value)
+            assert caught.value.http_status == 400
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(1)))
+    refused = await http.post("/v1/completions", json={"prompt": "hi", "model": "another"})
+    assert refused.status_code == 404
+    assert await lasting() == before
+    assert set(told.admitted) == {frozenset(mixed.ids.values())}
+    await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(2))})
+    await proven(http, mixed, "tiny 1", mixed.tiny(1), ("style", mixed.adapter(2)))
+    await client.run("unload_lora_adapter", {"lora_name": "style"})
+    await mixed.witnessed(client)
 
 
 def witnessed(seed: int, count: int) -> list[int]:

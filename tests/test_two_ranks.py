@@ -37,8 +37,10 @@ from tests.test_mixed_fleet import (
     fails_of_no_numbers,
     http,
     proven,
+    witnessed,
 )
 from tests.test_plane_update import all_serve, update_of
+from worker.engine_watch import DEFAULT_LIVENESS_TIMEOUT_S
 from worker.exit_codes import ENGINE_DEAD
 from worker.staging import model_digest
 from worker.tiny_model import make_witness_model
@@ -92,7 +94,7 @@ def _ranks(mixed: Mixed) -> tuple[Spawned, list[psutil.Process], list[psutil.Pro
     family = psutil.Process(worker.process.pid).children(recursive=True)
     ranks = [one for one in family if one.name().startswith(PROCESSES[engine])]
     assert len(ranks) == 2
-    return worker, family, ranks
+    return worker, family, sorted(ranks, key=lambda one: one.name())  # which end with their numbers
 
 
 async def test_what_comes_from_files(mixed: Mixed, client: RlClient, http: httpx.AsyncClient) -> None:
@@ -194,6 +196,39 @@ async def test_an_adapter_that_one_rank_does_not_remove(
     await client.run("load_lora_adapter", {"lora_name": "a", "lora_path": str(mixed.adapter(2))})
     await proven(http, mixed, faults, mixed.tiny(1), ("a", mixed.adapter(2)))
     await client.run("unload_lora_adapter", {"lora_name": "a"})
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_one_rank_hangs_and_goes_on(
+    mixed: Mixed, client: RlClient, http: httpx.AsyncClient, rank: int, busy: bool
+) -> None:
+    """The round trip is one of all ranks, also where none makes tokens. A stream is as it would have been without."""
+    await mixed.witnessed(client)
+    ((engine, instance_id),) = mixed.ids.items()
+    worker, _, ranks = _ranks(mixed)
+    stream = None
+    if busy:
+        stream = Stream(client, instance_id, PROMPT, ENDLESS[engine], temperature=0.0, ignore_eos=True)
+        await stream.until(tokens=2)
+
+    async def engine_is(ready: bool) -> bool:
+        state = (await client.call(instance_id, "state")).body
+        reasons = [reason.partition(" ")[0] for reason in state["admission"]["reasons"]]
+        return reasons == ([] if ready else ["engine:"]) and state["ready"] == state["engine_alive"] == ready
+
+    ranks[rank].suspend()
+    try:
+        await mixed.plane.until(partial(engine_is, False), 3 * DEFAULT_LIVENESS_TIMEOUT_S)
+    finally:
+        ranks[rank].resume()
+    await mixed.plane.until(partial(engine_is, True), 3 * DEFAULT_LIVENESS_TIMEOUT_S)
+    if stream is not None:
+        await stream.until(tokens=len(stream.tokens) + 20)
+        stream.stop()
+        assert stream.tokens == witnessed(1, len(stream.tokens))
+    await proven(http, mixed, "base 1", mixed.first)
+    assert worker.process.poll() is None
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
