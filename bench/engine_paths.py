@@ -1,8 +1,9 @@
 """`python -m bench.engine_paths [--engine vllm|sglang] [--quick]`: one engine's update by `filesystem`, beside how that
-engine reads a checkpoint by itself: vLLM's `reload_weights`, SGLang's `update_weights_from_disk`.
+engine reads a checkpoint by itself: vLLM's `reload_weights`, SGLang's `update_weights_from_disk`. And with SGLang what
+`engine_pushes` has: a publication from a trainer's memory, beside SGLang's own ways.
 
-Both run in one engine, in turns, on the same files. What the engine does by itself checks no digest, stages nothing and
-holds generation all the while; ours holds it for the swap alone.
+Both run in one engine, in turns, on the same files or tensors. What the engine does by itself checks no digest, stages
+nothing and holds generation all the while; ours holds it for the swap alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.engine_pushes import OWN as PUSHES
+from bench.engine_pushes import measure_pushed
 from bench.report import Row, compared, ratio_table
 from bench.stored import SHAPE_1_GB
 from rl_plane.process import die_with_parent
@@ -68,7 +71,13 @@ async def _sglang(engine: Any, path: Path) -> None:
     await manager.continue_generation(ContinueGenerationReqInput())
 
 
-OWN: dict[str, OwnWay] = {"vllm": _vllm, "sglang": _sglang}
+OWN: dict[str, tuple[str, OwnWay]] = {
+    "vllm": ("reload_weights", _vllm),
+    "sglang": ("update_weights_from_disk", _sglang),
+}
+Found = dict[str, dict[str, list[float]]]
+"""The engine's own way → seconds of each round: of its `own`, of our `update`, and for which generation was `held` in
+ours."""
 
 
 async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
@@ -85,8 +94,8 @@ async def _ours(engine: EngineAdapter, path: Path) -> tuple[float, float]:
     return end - start, end - held
 
 
-async def measure(kind: str, models: Sequence[Path], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round. In this process, which must have no other engine."""
+async def measure(kind: str, models: Sequence[Path], rounds: int) -> Found:
+    """In this process, which must have no other engine."""
     from worker.engines import sglang, vllm
 
     build = {"vllm": vllm.build, "sglang": sglang.build}[kind]
@@ -94,33 +103,37 @@ async def measure(kind: str, models: Sequence[Path], rounds: int) -> dict[str, l
         models[0], device="cpu", extra=ARGUMENTS[kind], weight_roots=tuple(path.parent for path in models)
     )
     engine = build(options)
-    found: dict[str, list[float]] = {"update": [], "held": [], "own": []}
-    await engine.start()
+    name, load = OWN[kind]
+    found: Found = {name: {"update": [], "held": [], "own": []}}
+    info = await engine.start()
     try:
         for number in range(rounds + 1):
             path = models[number % 2]
             start = time.perf_counter()
-            await OWN[kind](engine, path)
+            await load(engine, path)
             own = time.perf_counter() - start
             update, held = await _ours(engine, path)
             if number:  # the first brings files and memory in
                 for what, seconds in (("own", own), ("update", update), ("held", held)):
-                    found[what].append(seconds)
+                    found[name][what].append(seconds)
+        if kind == "sglang":
+            found |= await measure_pushed(engine, info, models[0], rounds)
     finally:
         await engine.close()
     return found
 
 
-def rows(kind: str, nbytes: int, found: dict[str, list[float]]) -> list[Row]:
-    own = {"vllm": "reload_weights", "sglang": "update_weights_from_disk"}[kind]
+def rows(kind: str, nbytes: int, found: Found) -> list[Row]:
     size = f"{nbytes / 1e6:,.0f} MB"
-    return [
-        compared(f"{kind}, filesystem, {size}", 1, found["update"], own, found["own"]),
-        compared(f"{kind}, generation held", 1, found["held"], own, found["own"]),
-    ]
+    table = []
+    for own, seconds in found.items():
+        ours = f"publish by {PUSHES[own][0]}" if own in PUSHES else "filesystem"
+        for what, way in ((f"{ours}, {size}", "update"), ("generation held", "held")):
+            table.append(compared(f"{kind}, {what}", 1, seconds[way], own, seconds["own"]))
+    return table
 
 
-def _in_a_process(kind: str, models: Sequence[Path], rounds: int) -> dict[str, list[float]]:
+def _in_a_process(kind: str, models: Sequence[Path], rounds: int) -> Found:
     done = subprocess.run(
         [
             sys.executable,
@@ -139,7 +152,7 @@ def _in_a_process(kind: str, models: Sequence[Path], rounds: int) -> dict[str, l
     )
     if done.returncode:
         raise SystemExit(f"{done.stderr}\n{kind} could not be measured: exit code {done.returncode}")
-    found: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    found: Found = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -181,11 +181,19 @@ def test_an_engines_cycle_says_what_a_tree_lacks_that_is_not_installed() -> None
 
 
 @pytest.mark.engines("sglang")
-def test_an_engines_own_way_of_reading_a_checkpoint_stands_beside_ours() -> None:
+def test_an_engines_own_ways_stand_beside_ours() -> None:
+    """Of those from memory it is checked that both load the same weights."""
     said = printed("bench.engine_paths", "--quick", "--engine", "sglang")
-    *_, whole, held = said.splitlines()
-    assert whole.startswith("| sglang, filesystem, ")
-    assert held.startswith("| sglang, generation held")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines()[2:]]
+    ways = {
+        "update_weights_from_disk": "filesystem",
+        "update_weights_from_distributed, gloo": "publish by gloo",
+        "update_weights_from_tensor": "publish by ipc",
+        "update_weights_from_tensor, flattened_bucket": "publish by ipc",
+    }
+    assert [(cells[0], cells[4]) for cells in rows] == [
+        (f"sglang, {what}", own) for own, ours in ways.items() for what in (f"{ours}, 1 MB", "generation held")
+    ]
 
 
 def test_what_an_update_takes_of_memory() -> None:
