@@ -190,7 +190,7 @@ class EngineClient:
                 except (InvalidRequest, Unsupported, PayloadTooLarge) as error:
                     made, prompt = len(so_far.made), error.facts.get("prompt_tokens")
                     if error.facts.get("field") == "max_tokens" and (
-                        fitting := self._picker.with_room(tried, member, lost, prompt, made)
+                        fitting := self._picker.with_room(tried, member, lost, since, prompt, made)
                     ):
                         aim = fitting
                         continue

@@ -116,10 +116,11 @@ class Picker:
         """By instance id those that have left, and when."""
 
     def left(self, member: Member) -> None:
-        since = self._away_since()
+        now = asyncio.get_running_loop().time()
+        since = now - AWAY_S - max(self._wait_s, STALE_WAIT_S)  # whoever waits for an older one has ended
         self._away = {key: (one, at) for key, (one, at) in self._away.items() if at > since}
         if member.stage is None:
-            self._away[member.instance_id] = member, asyncio.get_running_loop().time()
+            self._away[member.instance_id] = member, now
 
     def back(self, instance_id: str) -> None:
         self._away.pop(instance_id, None)
@@ -143,9 +144,9 @@ class Picker:
         while True:
             floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
-            if failure is not None and not self._anybody(aim, lost):
+            if failure is not None and not self._anybody(aim, since, lost):
                 raise failure
-            fit, unmet = self._fit(aim, self._able(aim, lost), floor)
+            fit, unmet = self._fit(aim, self._able(aim, since, lost), floor)
             if unknown is not None:
                 fit, unmet = set(), unknown
             if (chosen := self.router.pick(fit, aim.wish)) is not None:
@@ -162,24 +163,29 @@ class Picker:
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
-                raise failure or (unmet.error() if unmet is not None else refusal or self._nobody(aim, lost))
+                raise failure or (
+                    unmet.error() if unmet is not None else refusal or self._nobody(aim, since, lost)
+                )
             await self._status.wait_changed(left)
 
     def with_room(
-        self, aim: Aim, short: Member, lost: Sequence[Member], prompt: int | None, made: int
+        self, aim: Aim, short: Member, lost: Sequence[Member], since: float, prompt: int | None, made: int
     ) -> Aim | None:
         """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
-        is open and has more is next; else, where nobody chose that length, as many tokens as fit here; else it is
-        worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens, with the `made` ones."""
+        is open and has more is next; else, where nobody chose that length, as many tokens as fit here, if those are
+        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens,
+        with the `made` ones."""
         room = _room(short)
         longer = replace(aim, room=room + 1, most=None)
-        if aim.pinned is None and self._able(longer, lost):
-            return longer
+        if aim.pinned is None:
+            able = self._able(longer, since, lost)
+            if any(self.router.takes_more(key) for key in able) or (able and not aim.any_length):
+                return longer
         if aim.any_length and prompt is not None:
             most = made + room - prompt
-            if made < most < (aim.most or aim.request.max_tokens):
+            if max(made, aim.request.min_tokens - 1) < most < (aim.most or aim.request.max_tokens):
                 return replace(aim, room=room, most=most)
-        waits = aim.pinned is None and (self._anybody(longer) or self._may_be_back(longer))
+        waits = aim.pinned is None and (self._anybody(longer, since) or self._may_be_back(longer, since))
         return longer if waits else None
 
     def may_ask_again(self, since: float) -> bool:
@@ -195,38 +201,33 @@ class Picker:
 
     # ---- who may have it ----
 
-    def _able(self, aim: Aim, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
+    def _able(self, aim: Aim, since: float, lost: Sequence[Member]) -> Mapping[str, WorkerStatus]:
         """Those that are admitted, can do what is asked, and were not lost under this request."""
         admitted = self._status.admitted(self._needed(aim.request.adapter))
-        unable = self._unable(aim)
+        unable = self._unable(aim, since)
         if aim.pinned is not None:
             if aim.pinned in unable:
                 raise _unsupported(*unable[aim.pinned])
             return {key: status for key, status in admitted.items() if key == aim.pinned}
-        out = self._out(aim, lost)
+        out = self._out(aim, since, lost)
         return {key: status for key, status in admitted.items() if key not in out} if out else admitted
 
-    def _anybody(self, aim: Aim, lost: Sequence[Member] = ()) -> bool:
+    def _anybody(self, aim: Aim, since: float, lost: Sequence[Member] = ()) -> bool:
         """Who is closed counts too: it may open soon."""
-        out = self._out(aim, lost)
+        out = self._out(aim, since, lost)
         return any(member.instance_id not in out for member in self._view.snapshot())
 
-    def _may_be_back(self, aim: Aim) -> bool:
-        """Somebody who could do it, and left a short while ago."""
-        since = self._away_since()
+    def _may_be_back(self, aim: Aim, since: float) -> bool:
+        """Somebody who could do it, and left a short while before the request came, or since."""
         return any(
-            at > since and _room(member) >= aim.room and _lacks(member, aim) is None
+            at > since - AWAY_S and _room(member) >= aim.room and _lacks(member, aim) is None
             for member, at in self._away.values()
         )
 
-    def _away_since(self) -> float:
-        """Who left later may be back."""
-        return asyncio.get_running_loop().time() - AWAY_S - self._wait_s
-
-    def _out(self, aim: Aim, lost: Sequence[Member]) -> Collection[str]:
+    def _out(self, aim: Aim, since: float, lost: Sequence[Member]) -> Collection[str]:
         """Those that can't do what is asked, or were lost under this request."""
         gone = {member.instance_id for member in lost if self.is_current(member)}
-        return gone | self._unable(aim).keys() | self._short(aim)
+        return gone | self._unable(aim, since).keys() | self._short(aim)
 
     def _fit(
         self, aim: Aim, able: Mapping[str, WorkerStatus], floor: Point | None
@@ -254,7 +255,7 @@ class Picker:
         found = await self._committed.sequence_of(asked, adapter)
         return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
 
-    def _unable(self, aim: Aim) -> Mapping[str, tuple[str, str]]:
+    def _unable(self, aim: Aim, since: float) -> Mapping[str, tuple[str, str]]:
         """instance id → the field that it can't do, and why. Unsupported if nobody can who is there or may be
         back."""
         members = self._view.snapshot()
@@ -271,7 +272,7 @@ class Picker:
             for key, lacks in self._lacking.fields.items()
             if (found := refused_by(lacks, given)) is not None
         }
-        if unable and len(unable) == len(members) and not self._may_be_back(aim):
+        if unable and len(unable) == len(members) and not self._may_be_back(aim, since):
             raise _unsupported(*next(iter(unable.values())))
         return unable
 
@@ -312,7 +313,7 @@ class Picker:
                 fix="leave it out, or take one from GET /v1/rl/workers",
             )
 
-    def _nobody(self, aim: Aim, lost: Sequence[Member]) -> Unavailable:
+    def _nobody(self, aim: Aim, since: float, lost: Sequence[Member]) -> Unavailable:
         waited, pinned = f"after {self._wait_s:g} s", aim.pinned
         if not len(self._view.snapshot()):
             return NoWorkers(f"no worker is there {waited}", fix="start one: `rl-plane worker`", retry_after_s=1.0)
@@ -326,7 +327,7 @@ class Picker:
         if pinned:
             closed = {key: why for key, why in closed.items() if key == pinned}
         else:
-            closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim).items()}
+            closed |= {key: f"it has no {name}" for key, (name, _) in self._unable(aim, since).items()}
             closed |= dict.fromkeys(self._short(aim), "it has too little room for the prompt and max_tokens")
         examples = "; ".join(f"{key}: {why}" for key, why in list(closed.items())[:MAX_EXAMPLES])
         return NotAdmitted(

@@ -123,6 +123,9 @@ class Router:
     def requests(self, instance_id: str) -> int:
         return self._others.get(instance_id, NOTHING)[1] + self._own_requests[instance_id]
 
+    def takes_more(self, instance_id: str) -> bool:
+        return self.requests(instance_id) < MAX_STREAMS
+
     def in_flight(self, instance_id: str | None = None) -> int:
         """Of this frontend."""
         return self._own_requests.total() if instance_id is None else self._own_requests[instance_id]
@@ -160,7 +163,7 @@ class Router:
         return None
 
     def _near(self, instance_id: str, admitted: Collection[str], most: float) -> bool:
-        is_there = instance_id in admitted and self.requests(instance_id) < MAX_STREAMS
+        is_there = instance_id in admitted and self.takes_more(instance_id)
         return is_there and self.weight(instance_id) <= most
 
     # ---- what this frontend has open ----

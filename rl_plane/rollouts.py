@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.errors import (
+    DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     PlaneError,
@@ -37,8 +38,9 @@ none, and is cut off."""
 AT_ONCE = 1024
 """Requests under way: a frontend takes 4096, and a trainer need not be alone."""
 TRIES = 5
-"""Requests for one completion in one call that a worker had begun: an update that aborts, or a worker's death, each
-take one. What nobody has begun, since all are full, closed or on their way back, is sent again while there is time."""
+"""Requests for one completion in one call that a worker had begun: an update that aborts, a worker's death, or the end
+of the client's patience each take one. What nobody has begun, since all are full, closed or on their way back, is sent
+again while there is time."""
 BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
 """Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
 RETRY_S = 1.0
@@ -62,8 +64,9 @@ OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presen
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`; the status and the reply, whatever the status is. What it raises as a connection
-breaks, an OSError or an error of its HTTP library, is as a 503: the body is sent again. Python's own other errors are
-the caller's mistakes, and end the rollout."""
+breaks, an OSError or an error of its HTTP library, is as a 503: the body is sent again. So is what it raises as its
+patience ends, but TRIES times at most: a worker had begun. Python's own other errors are the caller's mistakes, and
+end the rollout."""
 Stop = Callable[[], Awaitable[object]]
 """Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
 `abort_requests`."""
@@ -184,6 +187,28 @@ def _is_of_the_connection(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__ != "builtins"
 
 
+def _ended_a_wait(error: Exception) -> bool:
+    """For the reply; what waited for a connection has reached nobody."""
+    name = type(error).__name__
+    timed_out = isinstance(error, TimeoutError) or name.endswith("Timeout")
+    return timed_out and not name.startswith(("Connect", "Pool"))
+
+
+async def _stop(stop: Stop) -> None:
+    """Where it reaches nobody, those that have ended are still to be had."""
+    try:
+        await stop()
+    except Exception as error:
+        is_away = (
+            isinstance(error, (Unavailable, DeadlineExceeded))
+            if isinstance(error, PlaneError)
+            else _is_of_the_connection(error)
+        )
+        if not is_away:
+            raise
+        log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """Every rollout that was given is in one of these."""
@@ -199,9 +224,10 @@ class Gathered:
 async def gather_enough(
     rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
 ) -> Gathered:
-    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines.
+    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. If it
+    can't be told to them, or its answer is lost, what has not come back STOPPED_S later is parked as it was.
 
-    What it raises itself is `stop`'s error, or InvalidRequest; the requests under way are then cut off."""
+    What it raises itself is another error of `stop`, or InvalidRequest; the requests under way are then cut off."""
     if not 1 <= enough <= len(rollouts):
         raise InvalidRequest(
             f"{enough} of {len(rollouts)} rollouts", field="enough", fix="1 to as many as there are"
@@ -218,7 +244,7 @@ async def gather_enough(
                 break
         if left:
             gathering.stopping = True
-            await stop()
+            await _stop(stop)
             await asyncio.wait(left, timeout=STOPPED_S)
     finally:
         for task in tasks:
@@ -235,11 +261,12 @@ class _Gathering:
         self._failed: dict[int, Exception] = {}
         self._call = call
         self._room = asyncio.Semaphore(AT_ONCE)
-        self._warned = False
-        """Of a connection that broke: the next ones break alike."""
+        self._warned: set[type[Exception]] = set()
+        """Kinds of errors: the next ones of a kind say the same."""
 
     async def run(self, index: int) -> None:
         tries = 0
+        error: PlaneError | None = None
         try:
             async with self._room:
                 while tries < TRIES and not self.stopping and self._now[index].finish_reason is None:
@@ -253,13 +280,14 @@ class _Gathering:
                         raise error
                     if not self.stopping:
                         await asyncio.sleep(error.facts.get("retry_after_s", RETRY_S))
-        except Exception as error:  # one that fails takes nobody's tokens with it
-            self._failed[index] = error
+        except Exception as failure:  # one that fails takes nobody's tokens with it
+            self._failed[index] = failure
             return
         if self._now[index].finish_reason is not None:
             self.finished.append(index)
         elif not self.stopping:
-            self._failed[index] = Unavailable(f"it did not come to its end in {TRIES} tries")
+            last = "" if error is None else f": {error.message}"
+            self._failed[index] = Unavailable(f"it did not come to its end in {TRIES} tries{last}")
 
     async def _ask(self, index: int) -> PlaneError | None:
         """For the next part; with what it ended, where that is an error."""
@@ -270,10 +298,11 @@ class _Gathering:
         except Exception as error:
             if not _is_of_the_connection(error):
                 raise
-            if not self._warned:
-                log.warning("a rollout is sent again until it gets through: %s: %s", type(error).__name__, error)
-            self._warned = True
-            return Unavailable(f"{type(error).__name__}: {error}")
+            words = f"{type(error).__name__}: {error}"
+            if type(error) not in self._warned:
+                log.warning("a rollout is sent again: %s", words)
+            self._warned.add(type(error))
+            return Stalled(words) if _ended_a_wait(error) else Unavailable(words)
         self._now[index], told = self._now[index].with_reply(status, reply)
         return told
 

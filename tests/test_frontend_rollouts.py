@@ -328,6 +328,24 @@ async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
         assert await lengths(http, path, body) == [7], body
 
 
+async def test_a_length_that_nobody_chose_takes_a_shorter_worker_while_the_longer_one_is_full(
+    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frontend.routing.MAX_STREAMS", 2)  # a late report may count one of the shorter worker's
+    plane.spawn(max_model_len=16)
+    longer = plane.spawn(max_model_len=64, token_delay_s=60)
+    await ready(plane, 2)
+    pinned = {"prompt_token_ids": PROMPT, "nvext": {"instance_id": longer.instance_id}}
+    open_ = [asyncio.create_task(http.post("/v1/completions", json=pinned)) for _ in range(2)]
+    await until_running(plane, await plane.client(), longer.instance_id, 2)
+    for path, body in unchosen(9):
+        assert await lengths(http, path, body) == [7], body
+    for path, body in [*unchosen(9, max_tokens=8), *unchosen(9, min_tokens=8), *unchosen(16)]:
+        assert error_of(await http.post(path, json=body), 429)["code"] == "overloaded", body
+    for one in open_:
+        one.cancel()
+
+
 @pytest.mark.parametrize(("rooms", "total"), [((64, 32), 12), ((32, 64), 16), ((32, 32), 12)])
 async def test_a_length_that_nobody_chose_counts_what_was_made_before(
     plane: Plane, http: httpx.AsyncClient, rooms: tuple[int, int], total: int
@@ -401,6 +419,45 @@ async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
     for reply in await asyncio.gather(asking, late):
         assert reply.status_code == 200, reply.text
         assert reply.json()["nvext"]["instance_id"] == able.instance_id
+
+
+async def test_more_tokens_than_an_open_worker_has_room_for_wait_for_a_longer_one(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None]
+) -> None:
+    """Of those that the caller asked for, where nobody chose the length."""
+    plane.spawn(max_model_len=16)
+    longer = plane.spawn(max_model_len=64)
+    await ready(plane, 2)
+    fleet = await plane.fleet()
+    await fleet.run("disable", {"workers": [longer.instance_id]})
+    for path, body in unchosen(9, min_tokens=7):
+        assert await lengths(http, path, body) == [7], body
+    waiting.clear()
+    asking = [asyncio.create_task(lengths(http, path, body)) for path, body in unchosen(9, min_tokens=8)]
+    await plane.until(lambda: len(waiting) == len(asking) or any(one.done() for one in asking))
+    assert not any(one.done() for one in asking), await asyncio.gather(*asking)
+    await fleet.run("enable", {"workers": [longer.instance_id]})
+    for made in await asyncio.gather(*asking):
+        assert made[0] >= 8
+
+
+@pytest.mark.parametrize("need", NEEDS)
+async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once(
+    plane: Plane,
+    http: httpx.AsyncClient,
+    waiting: set[asyncio.Task[Any] | None],
+    monkeypatch: pytest.MonkeyPatch,
+    need: str,
+) -> None:
+    _, asking = await lose_the_able_one(plane, http, need)
+    await plane.until(lambda: waiting)
+    before = set(waiting)
+    monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
+    body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
+    status, field = (501, "min_tokens") if need == "a field" else (400, "max_tokens")
+    assert error_of(await http.post("/v1/completions", json=body), status)["field"] == field
+    assert waiting == before
+    asking.cancel()
 
 
 @pytest.mark.parametrize("need", NEEDS)

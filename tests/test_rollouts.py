@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from rl_plane import (
+    BusUnreachable,
+    DeadlineExceeded,
     EngineFailed,
     FrontendEnding,
     Gathered,
@@ -293,6 +295,83 @@ async def test_what_nobody_takes_until_the_time_is_over_is_parked(
     assert "ConnectionRefusedError: nobody listens" in told
 
 
+async def test_another_reason_that_nobody_takes_it_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    told: list[Exception] = [
+        ConnectionRefusedError("it is away"),
+        ConnectionRefusedError("it is away"),
+        *[httpx.ConnectTimeout("it is far away")] * (TRIES + 1),
+        httpx.UnsupportedProtocol("ftp"),
+    ]
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return raising(told.pop(0)) if told else (200, reply(body, [1, 2, 3]))
+
+    got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
+    assert ([one.token_ids for one in got.finished], got.failed, told) == ([[1, 2, 3]], [], [])
+    assert [text.partition("again: ")[2] for text in caplog.messages] == [
+        "ConnectionRefusedError: it is away",
+        "ConnectTimeout: it is far away",
+        "UnsupportedProtocol: ftp",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError("nobody listens"),
+        httpx.ConnectError("nobody listens"),
+        BusUnreachable("NATS is away"),
+        DeadlineExceeded("nobody answered"),
+    ],
+)
+async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The frontend, or NATS, is gone for good."""
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    good = Answers({0, 1})
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return (
+            await good.call(body) if body["prompt_token_ids"][0] < 2 else raising(ConnectionRefusedError("gone"))
+        )
+
+    async def stop() -> None:
+        raise error
+
+    got = await gather_enough(four(), call, stop, enough=3, timeout_s=0.05)
+    assert (keys(got.finished), keys(got.parked), got.failed) == ([0, 1], [2, 3], [])
+    assert f"{type(error).__name__}: {error}" in caplog.messages[-1]
+
+
+async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back() -> None:
+    answers = Answers({0})
+
+    async def stop() -> None:
+        await answers.stop()
+        raise TimeoutError("no answer")
+
+    got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
+    assert [one.token_ids for one in got.parked] == [[1]] * 3
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no", field="mode", fix="x"), TypeError("unexpected argument")])
+async def test_a_mistaken_stop_is_told(error: Exception) -> None:
+    answers = Answers({0})
+
+    async def stop() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert caught.value is error
+    assert len(asyncio.all_tasks()) == 1
+
+
 async def begun(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     (choice,) = reply(body, [1])["choices"]
     partial = {**choice, "logprobs": choice["logprobs"]["token_logprobs"], "finish_reason": None}
@@ -301,6 +380,14 @@ async def begun(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 async def lost(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return failed(WorkerLost("it kills each", retry_after_s=0.0))
+
+
+async def impatient(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise TimeoutError("no reply for a minute")
+
+
+async def impatient_library(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    raise httpx.ReadTimeout("no reply for a minute")
 
 
 async def aborted(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -324,13 +411,18 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     [
         (begun, f"in {TRIES} tries", TRIES),
         (lost, f"in {TRIES} tries", TRIES),
+        (impatient, f"in {TRIES} tries: TimeoutError: no reply for a minute", TRIES),
+        (impatient_library, f"in {TRIES} tries: ReadTimeout: no reply for a minute", TRIES),
         (aborted, f"in {TRIES} tries", TRIES),
         (refused, "no", 1),
         (refusing, "no", 1),
         (mistaken, "unexpected keyword", 1),
     ],
 )
-async def test_one_that_fails_takes_nobody_with_it(bad: Call, why: str, times: int) -> None:
+async def test_one_that_fails_takes_nobody_with_it(
+    monkeypatch: pytest.MonkeyPatch, bad: Call, why: str, times: int
+) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
     good, asked = Answers({0, 1, 3}), []
 
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
