@@ -145,7 +145,7 @@ def made(kind: str) -> tuple[Source, Source]:
 def one_unit_at_a_time(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    units = [one for one in gc.get_objects() if isinstance(one, FullyShardedDataParallel)]
+    units = [one for one in gc.get_objects() if type(one) is FullyShardedDataParallel]
     for name, tensor in tensors:
         assert sum(unit.training_state.name == "SUMMON_FULL_PARAMS" for unit in units) <= 1
         yield name, tensor
