@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.packing import Tensor, fill
-from rl_plane.publish.sources import AdapterSource, ModuleSource, Source, StateDictSource
+from rl_plane.publish.sources import AdapterSource, ModuleSource, Source, StateDictSource, as_source
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]
@@ -105,6 +107,17 @@ def zero3(model: Any) -> Any:
     return engine
 
 
+def made_anew(model: Any) -> Source:
+    """For each version, on every rank: neither a copy of today nor a function of rank 0's will do."""
+    with pytest.raises(InvalidRequest, match="is a copy"):
+        StateDictSource(sharded_state(model))
+    with pytest.raises(InvalidRequest, match="nobody can see"):
+        StateDictSource(lambda: sharded_state(model))
+    with pytest.raises(InvalidRequest, match="nobody can see"):
+        as_source(model.named_parameters)
+    return StateDictSource(lambda: sharded_state(model), collective=True)
+
+
 def made(kind: str) -> tuple[Source, Source]:
     """(sharded, the same of the whole model)"""
     half = torch.bfloat16
@@ -126,11 +139,11 @@ def made(kind: str) -> tuple[Source, Source]:
         low = MixedPrecision(param_dtype=half, buffer_dtype=half)
         return ModuleSource(fsdp1(fresh(), mixed_precision=low)), ModuleSource(fresh())
     if kind == "fsdp1_state_dict":
-        return StateDictSource(sharded_state(fsdp1(fresh()))), ModuleSource(fresh())
+        return made_anew(fsdp1(fresh())), ModuleSource(fresh())
     if kind == "fsdp1_hybrid":
         return ModuleSource(hybrid(fresh())), ModuleSource(fresh())
     if kind == "fsdp1_hybrid_state_dict":
-        return StateDictSource(sharded_state(hybrid(fresh()))), ModuleSource(fresh())
+        return made_anew(hybrid(fresh())), ModuleSource(fresh())
     if kind == "fsdp1_lora":
         model = lora()
         model.base_model.model = fsdp1(model.base_model.model, use_orig_params=True)
@@ -167,7 +180,8 @@ def tell(kind: str) -> None:
     sharded, whole = made(kind)
     assert sharded.collective
     if dist.get_rank() == 0:
-        sharded.take()  # alone: nothing is gathered before a tensor is asked for
+        if not isinstance(sharded, StateDictSource):
+            sharded.take()  # alone: nothing is gathered before a tensor is asked for
         names, digest = digest_of(sharded)
         same = (names, digest) == digest_of(whole)
         print(json.dumps({"kind": kind, "names": names, "same": same}), flush=True)

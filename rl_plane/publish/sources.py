@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -101,13 +102,20 @@ class StateDictSource:
         names: Names = None,
         collective: bool | None = None,
     ) -> None:
-        """`collective` None: as the tensors are; a callable has to say it."""
+        """`collective` None: as the tensors are. Where the trainer has several ranks a callable has to say it."""
         self._state = state
         self._dtype = dtype
         self._names = names
-        if collective is None:
-            collective = not callable(state) and any(map(_is_gathered, state.values()))
-        self.collective = collective
+        if callable(state):
+            self.collective = _said(collective)
+            return
+        if any(hasattr(tensor, "local_shards") for tensor in state.values()):
+            raise InvalidRequest(
+                "a sharded state dict of FSDP1 is a copy: the next version would be this one again",
+                field="state",
+                fix="give the module, or a function that makes the state dict, with collective=True",
+            )
+        self.collective = any(map(_is_gathered, state.values())) if collective is None else collective
 
     def take(self) -> Taken:
         if callable(self._state):  # it may make them anew each time
@@ -128,15 +136,16 @@ class ExportSource:
         specs: Sequence[tuple[str, TensorSpec]] | None = None,
         dtype: torch.dtype | None = None,
         names: Names = None,
-        collective: bool = False,
+        collective: bool | None = None,
     ) -> None:
-        """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks?"""
+        """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks? None, where
+        the trainer has only one: no."""
         self._export = export
         self._specs = list(specs) if specs is not None else None
         self._device = "cpu"
         self._dtype = dtype
         self._names = names
-        self.collective = collective
+        self.collective = _said(collective)
 
     def take(self) -> Taken:
         if self._specs is None:
@@ -249,6 +258,24 @@ def as_source(weights: Any, *, dtype: torch.dtype | None = None, names: Names = 
         field="source",
         fix="give a module, a state dict, a callable that gives (name, tensor), a path, or a Source",
     )
+
+
+def _said(collective: bool | None) -> bool:
+    """Of a callable. If rank 0 called alone what gathers, it would wait for the others, or meet another gathering."""
+    torch = sys.modules.get("torch")
+    several = (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+    if collective is None and several:
+        raise InvalidRequest(
+            "of a function nobody can see whether it gathers among the trainer's ranks",
+            field="collective",
+            fix="give ExportSource or StateDictSource, with collective=True if every rank has to call it, else False",
+        )
+    return bool(collective)
 
 
 # ---- tensors of torch ----
