@@ -109,14 +109,17 @@ class Building:
         self.pipes = [SPAWN.Pipe(duplex=False) for _ in range(2)]
         self.ranks = [SPAWN.Process(target=_rank, args=(reader,), daemon=True) for reader, _ in self.pipes]
 
+    def start(self, watch: StartWatch) -> None:
+        for rank in self.ranks:
+            rank.start()
+        give_up = time.monotonic() + BOUND_S
+        while not watch._started.issuperset(self.ranks):
+            assert time.monotonic() < give_up
+            time.sleep(LOOK_S)
+
     def run(self, end: Callable[[Building], None], waits_for: int) -> None:
         with StartWatch() as watch:
-            for rank in self.ranks:
-                rank.start()
-            give_up = time.monotonic() + BOUND_S
-            while not watch._started.issuperset(self.ranks):
-                assert time.monotonic() < give_up
-                time.sleep(LOOK_S)
+            self.start(watch)
             end(self)
             self.ranks[waits_for].join(BOUND_S)
             raise RuntimeError(f"rank {waits_for} has ended: {self.ranks[waits_for].exitcode}")
@@ -171,6 +174,13 @@ def test_one_that_ends_otherwise_is_the_engines_to_tell_of(
     with pytest.raises(RuntimeError, match=f"rank 1 has ended: {code}$"):
         building.run(end, waits_for=1)
     assert building.ranks[0].is_alive()
+
+
+def test_a_kill_as_the_building_ends_is_a_death_too(building: Building) -> None:
+    with pytest.raises(EngineDied, match=r"was killed while it started$"), StartWatch() as watch:
+        building.start(watch)
+        building.be_killed()
+        building.ranks[1].join(BOUND_S)
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -534,6 +534,30 @@ def test_an_unload_that_fails_is_repeated_later() -> None:
     assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
 
 
+def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -> None:
+    core = serving(R0, (loaded := after(R0, load="a")))
+    swapping = after(loaded, load="a")
+    stage(core, swapping)
+    core.learnt(swapping.opened(), 3, 0.0)
+    swap = core.commit_step(swapping)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swap_failed(swap, "the deadline has passed", 0.0, cut=True)
+    unloading = after(swapping, unload="a")  # the engine may have either
+    core.learnt(unloading.opened(), 4, 0.0)
+    unload = core.next(0.0)
+    assert unload == Unload("a", "keep")
+    assert isinstance(unload, Unload)
+    core.swapping(unload)
+    core.swap_failed(unload, "the deadline has passed", 0.0, cut=True)
+    back = replace(after(unloading, load="a"), adapters=loaded.adapters)  # the engine may have none
+    core.learnt(back.opened(), 5, 0.0)
+    fetch = core.next(0.0)
+    assert fetch == Fetch("heal-1", "a", loaded.made, loaded.adapters["a"].source)
+    hold(core, 0.0)
+    assert (reasons(core), core.state.adapters) == ({}, {"a": loaded.made})
+
+
 def test_an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more() -> None:
     """Also where what is committed next is the one that was lost."""
     core = serving(R0, (loaded := after(R0, load="a")))

@@ -155,6 +155,8 @@ class WorkerCore:
         """The coordinator that rolls it out is gone."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
+        self._unsure: set[str] = set()
+        """Adapters of which nobody has heard how their last change ended."""
 
     # ---- events: the record ----
 
@@ -299,16 +301,22 @@ class WorkerCore:
             state.hold(swap.version)
         else:
             state.adapters[swap.name] = swap.version
+        if swap.name is not None:
+            self._unsure.discard(swap.name)
         self._settle()
         if self.record is not None:
             self._judge(now)
 
-    def swap_failed(self, swap: Swap | Unload, why: str, now: float, lost: bool = False) -> None:
-        """`lost`: the adapter that was there is gone, or may be."""
+    def swap_failed(
+        self, swap: Swap | Unload, why: str, now: float, lost: bool = False, cut: bool = False
+    ) -> None:
+        """`lost`: the adapter that was there is gone. `cut`: it was called off, so that it may be either way."""
         if swap.name is None:
             self.state.lose_weights(why)
         elif lost:
             self.state.adapters.pop(swap.name, None)
+        elif cut:
+            self._unsure.add(swap.name)
         self.fetch_failed(why, now)
 
     def relabelled(self, record: DecisionRecord) -> None:
@@ -445,12 +453,14 @@ class WorkerCore:
 
     def _changes(self, record: DecisionRecord) -> list[_Change]:
         held = self.state.adapters
-        gone = [_Change(name, None, None) for name in sorted(held.keys() - record.adapters.keys())]
+        gone = [
+            _Change(name, None, None) for name in sorted((held.keys() | self._unsure) - record.adapters.keys())
+        ]
         base = [_Change(None, record.version, record.source)] if self.state.digest != record.version.digest else []
         new = [
             _Change(name, adapter.version, adapter.source)
             for name, adapter in sorted(record.adapters.items())
-            if name not in held or held[name].digest != adapter.version.digest
+            if name not in held or held[name].digest != adapter.version.digest or name in self._unsure
         ]
         return [*gone, *base, *new]
 

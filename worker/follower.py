@@ -519,10 +519,8 @@ class RecordFollower:
             core.swapped(swap, time.monotonic())
             swapped = True
         except BaseException as error:
-            # Of a swap that was cut short nobody has heard what became of the adapter: it is fetched anew.
-            cut = isinstance(error, asyncio.CancelledError) and isinstance(swap, Swap)
-            lost = cut or isinstance(error, AdapterLost)
-            core.swap_failed(swap, f"the swap did not end: {why(error)}", time.monotonic(), lost)
+            lost, cut = isinstance(error, AdapterLost), isinstance(error, asyncio.CancelledError)
+            core.swap_failed(swap, f"the swap did not end: {why(error)}", time.monotonic(), lost, cut)
             self.look()
             raise
         finally:

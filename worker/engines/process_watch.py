@@ -92,9 +92,9 @@ class StartWatch:
         self._over.set()
         self._thread.join()
         self._look()
-        if self._died is not None and isinstance(error, Exception):
+        if self._died is not None and (error is None or isinstance(error, Exception)):
             why = f"its process {self._died.pid} was killed while it started"
-            raise EngineDied(f"{why}: {error}") from error
+            raise EngineDied(f"{why}: {error}" if error else why) from error
 
     def _look_on(self) -> None:
         while self._died is None and not self._over.wait(LOOK_S):

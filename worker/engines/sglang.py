@@ -483,7 +483,7 @@ class SglangEngine(Tokenizing):
         except PlaneError as failure:
             del self._adapters[name]
             feeder = self._running()
-            await feeder.abort([one for one in feeder.begun() if one.request.adapter == name])
+            await feeder.abort([one for one in feeder.streams.values() if one.request.adapter == name])
             with contextlib.suppress(PlaneError):  # the first error is the one that counts
                 await self._process.call("forget_adapter", lora_id=old.lora_id)
             raise AdapterLost.of(name, error, failure) from error
