@@ -177,10 +177,14 @@ def test_one_that_ends_otherwise_is_the_engines_to_tell_of(
 
 
 def test_a_kill_as_the_building_ends_is_a_death_too(building: Building) -> None:
-    with pytest.raises(EngineDied, match=r"was killed while it started$"), StartWatch() as watch:
-        building.start(watch)
-        building.be_killed()
-        building.ranks[1].join(BOUND_S)
+    def build() -> None:
+        with StartWatch() as watch:
+            building.start(watch)
+            building.be_killed()
+            building.ranks[1].join(BOUND_S)
+
+    with pytest.raises(EngineDied, match=r"was killed while it started$"):
+        build()
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -138,8 +138,8 @@ class ExportSource:
         names: Names = None,
         collective: bool | None = None,
     ) -> None:
-        """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks? None, where
-        the trainer has only one: no."""
+        """`specs`: of what is sent, after `dtype` and `names`. `collective`: does the export gather among ranks? None,
+        where the trainer has only one: no."""
         self._export = export
         self._specs = list(specs) if specs is not None else None
         self._device = "cpu"
