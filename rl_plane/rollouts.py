@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.errors import (
-    DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     PlaneError,
@@ -32,6 +31,10 @@ from rl_plane.turns import next_prompt
 
 log = logging.getLogger("rl_plane.rollouts")
 
+STOP_S = 60.0
+"""For `stop` to be heard: an engine may take 30 s to pause, and another update or a restart of NATS come first."""
+MISTAKEN = frozenset({400, 401, 403, 404, 405, 413, 422, 501})
+"""Statuses that the same `stop` would be told again, however things stand by then."""
 STOPPED_S = 10.0
 """After the rest were told to stop, until their tokens are here; who waits for a worker while the fleet is paused has
 none, and is cut off."""
@@ -69,7 +72,7 @@ patience ends, but TRIES times at most: a worker had begun. Python's own other e
 end the rollout."""
 Stop = Callable[[], Awaitable[object]]
 """Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
-`abort_requests`."""
+`abort_requests`. Asked again if it raises, and cancelled after STOP_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +197,28 @@ def _ended_a_wait(error: Exception) -> bool:
     return timed_out and not name.startswith(("Connect", "Pool"))
 
 
-async def _stop(stop: Stop) -> None:
-    """Where it reaches nobody, those that have ended are still to be had."""
-    try:
-        await stop()
-    except Exception as error:
-        is_away = (
-            isinstance(error, (Unavailable, DeadlineExceeded))
-            if isinstance(error, PlaneError)
-            else _is_of_the_connection(error)
-        )
-        if not is_away:
-            raise
-        log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+def _is_mistaken(error: Exception) -> bool:
+    """The caller's mistake, by its status as the plane and the HTTP libraries have it, or one of Python's own."""
+    of_http = getattr(error, "response", error)
+    told = {getattr(of_http, name, None) for name in ("http_status", "status_code", "status")}
+    return bool(told & MISTAKEN) or not _is_of_the_connection(error)
+
+
+async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
+    """Asks until it is done, or nothing of `left` runs. If it never is, those that have ended are still to be had."""
+    now = asyncio.get_running_loop().time
+    give_up = now() + STOP_S
+    while left and now() < give_up:
+        try:
+            async with asyncio.timeout_at(give_up):
+                await stop()
+            return
+        except Exception as error:
+            if _is_mistaken(error):
+                raise
+            log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+            retry_s = error.facts.get("retry_after_s", RETRY_S) if isinstance(error, PlaneError) else RETRY_S
+        _, left = await asyncio.wait(left, timeout=min(retry_s, give_up - now()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +236,11 @@ class Gathered:
 async def gather_enough(
     rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
 ) -> Gathered:
-    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. If it
-    can't be told to them, or its answer is lost, what has not come back STOPPED_S later is parked as it was.
+    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. What it
+    raises is logged, and it is asked again, for STOP_S. What has not come back STOPPED_S later is parked as it was.
 
-    What it raises itself is another error of `stop`, or InvalidRequest; the requests under way are then cut off."""
+    Raised are InvalidRequest, and what `stop` would be told each time: Python's own errors, and those of a status in
+    MISTAKEN. The requests under way are then cut off."""
     if not 1 <= enough <= len(rollouts):
         raise InvalidRequest(
             f"{enough} of {len(rollouts)} rollouts", field="enough", fix="1 to as many as there are"
@@ -244,7 +257,7 @@ async def gather_enough(
                 break
         if left:
             gathering.stopping = True
-            await _stop(stop)
+            await _stop(stop, left)
             await asyncio.wait(left, timeout=STOPPED_S)
     finally:
         for task in tasks:

@@ -13,16 +13,20 @@ import pytest
 
 from rl_plane import (
     BusUnreachable,
+    Conflict,
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     FrontendEnding,
     Gathered,
     InvalidRequest,
+    Locked,
     NotAdmitted,
     NoWorkers,
     Overloaded,
     PlaneError,
     Rollout,
+    Unauthorized,
     Unlabelled,
     WorkerLost,
     gather_enough,
@@ -257,6 +261,12 @@ async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> No
     assert asked == [[5], [5, 1, 2]]
 
 
+def said(status: int) -> httpx.HTTPStatusError:
+    """What `raise_for_status` raises."""
+    request = httpx.Request("POST", "http://127.0.0.1:8000/v1/rl/pause")
+    return httpx.HTTPStatusError(str(status), request=request, response=httpx.Response(status))
+
+
 def raising(error: Exception) -> tuple[int, dict[str, Any]]:
     raise error
 
@@ -325,6 +335,11 @@ async def test_another_reason_that_nobody_takes_it_is_told_too(
         httpx.ConnectError("nobody listens"),
         BusUnreachable("NATS is away"),
         DeadlineExceeded("nobody answered"),
+        said(409),
+        said(503),
+        Conflict("pause was not done on 1 of 8 workers"),
+        EngineFailed("it can't"),
+        EngineDied("it is gone"),
     ],
 )
 async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
@@ -347,19 +362,60 @@ async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
     assert f"{type(error).__name__}: {error}" in caplog.messages[-1]
 
 
-async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back() -> None:
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), Conflict("one of eight engines hangs")])
+async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back(error: Exception) -> None:
     answers = Answers({0})
 
     async def stop() -> None:
         await answers.stop()
-        raise TimeoutError("no answer")
+        raise error
 
     got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
     assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
     assert [one.token_ids for one in got.parked] == [[1]] * 3
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no", field="mode", fix="x"), TypeError("unexpected argument")])
+async def test_a_stop_that_is_not_heard_at_once_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    answers = Answers({0})
+    told: list[Exception] = [Locked("an adapter is loaded", retry_after_s=0.0), httpx.ConnectError("it is away")]
+
+    async def stop() -> None:
+        if told:
+            raise told.pop(0)
+        await answers.stop()
+
+    got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed, told) == ([0], [1, 2, 3], [], [])
+    assert [one.token_ids for one in got.parked] == [[1]] * 3
+
+
+async def test_a_stop_that_never_answers_holds_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.STOP_S", 0.05)
+    monkeypatch.setattr("rl_plane.rollouts.STOPPED_S", 0.05)
+    answers = Answers({0})
+
+    async def stop() -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
+    assert "TimeoutError" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", field="mode", fix="x"),
+        Unauthorized("a wrong key"),
+        TypeError("unexpected argument"),
+        said(400),
+        said(401),
+    ],
+)
 async def test_a_mistaken_stop_is_told(error: Exception) -> None:
     answers = Answers({0})
 
