@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,11 +42,14 @@ none, and is cut off."""
 AT_ONCE = 1024
 """Requests under way: a frontend takes 4096, and a trainer need not be alone."""
 TRIES = 5
-"""Requests for one completion in one call that a worker had begun: an update that aborts, a worker's death, or the end
-of the client's patience each take one. What nobody has begun, since all are full, closed or on their way back, is sent
-again while there is time."""
+"""Requests for one completion in one call that a worker may have begun: an update that aborts, a worker's death, and
+the end of a connection or of the client's patience each take one. What nobody has begun, since all are full, closed or
+on their way back, is sent again while there is time."""
 BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
 """Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
+OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
+NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")
+"""How libraries' names begin for what certainly reached nobody."""
 RETRY_S = 1.0
 """Where the error does not say when to come back."""
 SEED_STEP = 1 << 32
@@ -67,9 +71,9 @@ OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presen
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`; the status and the reply, whatever the status is. What it raises as a connection
-breaks, an OSError or an error of its HTTP library, is as a 503: the body is sent again. So is what it raises as its
-patience ends, but TRIES times at most: a worker had begun. Python's own other errors are the caller's mistakes, and
-end the rollout."""
+breaks, or its patience ends, an OSError or an error of its HTTP library, is as a 503: the body is sent again, TRIES
+times at most, since a worker may have begun it; more often where there was no connection yet, or it raises Unavailable
+itself. Python's own other errors are the caller's mistakes, and end the rollout."""
 Stop = Callable[[], Awaitable[object]]
 """Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
 `abort_requests`. Asked again if it raises, and cancelled after STOP_S."""
@@ -190,11 +194,13 @@ def _is_of_the_connection(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__ != "builtins"
 
 
-def _ended_a_wait(error: Exception) -> bool:
-    """For the reply; what waited for a connection has reached nobody."""
-    name = type(error).__name__
-    timed_out = isinstance(error, TimeoutError) or name.endswith("Timeout")
-    return timed_out and not name.startswith(("Connect", "Pool"))
+def _reached_nobody(error: BaseException | None) -> bool:
+    """As its name tells, or that of the error that it was made from: libraries wrap each other's."""
+    while error is not None:
+        if isinstance(error, OF_NO_CONNECTION) or type(error).__name__.startswith(NAMED_SO):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _is_mistaken(error: Exception) -> bool:
@@ -315,7 +321,7 @@ class _Gathering:
             if type(error) not in self._warned:
                 log.warning("a rollout is sent again: %s", words)
             self._warned.add(type(error))
-            return Stalled(words) if _ended_a_wait(error) else Unavailable(words)
+            return Unavailable(words) if _reached_nobody(error) else Stalled(words)
         self._now[index], told = self._now[index].with_reply(status, reply)
         return told
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from http.client import IncompleteRead
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import openai
 import pytest
 
 from rl_plane import (
@@ -261,14 +263,16 @@ async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> No
     assert asked == [[5], [5, 1, 2]]
 
 
+REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:8000")
+
+
 def said(status: int) -> httpx.HTTPStatusError:
     """What `raise_for_status` raises."""
-    request = httpx.Request("POST", "http://127.0.0.1:8000/v1/rl/pause")
-    return httpx.HTTPStatusError(str(status), request=request, response=httpx.Response(status))
+    return httpx.HTTPStatusError(str(status), request=REQUEST, response=httpx.Response(status))
 
 
-def raising(error: Exception) -> tuple[int, dict[str, Any]]:
-    raise error
+def raising(error: Exception, cause: Exception | None = None) -> tuple[int, dict[str, Any]]:
+    raise error from cause
 
 
 async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +283,9 @@ async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytes
         *[lambda: failed(NotAdmitted("closed", retry_after_s=0.0))] * (TRIES + 1),
         lambda: failed(FrontendEnding("told to end", retry_after_s=0.0)),
         *[lambda: raising(ConnectionRefusedError("refused"))] * (TRIES + 1),
+        *[lambda: raising(openai.APIConnectionError(request=REQUEST), httpx.ConnectError("refused"))]
+        * (TRIES + 1),
+        *[lambda: raising(type("ClientConnectorError", (OSError,), {})("aiohttp's"))] * (TRIES + 1),
         lambda: raising(httpx.RemoteProtocolError("disconnected")),
         lambda: raising(json.JSONDecodeError("half a reply", "", 0)),
         lambda: raising(NoWorkers("none", retry_after_s=0.0)),
@@ -438,12 +445,17 @@ async def lost(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return failed(WorkerLost("it kills each", retry_after_s=0.0))
 
 
-async def impatient(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    raise TimeoutError("no reply for a minute")
+class ReadTimeoutError(Exception):
+    """As urllib3's, which is no TimeoutError either."""
 
 
-async def impatient_library(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    raise httpx.ReadTimeout("no reply for a minute")
+def broken(error: Exception) -> Call:
+    """After it was sent."""
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise error
+
+    return call
 
 
 async def aborted(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -467,8 +479,14 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     [
         (begun, f"in {TRIES} tries", TRIES),
         (lost, f"in {TRIES} tries", TRIES),
-        (impatient, f"in {TRIES} tries: TimeoutError: no reply for a minute", TRIES),
-        (impatient_library, f"in {TRIES} tries: ReadTimeout: no reply for a minute", TRIES),
+        (broken(TimeoutError("too long")), f"in {TRIES} tries: TimeoutError: too long", TRIES),
+        (broken(httpx.ReadTimeout("too long")), f"in {TRIES} tries: ReadTimeout: too long", TRIES),
+        (broken(openai.APITimeoutError(REQUEST)), f"in {TRIES} tries: APITimeoutError", TRIES),
+        (broken(ReadTimeoutError("too long")), f"in {TRIES} tries: ReadTimeoutError", TRIES),
+        (broken(httpx.RemoteProtocolError("cut")), f"in {TRIES} tries: RemoteProtocolError", TRIES),
+        (broken(ConnectionResetError("cut")), f"in {TRIES} tries: ConnectionResetError", TRIES),
+        (broken(IncompleteRead(b"{")), f"in {TRIES} tries: IncompleteRead", TRIES),
+        (broken(json.JSONDecodeError("a proxy's page", "<", 0)), f"in {TRIES} tries: JSONDecodeError", TRIES),
         (aborted, f"in {TRIES} tries", TRIES),
         (refused, "no", 1),
         (refusing, "no", 1),
