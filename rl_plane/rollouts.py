@@ -94,11 +94,13 @@ class Rollout:
     logprobs: Sequence[float] = ()
     weight_versions: Sequence[Mapping[str, Any]] = ()
     """Spans of `token_ids`, over all parts."""
+    instances: Sequence[Mapping[str, Any]] = ()
+    """Spans as well: the worker, `instance_id` and `incarnation`, that made them."""
     finish_reason: str | None = None
     """None: it can go on."""
     routed_experts: str | None = None
-    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far. None:
-    that part was stopped before an engine told."""
+    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far, each by
+    the weights that part was made with. None: that part was stopped before an engine told."""
 
     def __post_init__(self) -> None:
         barred = {
@@ -156,13 +158,7 @@ class Rollout:
 
     def _with(self, told: Mapping[str, Any], logprobs: Sequence[float] | None) -> Rollout:
         tokens, before = told["token_ids"], len(self.token_ids)
-        spans = list(self.weight_versions)
-        for span in told["weight_versions"]:
-            moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
-            if spans and _same(spans[-1], moved):
-                spans[-1] = {**spans[-1], "end": moved["end"]}
-            else:
-                spans.append(moved)
+        spans = _joined(self.weight_versions, told["weight_versions"], before)
         if len(logprobs or ()) != len(tokens) or (spans[-1]["end"] if spans else 0) != before + len(tokens):
             raise Unlabelled(f"{len(tokens)} tokens came with {len(logprobs or ())} logprobs, and spans {spans}")
         if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in logprobs or ()):
@@ -172,12 +168,35 @@ class Rollout:
             token_ids=[*self.token_ids, *tokens],
             logprobs=[*self.logprobs, *(logprobs or ())],
             weight_versions=spans,
+            instances=_joined(self.instances, _makers(told), before),
             routed_experts=told.get("routed_experts"),
         )
         reason = told["finish_reason"]
         if reason in (None, "abort", "error"):  # stopped, not ended
             reason = "length" if joined.left == 0 else None
         return replace(joined, finish_reason=reason)
+
+
+def _makers(told: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """A choice names its workers if there were several, and else the one; spans of its tokens."""
+    one = {"instance_id": told["instance_id"], "incarnation": told["incarnation"]}
+    alone = [{**one, "start": 0, "end": len(told["token_ids"])}] if told["token_ids"] else []
+    makers: list[dict[str, Any]] = told.get("instances", alone)
+    return makers
+
+
+def _joined(
+    spans: Sequence[Mapping[str, Any]], of_part: Sequence[Mapping[str, Any]], before: int
+) -> list[Mapping[str, Any]]:
+    """With those of a part that begins after so many tokens."""
+    joined = list(spans)
+    for span in of_part:
+        moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
+        if joined and _same(joined[-1], moved):
+            joined[-1] = {**joined[-1], "end": moved["end"]}
+        else:
+            joined.append(moved)
+    return joined
 
 
 def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:

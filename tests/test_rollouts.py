@@ -40,10 +40,16 @@ if TYPE_CHECKING:
 
 SPAN = {"version": "one", "sequence": 1, "digest": "blake3:1", "run": "r"}
 LATER = {"version": "two", "sequence": 2, "digest": "blake3:2", "run": "r"}
+WORKER = {"instance_id": "w1", "incarnation": "i1"}
+SUCCESSOR = {"instance_id": "w1", "incarnation": "i2"}
 
 
 def reply(
-    body: Mapping[str, Any], tokens: list[int], reason: str = "length", spans: list[dict[str, Any]] | None = None
+    body: Mapping[str, Any],
+    tokens: list[int],
+    reason: str = "length",
+    spans: list[dict[str, Any]] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """What a frontend says to this body. `spans`: of all tokens; None: one."""
     choice = {
@@ -52,6 +58,8 @@ def reply(
         "logprobs": {"token_logprobs": [-0.1] * len(tokens)},
         "weight_versions": [{**SPAN, "start": 0, "end": len(tokens)}] if spans is None else spans,
         "finish_reason": reason,
+        **WORKER,
+        **more,
     }
     return {"prompt_token_ids": body["prompt_token_ids"], "choices": [choice]}
 
@@ -90,6 +98,26 @@ def test_the_next_part_goes_on_from_the_tokens_before() -> None:
     assert third.weight_versions == [{**SPAN, "start": 0, "end": 4}, {**LATER, "start": 4, "end": 5}]
 
 
+def test_a_rollout_tells_which_workers_made_it() -> None:
+    rollout = taken(Rollout([5, 6], 12), [1, 2], "abort")
+    rollout = taken(rollout, [3], "abort")
+    rollout = taken(rollout, [], "abort", spans=[], instance_id="w2")
+    later = [{**LATER, "start": 0, "end": 2}]
+    rollout = taken(rollout, [4, 5], "abort", spans=later, **SUCCESSOR)
+    both = [{**SUCCESSOR, "start": 0, "end": 1}, {**WORKER, "start": 1, "end": 3}]
+    rollout = taken(rollout, [6, 7, 8], "stop", instances=both)
+    assert [(one["instance_id"], one["incarnation"], one["start"], one["end"]) for one in rollout.instances] == [
+        ("w1", "i1", 0, 3),
+        ("w1", "i2", 3, 6),
+        ("w1", "i1", 6, 8),
+    ]
+    assert [(one["version"], one["start"], one["end"]) for one in rollout.weight_versions] == [
+        ("one", 0, 3),
+        ("two", 3, 5),
+        ("one", 5, 8),
+    ]
+
+
 def test_routed_experts_are_those_of_the_last_part() -> None:
     """Its prompt has the parts before."""
     rollout = Rollout([5, 6], 10, {"return_routed_experts": True})
@@ -104,11 +132,12 @@ def test_routed_experts_are_those_of_the_last_part() -> None:
 def test_an_error_brings_its_tokens() -> None:
     lost = WorkerLost("gone", partial={
         "token_ids": [1, 2], "logprobs": [-1.0, -2.0], "finish_reason": None,
-        "weight_versions": [{**SPAN, "start": 0, "end": 2}],
+        "weight_versions": [{**SPAN, "start": 0, "end": 2}], **WORKER,
     })  # fmt: skip
     after, error = Rollout([5], 4).with_reply(*failed(lost))
     assert isinstance(error, WorkerLost)
     assert (after.token_ids, after.logprobs, after.finish_reason) == ([1, 2], [-1.0, -2.0], None)
+    assert after.instances == [{**WORKER, "start": 0, "end": 2}]
     same, error = after.with_reply(*failed(NotAdmitted("closed")))
     assert isinstance(error, NotAdmitted)
     assert same is after
@@ -551,9 +580,8 @@ async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: st
 
     witnesses = Witnesses(plane)
     client = await plane.client()
-    await asyncio.to_thread(lambda: [one.wait_ready(START_S) for one in [
-        plane.spawn(ready=False, engine="hf", model=witnesses.first) for _ in range(2)
-    ]])  # fmt: skip
+    workers = [plane.spawn(ready=False, engine="hf", model=witnesses.first) for _ in range(2)]
+    await asyncio.to_thread(lambda: [one.wait_ready(START_S) for one in workers])
     before = (await client.run("weight_version"))["version"]
     async with frontend(plane, admission_wait_s=30) as http:
 
@@ -599,6 +627,8 @@ async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: st
             (version["label"], version["sequence"], version["digest"], start, end)
             for version, start, end in ends if end > start
         ]  # fmt: skip
+        assert (one.instances[0]["start"], one.instances[-1]["end"]) == (0, one.max_tokens)
+        assert {maker["instance_id"] for maker in one.instances} <= {worker.instance_id for worker in workers}
     assert any(0 < count < LONG for count in parts.values())
     one = max(rest.finished, key=lambda each: parts[each.key])
     first = parts[one.key]
