@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rl_plane.errors import (
-    DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     PlaneError,
@@ -32,17 +32,24 @@ from rl_plane.turns import next_prompt
 
 log = logging.getLogger("rl_plane.rollouts")
 
+STOP_S = 60.0
+"""For `stop` to be heard: an engine may take 30 s to pause, and another update or a restart of NATS come first."""
+MISTAKEN = frozenset({400, 401, 403, 404, 405, 413, 422, 501})
+"""Statuses that the same `stop` would be told again, however things stand by then."""
 STOPPED_S = 10.0
 """After the rest were told to stop, until their tokens are here; who waits for a worker while the fleet is paused has
 none, and is cut off."""
 AT_ONCE = 1024
 """Requests under way: a frontend takes 4096, and a trainer need not be alone."""
 TRIES = 5
-"""Requests for one completion in one call that a worker had begun: an update that aborts, a worker's death, or the end
-of the client's patience each take one. What nobody has begun, since all are full, closed or on their way back, is sent
-again while there is time."""
+"""Requests for one completion in one call that a worker may have begun: an update that aborts, a worker's death, and
+the end of a connection or of the client's patience each take one. What nobody has begun, since all are full, closed or
+on their way back, is sent again while there is time."""
 BEGUN = (WorkerLost, Unlabelled, StaleWeights, Stalled)
 """Errors of what a worker had begun, with tokens or without: one that ends its workers is not sent for ever."""
+OF_NO_CONNECTION = (ConnectionRefusedError, socket.gaierror)
+NAMED_SO = ("ClientConnector", "ConnectError", "ConnectTimeout", "ConnectionTimeout", "NewConnection", "Pool")
+"""How libraries' names begin for what certainly reached nobody."""
 RETRY_S = 1.0
 """Where the error does not say when to come back."""
 SEED_STEP = 1 << 32
@@ -64,12 +71,12 @@ OF_WHAT_WAS_MADE = {"stop": _BY_STRING, "frequency_penalty": _FROM_NONE, "presen
 
 Call = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 """Posts a body to `/v1/completions`; the status and the reply, whatever the status is. What it raises as a connection
-breaks, an OSError or an error of its HTTP library, is as a 503: the body is sent again. So is what it raises as its
-patience ends, but TRIES times at most: a worker had begun. Python's own other errors are the caller's mistakes, and
-end the rollout."""
+breaks, or its patience ends, an OSError or an error of its HTTP library, is as a 503: the body is sent again, TRIES
+times at most, since a worker may have begun it; more often where there was no connection yet, or it raises Unavailable
+itself. Python's own other errors are the caller's mistakes, and end the rollout."""
 Stop = Callable[[], Awaitable[object]]
 """Ends what runs on the engines, so that it comes back with its tokens so far: `pause` with mode `abort`, or
-`abort_requests`."""
+`abort_requests`. Asked again if it raises, and cancelled after STOP_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +94,13 @@ class Rollout:
     logprobs: Sequence[float] = ()
     weight_versions: Sequence[Mapping[str, Any]] = ()
     """Spans of `token_ids`, over all parts."""
+    instances: Sequence[Mapping[str, Any]] = ()
+    """Spans as well: the worker, `instance_id` and `incarnation`, that made them."""
     finish_reason: str | None = None
     """None: it can go on."""
     routed_experts: str | None = None
-    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far. None:
-    that part was stopped before an engine told."""
+    """If `options` ask for them, as the reply to the last part has them: of the prompt and all tokens so far, each by
+    the weights that part was made with. None: that part was stopped before an engine told."""
 
     def __post_init__(self) -> None:
         barred = {
@@ -149,13 +158,7 @@ class Rollout:
 
     def _with(self, told: Mapping[str, Any], logprobs: Sequence[float] | None) -> Rollout:
         tokens, before = told["token_ids"], len(self.token_ids)
-        spans = list(self.weight_versions)
-        for span in told["weight_versions"]:
-            moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
-            if spans and _same(spans[-1], moved):
-                spans[-1] = {**spans[-1], "end": moved["end"]}
-            else:
-                spans.append(moved)
+        spans = _joined(self.weight_versions, told["weight_versions"], before)
         if len(logprobs or ()) != len(tokens) or (spans[-1]["end"] if spans else 0) != before + len(tokens):
             raise Unlabelled(f"{len(tokens)} tokens came with {len(logprobs or ())} logprobs, and spans {spans}")
         if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in logprobs or ()):
@@ -165,12 +168,35 @@ class Rollout:
             token_ids=[*self.token_ids, *tokens],
             logprobs=[*self.logprobs, *(logprobs or ())],
             weight_versions=spans,
+            instances=_joined(self.instances, _makers(told), before),
             routed_experts=told.get("routed_experts"),
         )
         reason = told["finish_reason"]
         if reason in (None, "abort", "error"):  # stopped, not ended
             reason = "length" if joined.left == 0 else None
         return replace(joined, finish_reason=reason)
+
+
+def _makers(told: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """A choice names its workers if there were several, and else the one; spans of its tokens."""
+    one = {"instance_id": told["instance_id"], "incarnation": told["incarnation"]}
+    alone = [{**one, "start": 0, "end": len(told["token_ids"])}] if told["token_ids"] else []
+    makers: list[dict[str, Any]] = told.get("instances", alone)
+    return makers
+
+
+def _joined(
+    spans: Sequence[Mapping[str, Any]], of_part: Sequence[Mapping[str, Any]], before: int
+) -> list[Mapping[str, Any]]:
+    """With those of a part that begins after so many tokens."""
+    joined = list(spans)
+    for span in of_part:
+        moved = {**span, "start": span["start"] + before, "end": span["end"] + before}
+        if joined and _same(joined[-1], moved):
+            joined[-1] = {**joined[-1], "end": moved["end"]}
+        else:
+            joined.append(moved)
+    return joined
 
 
 def _same(span: Mapping[str, Any], following: Mapping[str, Any]) -> bool:
@@ -187,26 +213,37 @@ def _is_of_the_connection(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__ != "builtins"
 
 
-def _ended_a_wait(error: Exception) -> bool:
-    """For the reply; what waited for a connection has reached nobody."""
-    name = type(error).__name__
-    timed_out = isinstance(error, TimeoutError) or name.endswith("Timeout")
-    return timed_out and not name.startswith(("Connect", "Pool"))
+def _reached_nobody(error: BaseException | None) -> bool:
+    """As its name tells, or that of the error that it was made from: libraries wrap each other's."""
+    while error is not None:
+        if isinstance(error, OF_NO_CONNECTION) or type(error).__name__.startswith(NAMED_SO):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
-async def _stop(stop: Stop) -> None:
-    """Where it reaches nobody, those that have ended are still to be had."""
-    try:
-        await stop()
-    except Exception as error:
-        is_away = (
-            isinstance(error, (Unavailable, DeadlineExceeded))
-            if isinstance(error, PlaneError)
-            else _is_of_the_connection(error)
-        )
-        if not is_away:
-            raise
-        log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+def _is_mistaken(error: Exception) -> bool:
+    """The caller's mistake, by its status as the plane and the HTTP libraries have it, or one of Python's own."""
+    of_http = getattr(error, "response", error)
+    told = {getattr(of_http, name, None) for name in ("http_status", "status_code", "status")}
+    return bool(told & MISTAKEN) or not _is_of_the_connection(error)
+
+
+async def _stop(stop: Stop, left: set[asyncio.Task[None]]) -> None:
+    """Asks until it is done, or nothing of `left` runs. If it never is, those that have ended are still to be had."""
+    now = asyncio.get_running_loop().time
+    give_up = now() + STOP_S
+    while left and now() < give_up:
+        try:
+            async with asyncio.timeout_at(give_up):
+                await stop()
+            return
+        except Exception as error:
+            if _is_mistaken(error):
+                raise
+            log.warning("the rest may not have been stopped: %s: %s", type(error).__name__, error)
+            retry_s = error.facts.get("retry_after_s", RETRY_S) if isinstance(error, PlaneError) else RETRY_S
+        _, left = await asyncio.wait(left, timeout=min(retry_s, give_up - now()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +261,11 @@ class Gathered:
 async def gather_enough(
     rollouts: Sequence[Rollout], call: Call, stop: Stop, *, enough: int, timeout_s: float
 ) -> Gathered:
-    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. If it
-    can't be told to them, or its answer is lost, what has not come back STOPPED_S later is parked as it was.
+    """Runs all of them until `enough` have ended or the time is over; then `stop` ends the rest on the engines. What it
+    raises is logged, and it is asked again, for STOP_S. What has not come back STOPPED_S later is parked as it was.
 
-    What it raises itself is another error of `stop`, or InvalidRequest; the requests under way are then cut off."""
+    Raised are InvalidRequest, and what `stop` would be told each time: Python's own errors, and those of a status in
+    MISTAKEN. The requests under way are then cut off."""
     if not 1 <= enough <= len(rollouts):
         raise InvalidRequest(
             f"{enough} of {len(rollouts)} rollouts", field="enough", fix="1 to as many as there are"
@@ -244,7 +282,7 @@ async def gather_enough(
                 break
         if left:
             gathering.stopping = True
-            await _stop(stop)
+            await _stop(stop, left)
             await asyncio.wait(left, timeout=STOPPED_S)
     finally:
         for task in tasks:
@@ -302,7 +340,7 @@ class _Gathering:
             if type(error) not in self._warned:
                 log.warning("a rollout is sent again: %s", words)
             self._warned.add(type(error))
-            return Stalled(words) if _ended_a_wait(error) else Unavailable(words)
+            return Unavailable(words) if _reached_nobody(error) else Stalled(words)
         self._now[index], told = self._now[index].with_reply(status, reply)
         return told
 

@@ -6,23 +6,29 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from http.client import IncompleteRead
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import openai
 import pytest
 
 from rl_plane import (
     BusUnreachable,
+    Conflict,
     DeadlineExceeded,
+    EngineDied,
     EngineFailed,
     FrontendEnding,
     Gathered,
     InvalidRequest,
+    Locked,
     NotAdmitted,
     NoWorkers,
     Overloaded,
     PlaneError,
     Rollout,
+    Unauthorized,
     Unlabelled,
     WorkerLost,
     gather_enough,
@@ -34,10 +40,16 @@ if TYPE_CHECKING:
 
 SPAN = {"version": "one", "sequence": 1, "digest": "blake3:1", "run": "r"}
 LATER = {"version": "two", "sequence": 2, "digest": "blake3:2", "run": "r"}
+WORKER = {"instance_id": "w1", "incarnation": "i1"}
+SUCCESSOR = {"instance_id": "w1", "incarnation": "i2"}
 
 
 def reply(
-    body: Mapping[str, Any], tokens: list[int], reason: str = "length", spans: list[dict[str, Any]] | None = None
+    body: Mapping[str, Any],
+    tokens: list[int],
+    reason: str = "length",
+    spans: list[dict[str, Any]] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """What a frontend says to this body. `spans`: of all tokens; None: one."""
     choice = {
@@ -46,6 +58,8 @@ def reply(
         "logprobs": {"token_logprobs": [-0.1] * len(tokens)},
         "weight_versions": [{**SPAN, "start": 0, "end": len(tokens)}] if spans is None else spans,
         "finish_reason": reason,
+        **WORKER,
+        **more,
     }
     return {"prompt_token_ids": body["prompt_token_ids"], "choices": [choice]}
 
@@ -84,6 +98,26 @@ def test_the_next_part_goes_on_from_the_tokens_before() -> None:
     assert third.weight_versions == [{**SPAN, "start": 0, "end": 4}, {**LATER, "start": 4, "end": 5}]
 
 
+def test_a_rollout_tells_which_workers_made_it() -> None:
+    rollout = taken(Rollout([5, 6], 12), [1, 2], "abort")
+    rollout = taken(rollout, [3], "abort")
+    rollout = taken(rollout, [], "abort", spans=[], instance_id="w2")
+    later = [{**LATER, "start": 0, "end": 2}]
+    rollout = taken(rollout, [4, 5], "abort", spans=later, **SUCCESSOR)
+    both = [{**SUCCESSOR, "start": 0, "end": 1}, {**WORKER, "start": 1, "end": 3}]
+    rollout = taken(rollout, [6, 7, 8], "stop", instances=both)
+    assert [(one["instance_id"], one["incarnation"], one["start"], one["end"]) for one in rollout.instances] == [
+        ("w1", "i1", 0, 3),
+        ("w1", "i2", 3, 6),
+        ("w1", "i1", 6, 8),
+    ]
+    assert [(one["version"], one["start"], one["end"]) for one in rollout.weight_versions] == [
+        ("one", 0, 3),
+        ("two", 3, 5),
+        ("one", 5, 8),
+    ]
+
+
 def test_routed_experts_are_those_of_the_last_part() -> None:
     """Its prompt has the parts before."""
     rollout = Rollout([5, 6], 10, {"return_routed_experts": True})
@@ -98,11 +132,12 @@ def test_routed_experts_are_those_of_the_last_part() -> None:
 def test_an_error_brings_its_tokens() -> None:
     lost = WorkerLost("gone", partial={
         "token_ids": [1, 2], "logprobs": [-1.0, -2.0], "finish_reason": None,
-        "weight_versions": [{**SPAN, "start": 0, "end": 2}],
+        "weight_versions": [{**SPAN, "start": 0, "end": 2}], **WORKER,
     })  # fmt: skip
     after, error = Rollout([5], 4).with_reply(*failed(lost))
     assert isinstance(error, WorkerLost)
     assert (after.token_ids, after.logprobs, after.finish_reason) == ([1, 2], [-1.0, -2.0], None)
+    assert after.instances == [{**WORKER, "start": 0, "end": 2}]
     same, error = after.with_reply(*failed(NotAdmitted("closed")))
     assert isinstance(error, NotAdmitted)
     assert same is after
@@ -257,8 +292,16 @@ async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> No
     assert asked == [[5], [5, 1, 2]]
 
 
-def raising(error: Exception) -> tuple[int, dict[str, Any]]:
-    raise error
+REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:8000")
+
+
+def said(status: int) -> httpx.HTTPStatusError:
+    """What `raise_for_status` raises."""
+    return httpx.HTTPStatusError(str(status), request=REQUEST, response=httpx.Response(status))
+
+
+def raising(error: Exception, cause: Exception | None = None) -> tuple[int, dict[str, Any]]:
+    raise error from cause
 
 
 async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +312,9 @@ async def test_what_nobody_takes_is_asked_again_however_often(monkeypatch: pytes
         *[lambda: failed(NotAdmitted("closed", retry_after_s=0.0))] * (TRIES + 1),
         lambda: failed(FrontendEnding("told to end", retry_after_s=0.0)),
         *[lambda: raising(ConnectionRefusedError("refused"))] * (TRIES + 1),
+        *[lambda: raising(openai.APIConnectionError(request=REQUEST), httpx.ConnectError("refused"))]
+        * (TRIES + 1),
+        *[lambda: raising(type("ClientConnectorError", (OSError,), {})("aiohttp's"))] * (TRIES + 1),
         lambda: raising(httpx.RemoteProtocolError("disconnected")),
         lambda: raising(json.JSONDecodeError("half a reply", "", 0)),
         lambda: raising(NoWorkers("none", retry_after_s=0.0)),
@@ -325,6 +371,11 @@ async def test_another_reason_that_nobody_takes_it_is_told_too(
         httpx.ConnectError("nobody listens"),
         BusUnreachable("NATS is away"),
         DeadlineExceeded("nobody answered"),
+        said(409),
+        said(503),
+        Conflict("pause was not done on 1 of 8 workers"),
+        EngineFailed("it can't"),
+        EngineDied("it is gone"),
     ],
 )
 async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
@@ -347,19 +398,60 @@ async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
     assert f"{type(error).__name__}: {error}" in caplog.messages[-1]
 
 
-async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back() -> None:
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), Conflict("one of eight engines hangs")])
+async def test_a_stop_whose_answer_was_lost_brings_the_tokens_back(error: Exception) -> None:
     answers = Answers({0})
 
     async def stop() -> None:
         await answers.stop()
-        raise TimeoutError("no answer")
+        raise error
 
     got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
     assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
     assert [one.token_ids for one in got.parked] == [[1]] * 3
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no", field="mode", fix="x"), TypeError("unexpected argument")])
+async def test_a_stop_that_is_not_heard_at_once_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.RETRY_S", 0.0)
+    answers = Answers({0})
+    told: list[Exception] = [Locked("an adapter is loaded", retry_after_s=0.0), httpx.ConnectError("it is away")]
+
+    async def stop() -> None:
+        if told:
+            raise told.pop(0)
+        await answers.stop()
+
+    got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed, told) == ([0], [1, 2, 3], [], [])
+    assert [one.token_ids for one in got.parked] == [[1]] * 3
+
+
+async def test_a_stop_that_never_answers_holds_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rl_plane.rollouts.STOP_S", 0.05)
+    monkeypatch.setattr("rl_plane.rollouts.STOPPED_S", 0.05)
+    answers = Answers({0})
+
+    async def stop() -> None:
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
+    assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
+    assert "TimeoutError" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", field="mode", fix="x"),
+        Unauthorized("a wrong key"),
+        TypeError("unexpected argument"),
+        said(400),
+        said(401),
+    ],
+)
 async def test_a_mistaken_stop_is_told(error: Exception) -> None:
     answers = Answers({0})
 
@@ -382,12 +474,17 @@ async def lost(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return failed(WorkerLost("it kills each", retry_after_s=0.0))
 
 
-async def impatient(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    raise TimeoutError("no reply for a minute")
+class ReadTimeoutError(Exception):
+    """As urllib3's, which is no TimeoutError either."""
 
 
-async def impatient_library(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    raise httpx.ReadTimeout("no reply for a minute")
+def broken(error: Exception) -> Call:
+    """After it was sent."""
+
+    async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise error
+
+    return call
 
 
 async def aborted(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -411,8 +508,14 @@ async def mistaken(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     [
         (begun, f"in {TRIES} tries", TRIES),
         (lost, f"in {TRIES} tries", TRIES),
-        (impatient, f"in {TRIES} tries: TimeoutError: no reply for a minute", TRIES),
-        (impatient_library, f"in {TRIES} tries: ReadTimeout: no reply for a minute", TRIES),
+        (broken(TimeoutError("too long")), f"in {TRIES} tries: TimeoutError: too long", TRIES),
+        (broken(httpx.ReadTimeout("too long")), f"in {TRIES} tries: ReadTimeout: too long", TRIES),
+        (broken(openai.APITimeoutError(REQUEST)), f"in {TRIES} tries: APITimeoutError", TRIES),
+        (broken(ReadTimeoutError("too long")), f"in {TRIES} tries: ReadTimeoutError", TRIES),
+        (broken(httpx.RemoteProtocolError("cut")), f"in {TRIES} tries: RemoteProtocolError", TRIES),
+        (broken(ConnectionResetError("cut")), f"in {TRIES} tries: ConnectionResetError", TRIES),
+        (broken(IncompleteRead(b"{")), f"in {TRIES} tries: IncompleteRead", TRIES),
+        (broken(json.JSONDecodeError("a proxy's page", "<", 0)), f"in {TRIES} tries: JSONDecodeError", TRIES),
         (aborted, f"in {TRIES} tries", TRIES),
         (refused, "no", 1),
         (refusing, "no", 1),
@@ -477,9 +580,8 @@ async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: st
 
     witnesses = Witnesses(plane)
     client = await plane.client()
-    await asyncio.to_thread(lambda: [one.wait_ready(START_S) for one in [
-        plane.spawn(ready=False, engine="hf", model=witnesses.first) for _ in range(2)
-    ]])  # fmt: skip
+    workers = [plane.spawn(ready=False, engine="hf", model=witnesses.first) for _ in range(2)]
+    await asyncio.to_thread(lambda: [one.wait_ready(START_S) for one in workers])
     before = (await client.run("weight_version"))["version"]
     async with frontend(plane, admission_wait_s=30) as http:
 
@@ -525,6 +627,8 @@ async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: st
             (version["label"], version["sequence"], version["digest"], start, end)
             for version, start, end in ends if end > start
         ]  # fmt: skip
+        assert (one.instances[0]["start"], one.instances[-1]["end"]) == (0, one.max_tokens)
+        assert {maker["instance_id"] for maker in one.instances} <= {worker.instance_id for worker in workers}
     assert any(0 < count < LONG for count in parts.values())
     one = max(rest.finished, key=lambda each: parts[each.key])
     first = parts[one.key]
