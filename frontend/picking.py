@@ -57,6 +57,8 @@ class Aim:
     """`max_tokens` is no caller's choice: where nobody has room for so many, fewer will do."""
     most: int | None = None
     """So many tokens at most, in all, for that reason. None: `max_tokens`."""
+    made_by: Point | None = None
+    """What made the tokens so far. None: there are none, or nobody knows."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """Those of these fields that ask for something."""
@@ -159,7 +161,7 @@ class Picker:
                     workers=len(fit),
                     retry_after_s=1.0,
                 )
-            if unmet is not None and aim.demands.on_stale == "refuse":
+            if unmet is not None and self._is_final(aim):
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
@@ -239,11 +241,24 @@ class Picker:
         committed, unmet, fit = point_of(record.held, aim.request.adapter), None, set()
         for key, status in able.items():
             serves = committed if record.rolling_from is None else status.serves(aim.request.adapter)
-            found = at_admission(aim.demands, floor, serves, committed) if serves is not None else None
+            found = None
+            if serves is not None:
+                found = at_admission(aim.demands, floor, serves, committed, aim.made_by)
             if found is None:
                 fit.add(key)
             unmet = found or unmet
         return fit, None if fit else unmet
+
+    def _is_final(self, aim: Aim) -> bool:
+        """Is nothing waited for where weights won't do? As was asked; or since those of the tokens so far, which alone
+        would do, were left and do not come again."""
+        demands, record = aim.demands, self._committed.record
+        if demands.on_stale == "refuse" or aim.made_by is None or record is None:
+            return demands.on_stale == "refuse"
+        states = [state for state in (record.held, record.rolling_from) if state is not None]
+        return demands.on_stale == "cut" or (
+            demands.one_version and aim.made_by not in [point_of(state, aim.request.adapter) for state in states]
+        )
 
     async def _floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
         """What `min_version` names, and whether that is not known."""
