@@ -14,6 +14,7 @@ from frontend.lease import FrontendLease
 from frontend.routing import NO_WISH, Router, Wish, lacks_of, refused_by
 from rl_plane.errors import (
     EngineFailed,
+    InvalidRequest,
     NotAdmitted,
     NotFound,
     NoWorkers,
@@ -175,8 +176,8 @@ class Picker:
     ) -> Aim | None:
         """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
         is open and has more is next; else, where nobody chose that length, as many tokens as fit here, if those are
-        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens,
-        with the `made` ones."""
+        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. InvalidRequest where
+        it is the prompt alone that nobody has room for. `prompt`: its tokens, with the `made` ones."""
         room = _room(short)
         longer = replace(aim, room=room + 1, most=None)
         if aim.pinned is None:
@@ -188,7 +189,16 @@ class Picker:
             if max(made, aim.request.min_tokens - 1) < most < (aim.most or aim.request.max_tokens):
                 return replace(aim, room=room, most=most)
         waits = aim.pinned is None and (self._anybody(longer, since) or self._may_be_back(longer, since))
-        return longer if waits else None
+        if waits:
+            return longer
+        if aim.any_length and prompt is not None and not made and prompt >= room:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens leave no room for a new one: at most {room} together",
+                field="prompt" if aim.request.prompt_token_ids is None else "prompt_token_ids",
+                fix=f"send at most {room - 1}",
+                prompt_tokens=prompt,
+            )
+        return None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""

@@ -298,9 +298,10 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
         assert await lengths(http, path, body) == [7], body
     for path, body in unchosen(size, n=2, stream=True, **more):
         assert await lengths(http, path, body) == [7, 7], body
-    for path, body in unchosen(room, **more):
+    for path, body in unchosen(room, **more) + ([] if pinned is not None else native(room)):
         error = error_of(await http.post(path, json=body), 400)
-        assert (error["param"], error["prompt_tokens"]) == ("max_tokens", room), body
+        prompt = body.keys() & {"prompt", "prompt_token_ids", "messages", "token_ids", "input_ids", "text"}
+        assert ({error["field"]}, error["prompt_tokens"]) == (prompt, room), body
     for path, body in unchosen(size, max_tokens=8, **more):
         assert error_of(await http.post(path, json=body), 400)["param"] == "max_tokens", body
 
@@ -311,6 +312,9 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
     texts = ["x" * 60, "y" * 50, "z" * 4]
     assert await lengths(http, "/v1/completions", {"prompt": texts, "return_token_ids": True}) == [4, 14, 16]
     assert await lengths(http, "/generate", {"text": texts}) == [4, 14, 60]
+    for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
+        error = error_of(await http.post(path, json={field: ["x", "y" * 64]}), 400)
+        assert (error["field"], error["fix"]) == (f"{field}.1", "send at most 63")
 
 
 async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
