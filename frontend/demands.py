@@ -137,8 +137,13 @@ def not_known(label: str, adapter: str | None) -> Unmet:
     return Unmet("min_version", f"{words}; an older one is named by its sequence")
 
 
-def at_admission(demands: Demands, floor: Point | None, serves: Point, committed: Point) -> Unmet | None:
-    """May a worker that serves this version make the first token? `floor`: what `min_version` names."""
+def at_admission(
+    demands: Demands, floor: Point | None, serves: Point, committed: Point, made_by: Point | None = None
+) -> Unmet | None:
+    """May a worker that serves this version make the next token? `floor`: what `min_version` names. `made_by`: what
+    made the tokens so far, of other workers."""
+    if demands.one_version and made_by is not None and serves != made_by:
+        return Unmet("one_version", f"{serves} is served, and the tokens so far were made by {made_by}")
     if floor is not None and not _reaches(serves, floor):
         return Unmet("min_version", f"{serves} is served, and min_version is {floor}")
     lag = _lag(serves, committed)

@@ -14,13 +14,14 @@ from frontend.aborts import Aborts
 from frontend.attempts import Accepted, Attempts
 from frontend.committed import Committed
 from frontend.continuation import SoFar
-from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_delivery, point_of
+from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_delivery, point_of, point_of_span
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
 from frontend.picking import Aim, Picker
 from frontend.prefixes import beginnings, beginnings_of
 from frontend.routing import Router, Wish
 from rl_plane.errors import (
+    DemandUnmet,
     EngineDied,
     EngineFailed,
     InvalidRequest,
@@ -135,7 +136,16 @@ class EngineClient:
         failure: EngineFailed | StaleWeights | None = None
         with self.aborts.of(*names_of(request.id)) as ending:
             for attempt in itertools.count():
-                picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
+                if so_far.made:
+                    aim = replace(aim, made_by=point_of_span(so_far.spans[-1]))
+                try:
+                    picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
+                except DemandUnmet as error:
+                    if not so_far.made or demands.on_stale != "cut":
+                        raise
+                    yield Cut(error.facts["field"], error.message)
+                    yield so_far.end("abort")
+                    return
                 if picked is None:
                     yield so_far.end("abort")
                     return

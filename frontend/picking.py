@@ -14,6 +14,7 @@ from frontend.lease import FrontendLease
 from frontend.routing import NO_WISH, Router, Wish, lacks_of, refused_by
 from rl_plane.errors import (
     EngineFailed,
+    InvalidRequest,
     NotAdmitted,
     NotFound,
     NoWorkers,
@@ -57,6 +58,8 @@ class Aim:
     """`max_tokens` is no caller's choice: where nobody has room for so many, fewer will do."""
     most: int | None = None
     """So many tokens at most, in all, for that reason. None: `max_tokens`."""
+    made_by: Point | None = None
+    """What made the tokens so far. None: there are none, or nobody knows."""
 
     def given(self, names: Collection[str]) -> set[str]:
         """Those of these fields that ask for something."""
@@ -159,7 +162,7 @@ class Picker:
                     workers=len(fit),
                     retry_after_s=1.0,
                 )
-            if unmet is not None and aim.demands.on_stale == "refuse":
+            if unmet is not None and self._is_final(aim):
                 raise unmet.error()
             left = since + self._bound_s(unmet) - loop.time()
             if left <= 0:
@@ -173,8 +176,8 @@ class Picker:
     ) -> Aim | None:
         """After this one had too little room for the prompt and `max_tokens`, as only a worker can tell of a text. Who
         is open and has more is next; else, where nobody chose that length, as many tokens as fit here, if those are
-        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. `prompt`: its tokens,
-        with the `made` ones."""
+        `min_tokens`; else it is worth waiting for who is closed, or away. None: nobody has more. InvalidRequest where
+        it is the prompt alone that nobody has room for. `prompt`: its tokens, with the `made` ones."""
         room = _room(short)
         longer = replace(aim, room=room + 1, most=None)
         if aim.pinned is None:
@@ -186,7 +189,16 @@ class Picker:
             if max(made, aim.request.min_tokens - 1) < most < (aim.most or aim.request.max_tokens):
                 return replace(aim, room=room, most=most)
         waits = aim.pinned is None and (self._anybody(longer, since) or self._may_be_back(longer, since))
-        return longer if waits else None
+        if waits:
+            return longer
+        if aim.any_length and prompt is not None and not made and prompt >= room:
+            raise InvalidRequest(
+                f"{prompt} prompt tokens leave no room for a new one: at most {room} together",
+                field="prompt" if aim.request.prompt_token_ids is None else "prompt_token_ids",
+                fix=f"send at most {room - 1}",
+                prompt_tokens=prompt,
+            )
+        return None
 
     def may_ask_again(self, since: float) -> bool:
         """Another worker, where one has refused?"""
@@ -239,11 +251,24 @@ class Picker:
         committed, unmet, fit = point_of(record.held, aim.request.adapter), None, set()
         for key, status in able.items():
             serves = committed if record.rolling_from is None else status.serves(aim.request.adapter)
-            found = at_admission(aim.demands, floor, serves, committed) if serves is not None else None
+            found = None
+            if serves is not None:
+                found = at_admission(aim.demands, floor, serves, committed, aim.made_by)
             if found is None:
                 fit.add(key)
             unmet = found or unmet
         return fit, None if fit else unmet
+
+    def _is_final(self, aim: Aim) -> bool:
+        """Is nothing waited for where weights won't do? As was asked; or since those of the tokens so far, which alone
+        would do, were left and do not come again."""
+        demands, record = aim.demands, self._committed.record
+        if demands.on_stale == "refuse" or aim.made_by is None or record is None:
+            return demands.on_stale == "refuse"
+        states = [state for state in (record.held, record.rolling_from) if state is not None]
+        return demands.on_stale == "cut" or (
+            demands.one_version and aim.made_by not in [point_of(state, aim.request.adapter) for state in states]
+        )
 
     async def _floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
         """What `min_version` names, and whether that is not known."""

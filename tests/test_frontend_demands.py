@@ -131,6 +131,21 @@ def test_who_may_make_the_first_token(
     assert (found.demand if found else None) == unmet
 
 
+@pytest.mark.parametrize(
+    ("demands", "made_by", "unmet"),
+    [
+        (Demands(one_version=True), NOW, None),
+        (Demands(one_version=True), None, None),
+        (Demands(one_version=True), Point("r", 4), "one_version"),
+        (Demands(one_version=True), Point("q", 5), "one_version"),
+        (Demands(max_lag=0), Point("r", 4), None),
+    ],
+)
+def test_who_may_go_on(demands: Demands, made_by: Point | None, unmet: str | None) -> None:
+    found = at_admission(demands, None, NOW, NOW, made_by)
+    assert (found.demand if found else None) == unmet
+
+
 # ---- delivery ----
 
 

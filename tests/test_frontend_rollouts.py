@@ -4,6 +4,7 @@ tokens tell which weights made them."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -22,7 +23,7 @@ from frontend.generation import Generation
 from frontend.plans import Plan
 from frontend.replies import Choice
 from rl_plane.generation import AdapterSpan, GenerateDelta
-from tests.scripted_worker import Script, Stream
+from tests.scripted_worker import Script, ScriptedWorker, Stream
 from tests.test_frontend_committed import record, rolling, span
 from tests.test_frontend_generation import (
     PROMPT,
@@ -35,7 +36,7 @@ from tests.test_frontend_generation import (
     until_running,
     update,
 )
-from tests.test_frontend_labels import always, staged
+from tests.test_frontend_labels import Stage, always, staged
 from worker.engines.fake import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -297,9 +298,10 @@ async def test_tokens_that_the_caller_did_not_count_are_as_many_as_its_worker_ha
         assert await lengths(http, path, body) == [7], body
     for path, body in unchosen(size, n=2, stream=True, **more):
         assert await lengths(http, path, body) == [7, 7], body
-    for path, body in unchosen(room, **more):
+    for path, body in unchosen(room, **more) + ([] if pinned is not None else native(room)):
         error = error_of(await http.post(path, json=body), 400)
-        assert (error["param"], error["prompt_tokens"]) == ("max_tokens", room), body
+        prompt = body.keys() & {"prompt", "prompt_token_ids", "messages", "token_ids", "input_ids", "text"}
+        assert ({error["field"]}, error["prompt_tokens"]) == (prompt, room), body
     for path, body in unchosen(size, max_tokens=8, **more):
         assert error_of(await http.post(path, json=body), 400)["param"] == "max_tokens", body
 
@@ -310,6 +312,9 @@ async def test_each_of_several_prompts_has_the_length_that_is_left(plane: Plane,
     texts = ["x" * 60, "y" * 50, "z" * 4]
     assert await lengths(http, "/v1/completions", {"prompt": texts, "return_token_ids": True}) == [4, 14, 16]
     assert await lengths(http, "/generate", {"text": texts}) == [4, 14, 60]
+    for path, field in (("/v1/completions", "prompt"), ("/generate", "text")):
+        error = error_of(await http.post(path, json={field: ["x", "y" * 64]}), 400)
+        assert (error["field"], error["fix"]) == (f"{field}.1", "send at most 63")
 
 
 async def test_a_length_that_nobody_chose_waits_for_no_longer_worker(
@@ -967,7 +972,7 @@ async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: http
         assert choice["token_ids"] == continued_under(span["digest"], parts)
         assert len(choice["logprobs"]["token_logprobs"]) == 80
         assert len(choice["prompt_logprobs"]) == len(PROMPT)
-        assert choice["instance_id"] == workers[1].instance_id
+        assert choice["instance_id"] == workers[-1].instance_id
     assert reply["prompt_token_ids"] == PROMPT
     assert reply["usage"]["prompt_tokens"] == len(PROMPT)
 
@@ -999,6 +1004,81 @@ async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
     assert pure.error is not None
     assert (pure.error["code"], pure.error["field"]) == ("demand_unmet", "one_version")
     assert pure.error["partial"]["token_ids"] == pure.tokens == tokens_under(old, 0, len(pure.tokens))
+
+
+def failing(base: int, go: asyncio.Event) -> Script:
+    """One token; then the engine fails. Of a request for a single token, that one."""
+
+    async def script(stream: Stream) -> None:
+        alone = stream.body["request"]["max_tokens"] == 1
+        await stream.send([7], span(base, 0, 1), end=alone)
+        if not alone:
+            await go.wait()
+            await stream.send([0], logprob=math.nan)
+
+    return script
+
+
+async def asked_while_rolling(
+    stage: Stage, maker: int, others: list[tuple[Script, int]], **demand: Any
+) -> tuple[dict[str, Any], list[ScriptedWorker]]:
+    """The choice of a worker that serves version `maker`, of 1 and 2, and fails after its first token, when each of
+    the others is known and idle; and those."""
+    go = asyncio.Event()
+    rolls = rolling(record(2), record(1))
+    await stage.decide(rolls)
+    first = await stage.worker(failing(maker, go), record(maker))
+    body = {"prompt": None, "prompt_token_ids": PROMPT, "max_tokens": 3, "migrate": True}
+    asking = asyncio.create_task(stage.ask(**body, **demand))
+    await stage.plane.until(lambda: first.requests)
+    workers = []
+    for script, serves in others:
+        workers.append(worker := await stage.worker(script, record(serves)))
+
+        async def takes(worker: ScriptedWorker = worker) -> bool:
+            await stage.ask(max_tokens=1)
+            return bool(worker.requests)
+
+        await stage.plane.until(takes)
+        worker.requests.clear()
+    go.set()
+    reply = await asking
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    return choice, workers
+
+
+def rest(base: int) -> Script:
+    """Two tokens, or the one that is asked for."""
+
+    async def script(stream: Stream) -> None:
+        count = stream.body["request"]["max_tokens"]
+        await stream.send([8] * count, span(base, 0, count), end=True)
+
+    return script
+
+
+async def test_a_choice_of_one_version_goes_on_where_that_is_served(plane: Plane) -> None:
+    """In a rolling update: not at the worker that is updated already, though that had its turn before."""
+    async with staged(plane) as stage:
+        choice, workers = await asked_while_rolling(stage, 1, [(rest(2), 2), (rest(1), 1)], one_version=True)
+    (made,) = choice["weight_versions"]
+    assert (made["sequence"], made["start"], made["end"]) == (1, 0, 3)
+    assert (choice["token_ids"], choice["finish_reason"]) == ([7, 8, 8], "length")
+    assert choice["instance_id"] == workers[-1].instance_id
+
+
+@pytest.mark.parametrize(("demand", "maker"), [({"one_version": True}, 1), ({"min_version": 2}, 2)])
+async def test_a_choice_with_tokens_that_nobody_may_go_on_with_is_cut(
+    plane: Plane, demand: dict[str, Any], maker: int
+) -> None:
+    """At once, and nobody computes it anew."""
+    async with staged(plane) as stage:
+        others = [(rest(3 - maker), 3 - maker)]
+        choice, (other,) = await asked_while_rolling(stage, maker, others, **demand, on_stale="cut")
+    assert (choice["token_ids"], choice["finish_reason"]) == ([7], "abort")
+    assert choice["cut"]["demand"] == next(iter(demand))
+    assert not [body for body in other.requests if body["request"].get("continued")]
 
 
 async def test_a_reply_is_aborted_by_its_id_with_all_its_choices_wherever_they_are(
