@@ -399,7 +399,7 @@ async def test_an_abort_ends_it_on_every_side(plane: Plane) -> None:
         prepared = await pushing.prepare(other, "two")
         await trainer.do("send", 1)
         await client.run("abort_weights_update", {"update_id": prepared["update_id"]})
-        with pytest.raises(Unavailable, match="gave up|did not take the whole update"):
+        with pytest.raises(Unavailable, match=r"gave up|did not take the whole update"):
             await _send_all(trainer)
         await trainer.do("close")
         await _is_as_before(client, ids, "initial")
