@@ -779,6 +779,57 @@ async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, pla
     await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.parametrize("kind", ["overlapped", "gathered"])
+async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
+    kind: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the group forms, and between that and the update, whether the source may be read again or not."""
+    pytest.importorskip("torch")
+    joining = {"init_transport": 1, "prepare_weights_update": 1}
+    ask, run = RlClient.ask, BlockingFleet.run
+
+    def join(op: str) -> None:
+        if joining.get(op):
+            joining[op] -= 1
+            plane.spawn()
+
+    async def forming(self: RlClient, view: Any, members: Any, op: str, *given: Any, **named: Any) -> Any:
+        if op == "init_transport":
+            await asyncio.to_thread(join, op)
+        return await ask(self, view, members, op, *given, **named)
+
+    def preparing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "prepare_weights_update":
+            join(op)
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(RlClient, "ask", forming)
+    monkeypatch.setattr(BlockingFleet, "run", preparing)
+    plane.spawn()
+    source = Gathering(plane.model(1))
+    source.collective = kind == "gathered"
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
+
+    def publish(label: str) -> dict[str, Any]:
+        return publisher.publish(label, wait=kind == "gathered").result(BOUND_S)
+
+    reply = await asyncio.to_thread(publish, "one")
+    assert joining == {"init_transport": 0, "prepare_weights_update": 0}
+    assert (len(reply["workers"]), reply["excluded"]) == (3, [])
+    assert source.taken == len(tensors_in(plane.model(1)))  # once
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    # Not without end.
+    monkeypatch.setattr(attempts, "OPENINGS", 2)
+    joining["prepare_weights_update"] = 2
+    with pytest.raises(MembershipChanged, match="fingerprint"):
+        await asyncio.to_thread(publish, "two")
+    assert joining["prepare_weights_update"] == 0
+    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 5
+    assert await served(plane) == {("three", model_digest(plane.model(1)), 2)}
+    await asyncio.to_thread(publisher.close)
+
+
 def test_other_ranks_only_gather(tmp_path: Path) -> None:
     from worker.engines.fake import make_fake_model
 
