@@ -335,8 +335,8 @@ class Attempt:
             try:
                 return self._fleet.run(op, body, request_id)
             except (Unavailable, StaleFence):
-                if self._error is not None:
-                    raise
+                if self._error is not None and not self._prepared:
+                    raise  # of what was pushed in vain it is only asked why
                 time.sleep(AGAIN_S)
         return self._fleet.run(op, body, request_id)
 
