@@ -210,15 +210,15 @@ class FleetUpdates:
 
     async def complete(self, call: Call) -> dict[str, Any]:
         update_id = call.body.get("update_id")
-        state = call.view.subjects.state
-        if update_id is not None:
-            entry = await read_entry(self._client.bus, state, update_id)
-            if entry is not None and entry.outcome == "committed":
-                return _with_buckets(answered(call, entry), entry.num_buckets)
+        if (first := await self._completed(call, update_id)) is not None:
+            return first
         await self.whole(call)
         waiting = await self._session(call, update_id)
         async with lock_of(self._client, call.view, waiting, _complete_wait_s(waiting)) as held:
             session = await self._session(call, update_id)
+            # The first call may have ended while this one waited for it.
+            if session is None and (first := await self._completed(call, update_id)) is not None:
+                return first
             pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
             asked = call.body.get("num_buckets")
             if session is not None and asked is not None and asked != pushed:
@@ -239,6 +239,15 @@ class FleetUpdates:
                     await journal.failed(error)
                 raise
         return _with_buckets(reply, pushed)
+
+    async def _completed(self, call: Call, update_id: str | None) -> dict[str, Any] | None:
+        """The first answer, or its error again; None: that update has not ended."""
+        entry = await read_entry(self._client.bus, call.view.subjects.state, update_id) if update_id else None
+        if entry is None or not entry.final:
+            return None
+        if entry.outcome == "aborted" and await self._session(call, update_id) is not None:
+            return None  # it is there still, and may go well
+        return _with_buckets(answered(call, entry), entry.num_buckets)
 
     async def _session(self, call: Call, update_id: str | None) -> UpdateSession | None:
         """The update that waits for complete or abort, if it is the one that is meant."""

@@ -451,28 +451,86 @@ async def test_a_failure_names_the_worker_and_leaves_the_fleet_as_it_was(plane: 
     assert not [path for path in root_of(plane).iterdir() if path.name.startswith(".")]
 
 
+class Losing:
+    """The first answer to an op, be it an error. `at_once`: before it is there."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, op: str, *, at_once: bool = False) -> None:
+        self.asked: list[str] = []
+        """Update ids."""
+        self.first = threading.Thread(target=lambda: None)
+        run = BlockingFleet.run
+
+        def losing(fleet: BlockingFleet, asked: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+            if asked != op:
+                return run(fleet, asked, body, request_id)
+            self.asked.append(request_id or body["update_id"])
+            if len(self.asked) > 1:
+                return run(fleet, asked, body, request_id)
+
+            def first() -> None:
+                with contextlib.suppress(PlaneError):
+                    run(fleet, asked, body, request_id)
+
+            self.first = threading.Thread(target=first)
+            self.first.start()
+            if not at_once:
+                self.first.join()
+            raise Unavailable("the answer was lost")
+
+        patch.setattr(BlockingFleet, "run", losing)
+        patch.setattr(attempts, "AGAIN_S", 0.01)
+
+
 async def test_an_answer_that_was_lost_is_asked_for_again(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same id: the version is committed once."""
     plane.spawn()
-    asked: list[str] = []
-    run = BlockingFleet.run
-
-    def losing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
-        reply = run(self, op, body, request_id)
-        if op == "update_weights":
-            asked.append(request_id)
-            if len(asked) == 1:
-                raise Unavailable("the answer was lost")
-        return reply
-
-    monkeypatch.setattr(BlockingFleet, "run", losing)
-    monkeypatch.setattr(attempts, "AGAIN_S", 0.01)
+    losing = Losing(monkeypatch, "update_weights")
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
     reply = (await publisher.publish_async("one")).result()
     assert reply["version"]["sequence"] == 1
-    assert len(asked) == 2
-    assert asked[0] == asked[1]
+    assert len(losing.asked) == 2
+    assert losing.asked[0] == losing.asked[1]
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+
+
+DOES_NOT_FIT = """
+import worker.receiver as receiver
+from rl_plane.errors import EngineFailed
+received = receiver.receive
+def receive(*given, **named):
+    received(*given, **named)
+    raise EngineFailed("it does not fit")
+receiver.receive = receive
+"""
+"""What has come whole."""
+
+
+@pytest.mark.parametrize(
+    ("fails", "at_once"), [("while it receives", False), ("at its end", False), ("at its end", True)]
+)
+async def test_a_reason_whose_answer_was_lost_is_asked_for_again(
+    fails: str, at_once: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which worker, and why: what was pushed is not prepared any more by then. `at_once`: or just about to fail."""
+    pytest.importorskip("torch")
+    plane.spawn()
+    if fails == "at its end":
+        failing, why = plane.spawn(patch=DOES_NOT_FIT), "it does not fit"
+    else:
+        failing, why = plane.spawn(staging_bytes=1), "bytes to stage"
+    losing = Losing(monkeypatch, "complete_weights_update", at_once=at_once)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), transport="gloo", workers=2)
+    with pytest.raises(UpdateAborted, match=why) as caught:
+        await publisher.publish_async("one")
+    rows = {row["instance_id"]: row for row in caught.value.facts["workers"]}
+    assert rows.keys() == {one.instance_id for one in plane.spawned}
+    assert why in rows[failing.instance_id]["error"]["message"]
+    assert failing.instance_id in str(caught.value)
+    assert len(losing.asked) == 2
+    assert losing.asked[0] == losing.asked[1]
+    await asyncio.to_thread(losing.first.join, BOUND_S)
+    assert await served(plane) == {("initial", model_digest(plane.model(0)), 0)}
+    await asyncio.to_thread(publisher.close)
 
 
 async def test_nobody_serves_what_a_progress_callback_refused(plane: Plane) -> None:
@@ -776,6 +834,57 @@ async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, pla
     assert len((await asyncio.to_thread(publish, "two"))["workers"]) == 2
     assert source.taken == 2 * count
     assert await served(plane) == {("two", model_digest(plane.model(1)), 1)}
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize("kind", ["overlapped", "gathered"])
+async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
+    kind: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the group forms, and between that and the update, whether the source may be read again or not."""
+    pytest.importorskip("torch")
+    joining = {"init_transport": 1, "prepare_weights_update": 1}
+    ask, run = RlClient.ask, BlockingFleet.run
+
+    def join(op: str) -> None:
+        if joining.get(op):
+            joining[op] -= 1
+            plane.spawn()
+
+    async def forming(self: RlClient, view: Any, members: Any, op: str, *given: Any, **named: Any) -> Any:
+        if op == "init_transport":
+            await asyncio.to_thread(join, op)
+        return await ask(self, view, members, op, *given, **named)
+
+    def preparing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "prepare_weights_update":
+            join(op)
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(RlClient, "ask", forming)
+    monkeypatch.setattr(BlockingFleet, "run", preparing)
+    plane.spawn()
+    source = Gathering(plane.model(1))
+    source.collective = kind == "gathered"
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
+
+    def publish(label: str) -> dict[str, Any]:
+        return publisher.publish(label, wait=kind == "gathered").result(BOUND_S)
+
+    reply = await asyncio.to_thread(publish, "one")
+    assert joining == {"init_transport": 0, "prepare_weights_update": 0}
+    assert (len(reply["workers"]), reply["excluded"]) == (3, [])
+    assert source.taken == len(tensors_in(plane.model(1)))  # once
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    # Not without end.
+    monkeypatch.setattr(attempts, "OPENINGS", 2)
+    joining["prepare_weights_update"] = 2
+    with pytest.raises(MembershipChanged, match="fingerprint"):
+        await asyncio.to_thread(publish, "two")
+    assert joining["prepare_weights_update"] == 0
+    assert len((await asyncio.to_thread(publish, "three"))["workers"]) == 5
+    assert await served(plane) == {("three", model_digest(plane.model(1)), 2)}
     await asyncio.to_thread(publisher.close)
 
 

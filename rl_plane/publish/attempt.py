@@ -38,6 +38,9 @@ under its id."""
 AGAIN_S = 1.0
 JOINS = 1
 """So often all is sent again, since a worker has joined that can't get what was pushed: each time takes as long."""
+OPENINGS = 8
+"""So often receivers are gathered while workers join, as in a fleet that comes up: a second or so each time, in which
+other ranks may wait."""
 
 T = TypeVar("T")
 
@@ -108,10 +111,39 @@ class Attempt:
                 self._publication.tensors_were_read()
 
     def _send(self, taken: Taken) -> None:
-        way, publication = self._way, self._publication
+        publication = self._publication
         if not taken.specs:
             raise _no_tensors()
-        self._body = {**way.told.body(publication.version), **self._more}
+        sender, manifest = self._opened(taken)
+        if self._lends and taken.held and isinstance(sender, LendingSender):
+            self._lent = sender.lend(taken.held)
+        sizes = [bucket.nbytes for bucket in manifest.buckets]
+        publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
+
+        def buffer(number: int) -> Place:
+            return _sent(lambda: sender.buffer(number))
+
+        for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
+            _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
+            publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+
+    def _opened(self, taken: Taken) -> tuple[Sender, Manifest]:
+        """For a worker that joins meanwhile it is opened anew: nothing was read yet, whatever the source."""
+        for _ in range(OPENINGS - 1):
+            try:
+                return self._open(taken)
+            except MembershipChanged as error:
+                log.info("%s is opened once more: %s", self._publication.version, error)
+            if self._prepared:
+                self._withdraw()  # whose answer was lost, say
+                self._prepared = ""
+            if self._sender is not None:
+                self._sender.close()
+        return self._open(taken)
+
+    def _open(self, taken: Taken) -> tuple[Sender, Manifest]:
+        way = self._way
+        self._body = {**way.told.body(self._publication.version), **self._more}
         sender = self._sender = way.ready_sender()
         if self._more.get("encoding") == "delta" and way.changes_sender:
             raise NotAtBase(
@@ -132,17 +164,7 @@ class Attempt:
             self._run("prepare_weights_update", body, self._prepared)
         elif sender.receivers_from == "open":
             self._update = self._ask()
-        if self._lends and taken.held and isinstance(sender, LendingSender):
-            self._lent = sender.lend(taken.held)
-        sizes = [bucket.nbytes for bucket in manifest.buckets]
-        publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
-
-        def buffer(number: int) -> Place:
-            return _sent(lambda: sender.buffer(number))
-
-        for number in fill(manifest, taken.tensors, buffer, self._digests, self._lent):
-            _sent(lambda number=number: sender.send(number))  # type: ignore[misc]
-            publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
+        return sender, manifest
 
     @property
     def interrupted(self) -> bool:
@@ -313,8 +335,8 @@ class Attempt:
             try:
                 return self._fleet.run(op, body, request_id)
             except (Unavailable, StaleFence):
-                if self._error is not None:
-                    raise
+                if self._error is not None and not self._prepared:
+                    raise  # of what was pushed in vain it is only asked why
                 time.sleep(AGAIN_S)
         return self._fleet.run(op, body, request_id)
 
