@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -146,16 +145,12 @@ async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> N
         fleet.kill(worker)
         await fleet.gone()
         await fleet.started_to(RECEIVE, worker)
-        if case.victim == "engine":
-            fleet.kill_engine(worker, case.child)
-        else:
-            fleet.kill(worker)
+        fleet.kill_engine(worker, case.child)
         await fleet.gone()  # also while it receives
     finally:
         fleet.release()
     after = (await fleet.whole())["version"]
-    due = ENGINE_DEAD if case.victim == "engine" else -signal.SIGKILL
-    check(fleet.ended[worker] == due, f"it has ended with {fleet.ended[worker]}, not {due}")
+    check(fleet.ended[worker] == ENGINE_DEAD, f"it has ended with {fleet.ended[worker]}")
     check((after, after["digest"]) == (committed, weights.digest), f"{after} is not {committed}")
     await _check_served(fleet)
 
