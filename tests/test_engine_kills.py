@@ -22,7 +22,7 @@ CHILDREN: dict[Engine, tuple[str, str]] = {
     "vllm": ("EngineCore", "Worker"),
     "sglang": ("scheduler", "detokenizer"),
 }
-"""What neither engine can do without."""
+"""What neither engine can do without: each is killed at each point, the second also while its worker heals."""
 ENGINES = tuple(CHILDREN)
 POINTS = (
     RECEIVE,
@@ -31,14 +31,13 @@ POINTS = (
     "commit_update.before",
     "commit_update.after",
     "open.before",
-    HEAL,
 )
-CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS if point != HEAL]
+CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS]
 CASES += [
     Case(engine, "kill", "engine", point, child)
-    for engine, children in CHILDREN.items()
-    for child in children
-    for point in POINTS
+    for engine, (first, second) in CHILDREN.items()
+    for child, points in ((first, POINTS), (second, (*POINTS, HEAL)))
+    for point in points
 ]
 
 pytestmark = [
