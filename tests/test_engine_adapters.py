@@ -599,15 +599,21 @@ async def test_a_wait_that_is_cancelled_leaves_it_as_it_was(engine: EngineAdapte
     assert (await one.end()).tokens == witnessed(1, 20, 300)
 
 
-@pytest.mark.parametrize("then", ["abort", "keep", "wait"])
-async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, then: PauseMode) -> None:
-    """And that had to start again what it waits for."""
+async def waited_for(engine: EngineAdapter) -> tuple[Run, Run, asyncio.Task[bool]]:
+    """A request that was frozen and goes on, one that came while it was, and the `wait` for the first."""
     one = Run(engine, ask([20], max_tokens=300))
     await one.reach(1)
     await engine.pause("keep", True)
     late = Run(engine, ask([21]))
     waiting = asyncio.create_task(engine.pause("wait", False))
     await one.reach(len(one.result.tokens) + 5)
+    return one, late, waiting
+
+
+@pytest.mark.parametrize("then", ["abort", "keep", "wait"])
+async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, then: PauseMode) -> None:
+    """And that had to start again what it waits for."""
+    one, late, waiting = await waited_for(engine)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -626,12 +632,7 @@ async def test_a_pause_after_a_wait_that_was_cancelled(engine: EngineAdapter, th
 
 async def test_a_resume_ends_a_wait(engine: EngineAdapter) -> None:
     """Who waits is told when what ran before has ended."""
-    one = Run(engine, ask([20], max_tokens=300))
-    await one.reach(1)
-    await engine.pause("keep", True)
-    late = Run(engine, ask([21]))
-    waiting = asyncio.create_task(engine.pause("wait", False))
-    await one.reach(len(one.result.tokens) + 5)
+    one, late, waiting = await waited_for(engine)
     await engine.resume()
     assert (await late.end()).tokens == witnessed(1, 21, 16)
     assert (await one.end()).tokens == witnessed(1, 20, 300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from rl_plane.errors import EngineFailed, InvalidRequest
-from tests.engine_kinds import SGLANG, VLLM, Kind
+from tests.engine_kinds import Kind
 from tests.engine_runs import (
     Run,
     adapter_version,
@@ -27,11 +27,10 @@ from tests.engine_runs import (
     update,
 )
 from tests.rank_faults import PLACES, Change, fault, faults_for_good, install
-from tests.test_engine_adapters import Models, is_of, models
-from tests.zygote import children_forked
+from tests.test_engine_adapters import Models, is_of, kind, models
 from worker.engines.base import AdapterLost, EngineAdapter
 
-__all__ = ["models"]
+__all__ = ["kind", "models"]
 
 pytestmark = [
     pytest.mark.alone,
@@ -41,15 +40,6 @@ pytestmark = [
 ]
 
 RANKS = {"vllm": {"tensor_parallel_size": "2"}, "sglang": {"tp_size": "2"}}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=pytest.mark.engines(kind.name), id=kind.name) for kind in (VLLM, SGLANG)],
-)
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    with children_forked(request.param.name):
-        yield request.param
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

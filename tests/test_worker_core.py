@@ -534,7 +534,8 @@ def test_an_unload_that_fails_is_repeated_later() -> None:
     assert (reasons(core), core.state.adapters, core.state.sequence) == ({}, {}, 2)
 
 
-def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -> None:
+def with_a_swap_that_failed(why: str, **how: bool) -> tuple[WorkerCore, DecisionRecord, DecisionRecord]:
+    """Of the adapter `a`, which was loaded: the record of that, and of the swap."""
     core = serving(R0, (loaded := after(R0, load="a")))
     swapping = after(loaded, load="a")
     stage(core, swapping)
@@ -542,7 +543,12 @@ def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -
     swap = core.commit_step(swapping)
     assert isinstance(swap, Swap)
     core.swapping(swap)
-    core.swap_failed(swap, "the deadline has passed", 0.0, cut=True)
+    core.swap_failed(swap, why, 0.0, **how)
+    return core, loaded, swapping
+
+
+def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -> None:
+    core, loaded, swapping = with_a_swap_that_failed("the deadline has passed", cut=True)
     unloading = after(swapping, unload="a")  # the engine may have either
     core.learnt(unloading.opened(), 4, 0.0)
     unload = core.next(0.0)
@@ -560,15 +566,8 @@ def test_a_change_of_an_adapter_that_was_cut_short_may_have_ended_either_way() -
 
 def test_an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more() -> None:
     """Also where what is committed next is the one that was lost."""
-    core = serving(R0, (loaded := after(R0, load="a")))
-    swapping = after(loaded, load="a")
+    core, loaded, swapping = with_a_swap_that_failed("broken", lost=True)
     back = replace(after(swapping, load="a"), adapters=loaded.adapters)
-    stage(core, swapping)
-    core.learnt(swapping.opened(), 3, 0.0)
-    swap = core.commit_step(swapping)
-    assert isinstance(swap, Swap)
-    core.swapping(swap)
-    core.swap_failed(swap, "broken", 0.0, lost=True)
     core.learnt(back.opened(), 4, 0.0)
     assert core.next(0.0) == Fetch("heal-1", "a", loaded.made, loaded.adapters["a"].source)
     hold(core, 0.0)
