@@ -273,7 +273,9 @@ class FleetUpdates:
             )
             assert isinstance(session, UpdateSession)
             if journal is not None:
-                await journal.failed(UpdateAborted("its caller aborted it"))
+                await journal.failed(
+                    UpdateAborted("its caller aborted it", field="update_id", fix="begin another update")
+                )
         return {**head(call, snapshot), "update_id": session.update_id, "workers": []}
 
     async def whole(self, call: Call) -> Snapshot:

@@ -17,7 +17,7 @@ from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.replies import Choice
 from rl_plane.generation import GenerateDelta
 from rl_plane.record import DecisionRecord
-from rl_plane.streams import WINDOW, IncomingStream, StreamSender
+from rl_plane.streams import IncomingStream, StreamSender
 from tests.scripted_worker import Stream
 from tests.test_frontend_committed import record, span
 from tests.test_frontend_generation import (
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 TOKENS = 4000
 TOPS = 20
 """Of each token: some 750 bytes of JSON, so of all tokens ten times what all buffers take."""
+FEW, OF_A_MESSAGE = 16, 32
+SHORT = f"""
+import rl_plane.streams as streams
+import worker.generation as generation
+streams.WINDOW = {FEW}
+generation.MAX_TOP_ROWS = {TOPS * OF_A_MESSAGE}
+"""
+"""A worker of few messages of few tokens: a slow machine's, that carry many each, would be the whole reply."""
 SOCKET_BYTES = 1 << 15
 """Of each end: Linux would buffer more than the whole reply."""
 MANY = 40_000
@@ -76,7 +84,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncHTTPTransport:
 async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
     plane: Plane, few: httpx.AsyncHTTPTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = plane.spawn()
+    worker = plane.spawn(patch=SHORT)
     digest = (await update(plane, 1))["digest"]
     client = await plane.client()
     taken, waiting = 0, 0
@@ -113,7 +121,7 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
             assert choice["token_ids"] == tokens_under(digest, 0, OTHERS)
         # It is left with the worker: neither the frontend's objects nor its queue have it.
         assert 0 < taken < TOKENS / 2
-        assert 0 < waiting <= WINDOW
+        assert 0 < waiting <= FEW
 
         choices = [first]
         async for line in lines:
