@@ -365,7 +365,7 @@ async def test_a_trainer_that_stands_still(plane: Plane) -> None:
         await pushing.prepare(other, "two")
         await trainer.do("send", 1)
         stop_process(trainer.process.pid)
-        with pytest.raises(UpdateAborted, match="bucket 2 of 5") as caught:
+        with pytest.raises(UpdateAborted, match=r"bucket \d of 5") as caught:
             await client.run("complete_weights_update")
         assert {row["instance_id"]: row["status"] for row in caught.value.facts["workers"]} == dict.fromkeys(
             ids, "error"

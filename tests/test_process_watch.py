@@ -19,7 +19,15 @@ pytest.importorskip("psutil")
 
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest
 from worker.engines.base import EngineOptions
-from worker.engines.process_watch import LOOK_S, ProcessWatch, StartWatch, descendants, engine_processes, or_death
+from worker.engines.process_watch import (
+    LOOK_S,
+    ProcessWatch,
+    StartWatch,
+    descendants,
+    engine_processes,
+    killed,
+    or_death,
+)
 from worker.engines.sglang_process import SglangProcess
 
 BOUND_S = 10.0
@@ -220,3 +228,17 @@ def test_a_process_that_is_closed_meanwhile_is_nobodys_concern() -> None:
             time.sleep(LOOK_S)
         helper.join()
         helper.close()
+
+
+def test_a_process_that_is_closed_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
+    helper.start()
+
+    join = helper.join
+
+    def closing(timeout_s: float | None = None) -> None:
+        join()
+        helper.close()
+
+    monkeypatch.setattr(helper, "join", closing)
+    assert killed([helper], BOUND_S) is None

@@ -579,17 +579,27 @@ class Streaming:
         self.events.append("destroyed")
 
 
-async def test_receivers_that_fail_end_the_sending(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+class Lending(Streaming):
+    def lend(self, tensors: Mapping[str, Any]) -> set[int]:
+        self.send(0)
+        return set()
+
+
+@pytest.mark.parametrize("kind", [Streaming, Lending])
+async def test_receivers_that_fail_end_the_sending(
+    kind: type[Streaming], plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fleet's error is told, not the transport's, which it explains."""
+    torch = pytest.importorskip("torch")
     worker = plane.spawn()
     senders: list[Streaming] = []
 
     def make(backend: str, around: Surroundings) -> Streaming:
-        senders.append(Streaming(around))
+        senders.append(kind(around))
         return senders[-1]
 
     monkeypatch.setattr(ways, "make_sender", make)
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    publisher = WeightPublisher({"one": torch.ones(4)}, await plane.fleet(), root=root_of(plane))
     with pytest.raises(InvalidRequest, match="is not there") as caught:
         await publisher.publish_async("one")
     assert worker.instance_id in str(caught.value)
@@ -837,6 +847,7 @@ async def test_what_may_not_be_read_again_is_not_pushed_once_more(kind: str, pla
     await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.timeout(400)  # five workers import torch, one after the other
 @pytest.mark.parametrize("kind", ["overlapped", "gathered"])
 async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     kind: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
@@ -870,7 +881,7 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     publisher = WeightPublisher(source, plane.url, transport="gloo", **how)
 
     def publish(label: str) -> dict[str, Any]:
-        return publisher.publish(label, wait=kind == "gathered").result(BOUND_S)
+        return publisher.publish(label, wait=kind == "gathered").result(HEAL_S)
 
     reply = await asyncio.to_thread(publish, "one")
     assert joining == {"init_transport": 0, "prepare_weights_update": 0}

@@ -75,11 +75,11 @@ async def engine(shared: EngineAdapter, models: Models) -> AsyncIterator[EngineA
 async def _fails(
     engine: EngineAdapter, change: Change, models: Models, why: str, *faults: dict[str, Any]
 ) -> EngineFailed:
+    await engine.pause("keep", False)  # or what runs may end meanwhile
     staging, fresh = None, None
     if change == "swap":
         staging, _ = await receive(engine, reception(models.adapters[2], kind="lora"))
         fresh = adapter_version(2, models.adapters[2])
-    await engine.pause("keep", False)
     for one in faults:
         await asyncio.to_thread(engine.init_transport, one)
     with pytest.raises(EngineFailed, match=why) as failed:

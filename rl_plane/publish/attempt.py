@@ -116,7 +116,8 @@ class Attempt:
             raise _no_tensors()
         sender, manifest = self._opened(taken)
         if self._lends and taken.held and isinstance(sender, LendingSender):
-            self._lent = sender.lend(taken.held)
+            held = taken.held
+            self._lent = _sent(lambda: sender.lend(held))
         sizes = [bucket.nbytes for bucket in manifest.buckets]
         publication.tell("sending", buckets=0, of_buckets=len(sizes), nbytes=0, of_nbytes=sum(sizes))
 

@@ -52,9 +52,10 @@ def killed(processes: Iterable[BaseProcess], within_s: float = 0.0) -> BaseProce
             watched[process.sentinel] = process
     ended = multiprocessing.connection.wait(watched, within_s) if watched else []
     for process in [one for sentinel, one in watched.items() if sentinel in ended]:
-        process.join(SHOWS_S)
-        if process.exitcode == -signal.SIGKILL:
-            return process
+        with contextlib.suppress(ValueError):  # or closes it now
+            process.join(SHOWS_S)
+            if process.exitcode == -signal.SIGKILL:
+                return process
     return None
 
 
