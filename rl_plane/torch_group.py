@@ -70,6 +70,8 @@ class Group:
         """Empty: it is whole."""
         self._threads: list[threading.Thread] = []
         self._dropping = threading.Lock()
+        self._posting = threading.Lock()
+        """Nobody who posts has torch's group last: to let go of it may take as long as an update."""
         self._lanes: list[torch.Tensor] = []
         self._connected = False
         """By nccl, which does it in the first collective."""
@@ -205,18 +207,21 @@ class Group:
         return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions())
 
     def _begin(self, what: str, data: torch.Tensor, options: Any) -> Broadcast:
-        torch_group = self._torch_group
-        if torch_group is None:
-            raise self._broke()
         options.asyncOp = True
         options.timeout = timedelta(seconds=self.place.timeout_s)
         there = data if self._device is None else data.to(self._device)
-        try:
-            work = self._post(lambda: getattr(torch_group, what)([there], options)) if data.numel() else None
-        except RuntimeError as error:
-            self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
-            raise self._broke() from error
+        with self._posting:
+            if self._torch_group is None:
+                raise self._broke()
+            try:
+                work = self._post(lambda: self._posted(what, there, options)) if data.numel() else None
+            except RuntimeError as error:
+                self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
+                raise self._broke() from error
         return Broadcast(self, work, data, there)
+
+    def _posted(self, what: str, there: torch.Tensor, options: Any) -> Any:
+        return getattr(self._torch_group, what)([there], options)
 
     def _post(self, begin: Callable[[], Any]) -> Any:
         """On a thread of its own while nccl connects the ranks: it waits without a bound for one that does not come."""
@@ -224,12 +229,12 @@ class Group:
             return begin()
         ended = threading.Event()
         begun: list[Any] = []
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
 
         def work() -> None:
             try:
                 begun.append(begin())
-            except RuntimeError as error:
+            except Exception as error:
                 errors.append(error)
             ended.set()
 
@@ -301,7 +306,8 @@ class Group:
 
     def _bury(self) -> None:
         """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
-        torch_group, self._torch_group = self._torch_group, None
+        with self._posting:
+            torch_group, self._torch_group = self._torch_group, None
         with contextlib.suppress(RuntimeError):
             torch_group.abort()
         del torch_group

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +143,7 @@ class Unconnected:
 def nccl_group(timeout_s: float) -> tuple[Group, Unconnected]:
     group, there = group_with(None), Unconnected()
     group.place = replace(PLACE, timeout_s=timeout_s)
-    group._threads, group._dropping = [], threading.Lock()
+    group._threads, group._dropping, group._posting = [], threading.Lock(), threading.Lock()
     group._lifelines, group._torch_group = None, there
     group._device, group._connected = import_torch().device("cpu"), False
     return group, there
@@ -223,6 +224,44 @@ def test_a_lifeline_that_breaks_at_once_is_told(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Unavailable, match="lifeline broke"):
         Lifelines.of_rank(Place("gloo", "g", "127.0.0.1", 1, 2, 1, lifeline_port=1))
     assert closed.is_set()
+
+
+class Posting(SimpleNamespace):
+    """As torch's group, which may be referred to weakly."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_posts_does_not_wait_for_the_end_of_what_was_posted(fails: bool) -> None:
+    """As whoever lets go of torch's group last does, for as long as an update may take."""
+    group, _ = nccl_group(BOUND_S)
+    group._device = None
+    there, ended, let_go = Posting(), threading.Event(), threading.Event()
+    by: list[threading.Thread] = []
+
+    def gone() -> None:
+        by.append(threading.current_thread())
+        let_go.set()
+
+    def post(data: Any, options: Any) -> Any:
+        group.drop("rank 2 is gone")
+        ended.wait(0.2)  # it would come now
+        if fails:
+            raise RuntimeError("not connected")
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda *_: None)
+
+    weakref.finalize(there, gone)
+    there.broadcast, there.abort = post, ended.set
+    group._torch_group = there
+    del there
+    failed: list[BaseException] = []
+    try:
+        group.broadcast(import_torch().zeros(4))
+    except Unavailable as error:
+        failed.append(error)
+    assert let_go.wait(BOUND_S)
+    assert bool(failed) == fails
+    assert by == group._threads
+    group.await_end(BOUND_S)
 
 
 def test_the_manifest_of_an_update_that_failed_is_not_left_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
