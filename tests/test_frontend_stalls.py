@@ -102,6 +102,7 @@ async def test_one_that_stands_still_holds_up_nobody_and_loses_nothing(
         waiting = max(waiting, stream._queue.qsize())
         return gap
 
+    monkeypatch.setattr("rl_plane.streams.CREDIT_EVERY", FEW // 4)
     monkeypatch.setattr(Choice, "take", counted)
     monkeypatch.setattr(IncomingStream, "put", measured)
     asked = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "logprobs": TOPS, "return_token_ids": True}
