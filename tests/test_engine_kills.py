@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.kill.cases import HEAL, Case, Engine, Matrix, matrix_of
+from tests.kill.cases import HEAL, LOAD, Case, Engine, Matrix, matrix_of
 from tests.kill.held import RECEIVE
 
 if sys.platform != "linux":
@@ -22,26 +22,29 @@ CHILDREN: dict[Engine, tuple[str, str]] = {
     "vllm": ("EngineCore", "Worker"),
     "sglang": ("scheduler", "detokenizer"),
 }
-"""What neither engine can do without: each is killed at each point, the second also while its worker heals."""
-ENGINES = tuple(CHILDREN)
+"""What neither engine can do without."""
 POINTS = (
     RECEIVE,
+    LOAD,
     "prepare_update.after",
     "gate.after",
     "commit_update.before",
     "commit_update.after",
     "open.before",
+    HEAL,
 )
-CASES = [Case(engine, "kill", "worker", point) for engine in ENGINES for point in POINTS]
-CASES += [
-    Case(engine, "kill", "engine", point, child)
-    for engine, (first, second) in CHILDREN.items()
-    for child, points in ((first, POINTS), (second, (*POINTS, HEAL)))
-    for point in points
+CASES = [
+    case
+    for engine, children in CHILDREN.items()
+    for point in POINTS
+    for case in (
+        Case(engine, "kill", "worker", point),
+        *(Case(engine, "kill", "engine", point, child) for child in children),
+    )
 ]
 
 pytestmark = [
-    pytest.mark.engines(*ENGINES),
+    pytest.mark.engines(*CHILDREN),
     pytest.mark.alone,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(900),
@@ -52,7 +55,7 @@ pytestmark = [
 async def matrix(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Matrix]:
-    async with matrix_of(CASES, dict.fromkeys(ENGINES, 1), request, tmp_path_factory.mktemp("kill")) as matrix:
+    async with matrix_of(CASES, dict.fromkeys(CHILDREN, 1), request, tmp_path_factory.mktemp("kill")) as matrix:
         yield matrix
 
 

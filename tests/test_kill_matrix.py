@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 import pytest_asyncio
 
-from tests.kill.cases import DECIDE, Case, Engine, Fault, Matrix, Victim, matrix_of
+from tests.kill.cases import DECIDE, HEAL, LOAD, Case, Engine, Fault, Matrix, Victim, matrix_of
+from tests.kill.held import RECEIVE
 
 if sys.platform != "linux":
     pytest.skip("relies on PR_SET_PDEATHSIG", allow_module_level=True)
@@ -31,6 +32,10 @@ CASES = [
     for point in points
     for fault in FAULTS
     for victim in VICTIMS
+]
+CASES += [
+    Case("hf", "kill", "worker", point)
+    for point in (RECEIVE, LOAD, "gate.after", "commit_update.before", "open.before", HEAL)
 ]
 FLEETS: dict[Engine, int] = {"fake": 2, "hf": 1}
 """Side by side: most of a case is waiting for a lease or a start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -37,6 +38,8 @@ DECIDE_S = 0.015
 """From the last answer to the gate."""
 HEAL = "heal"
 """No update's: the worker was killed, and its next process receives what is committed."""
+LOAD = "load"
+"""Its first tensor has been written over the served weights: `staging: none`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Case:
     fault: Fault
     victim: Victim
     point: str
-    """Of `worker/holds.py`; or RECEIVE, DECIDE or HEAL."""
+    """Of `worker/holds.py`; or RECEIVE, LOAD, DECIDE or HEAL."""
     child: str = ""
     """Of the victim `engine`: the name of its process, as it begins after the engine's."""
 
@@ -54,12 +57,12 @@ class Case:
 
     @property
     def held_at(self) -> str:
-        return "prepare_update.after" if self.point == DECIDE else self.point
+        return {DECIDE: "prepare_update.after", LOAD: RECEIVE}.get(self.point, self.point)
 
     @property
     def decided(self) -> bool | None:
         """The decision is written before the gate. None: who knows?"""
-        prepared = not self.point.startswith("prepare_update") and self.point != RECEIVE
+        prepared = not self.point.startswith("prepare_update") and self.point not in (RECEIVE, LOAD)
         # A worker whose engine is dead may have answered before it notices.
         return None if self.point == DECIDE or (self.victim == "engine" and not prepared) else prepared
 
@@ -69,7 +72,7 @@ class Case:
 
     @property
     def backend(self) -> str:
-        return "held" if self.point in (RECEIVE, HEAL) else "filesystem"
+        return "held" if self.point in (RECEIVE, LOAD, HEAL) else "filesystem"
 
 
 async def run_case(fleet: RealFleet, case: Case) -> None:
@@ -131,6 +134,8 @@ async def run_case(fleet: RealFleet, case: Case) -> None:
 async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> None:
     frontend, worker = chance.choice(fleet.frontends), fleet.worker_ids[0]
     weights = await fleet.checkpoint()
+    if weights == fleet.own:  # then it has nothing to receive
+        weights = await fleet.checkpoint()
     body = {
         "transport": {"backend": case.backend, "path": str(weights.path)},
         "version": f"{fleet.updates}-{case}",
@@ -145,12 +150,16 @@ async def _run_healing(fleet: RealFleet, case: Case, chance: random.Random) -> N
         fleet.kill(worker)
         await fleet.gone()
         await fleet.started_to(RECEIVE, worker)
-        fleet.kill_engine(worker, case.child)
+        if case.victim == "engine":
+            fleet.kill_engine(worker, case.child)
+        else:
+            fleet.kill(worker)
         await fleet.gone()  # also while it receives
     finally:
         fleet.release()
     after = (await fleet.whole())["version"]
-    check(fleet.ended[worker] == ENGINE_DEAD, f"it has ended with {fleet.ended[worker]}")
+    due = ENGINE_DEAD if case.victim == "engine" else -signal.SIGKILL
+    check(fleet.ended[worker] == due, f"it has ended with {fleet.ended[worker]}")
     check((after, after["digest"]) == (committed, weights.digest), f"{after} is not {committed}")
     await _check_served(fleet)
 
@@ -161,7 +170,7 @@ def _policy(case: Case, chance: random.Random) -> dict[str, Any]:
         "pause_mode": chance.choice(["keep", "keep", "wait", "abort"]),
     }
     kind = chance.choice(["plain", "plain", "plain", "unstaged", "rolling"])
-    if kind == "unstaged":
+    if kind == "unstaged" or case.point == LOAD:
         policy["staging"] = "none"
     elif kind == "rolling" and not case.point.startswith("gate"):  # which is open from the decision on
         policy["barrier"] = "rolling"

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
+from rl_plane.cli.children import Child
 from tests.conftest import lives, stop_process
 from tests.kept_fleet import KeptFleet
 from tests.kill.checkpoints import MODELS, Checkpoint, Wrong, check
@@ -87,6 +88,8 @@ class RealFleet(KeptFleet):
         self.frontends = [f"frontend-{number}" for number in range(FRONTENDS)]
         self.committed: dict[Version, Weights] = {}
         self.updates = 0
+        self.own = Checkpoint(Path(), "")
+        """What its workers start with."""
         self.ended: dict[str, int] = {}
         """Name → the exit code of its last process that has ended."""
         self._made = 0
@@ -98,12 +101,14 @@ class RealFleet(KeptFleet):
     # ---- its life ----
 
     async def start(self) -> None:
-        first = await self.checkpoint()
+        self.own = await self.checkpoint()
         self.start_nats()
         for name in self.frontends:
             self.keep_frontend(name)
         for instance_id, flags in zip(self.worker_ids, self.models.workers, strict=True):
-            self.keep_worker(instance_id, "--model", str(first.path), "--weight-root", str(self.weights), *flags)
+            self.keep_worker(
+                instance_id, "--model", str(self.own.path), "--weight-root", str(self.weights), *flags
+            )
         await self.ready()
         version = (await self.whole())["version"]
         self.committed[version["run"], version["sequence"]] = (version["label"], version["digest"])
@@ -124,10 +129,16 @@ class RealFleet(KeptFleet):
     # ---- its processes ----
 
     def kill(self, name: str) -> None:
+        """It may be starting."""
         self.note(f"the test kills {name}")
-        pid = self.pid(name)
+        pid = self.pid(name) if name == "nats" else self._child(name).pid
         self._doom(pid)
         os.kill(pid, signal.SIGKILL)
+
+    def _child(self, name: str) -> Child:
+        child = self._supervisor.kept[name].child
+        assert child is not None
+        return child
 
     def _doom(self, pid: int) -> None:
         process = psutil.Process(pid)
@@ -135,9 +146,7 @@ class RealFleet(KeptFleet):
 
     def kill_engine(self, instance_id: str, name: str) -> None:
         """The process of the worker's engine that has this name. The worker may be starting."""
-        worker = self._supervisor.kept[instance_id].child
-        assert worker is not None
-        self._doom(worker.pid)
+        self._doom(self._child(instance_id).pid)
         _, *children = self._doomed
         named = tuple(prefix + name for prefix in VITAL)
         (child,) = [child for child in children if child.name().startswith(named)]
