@@ -400,8 +400,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
     return found
 
 
-async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) -> tuple[Spawned, asyncio.Task[Any]]:
-    """Killed before its first token of the request, while the other one is open."""
+async def lose_the_able_one(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
+) -> tuple[Spawned, asyncio.Task[Any]]:
+    """Killed before its first token of the request, while the other one is open; what waited before is forgotten."""
     lesser, more, body = NEEDS[need]
     other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
     await ready(plane, 2)
@@ -411,6 +413,7 @@ async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) ->
     await until_running(plane, await plane.client(), able.instance_id, 1)
     await fleet.run("enable", {"workers": [other.instance_id]})
     await ask(http, max_tokens=1, nvext={"instance_id": other.instance_id})  # the frontend knows that it is open
+    waiting.clear()
     able.kill()
     return able, asking
 
@@ -419,7 +422,7 @@ async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) ->
 async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> None:
-    able, asking = await lose_the_able_one(plane, http, need)
+    able, asking = await lose_the_able_one(plane, http, waiting, need)
     await plane.until(lambda: waiting or asking.done())
     assert not asking.done(), asking.result().text
     waiting.clear()
@@ -462,7 +465,7 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
     monkeypatch: pytest.MonkeyPatch,
     need: str,
 ) -> None:
-    _, asking = await lose_the_able_one(plane, http, need)
+    _, asking = await lose_the_able_one(plane, http, waiting, need)
     await plane.until(lambda: waiting)
     before = set(waiting)
     monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
@@ -475,11 +478,11 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
 
 @pytest.mark.parametrize("need", NEEDS)
 async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, need: str
+    plane: Plane, waiting: set[asyncio.Task[Any] | None], monkeypatch: pytest.MonkeyPatch, need: str
 ) -> None:
     """Until then its caller may ask again."""
     async with frontend(plane, admission_wait_s=0.5) as http:
-        _, asking = await lose_the_able_one(plane, http, need)
+        _, asking = await lose_the_able_one(plane, http, waiting, need)
         reply = await asking
         assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("worker_lost", "1")
         body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
