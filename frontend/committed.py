@@ -266,18 +266,22 @@ class Committed:
         for name, adapter in record.adapters.items():
             self._labels.add(adapter.version, run, name)
 
-    async def sequence_of(self, label: str, adapter: str | None) -> int | None:
-        """Of the version of this label in the present run, as a request for this adapter means it; None: none was
-        committed, as far as the history has it."""
-        if self._labels.get(label, adapter) is None:
-            if self._reading_labels is None or self._reading_labels.done():
-                now = asyncio.get_running_loop().time()
-                if now < self._labels_read_at + LABELS_INTERVAL_S:
-                    return None
-                self._labels_read_at = now
-                self._reading_labels = asyncio.create_task(self._read_labels())
-            await asyncio.shield(self._reading_labels)
+    def sequence_of(self, label: str, adapter: str | None) -> int | None:
+        """Of the version of this label in the present run, as a request for this adapter means it; None: none is
+        known."""
         return self._labels.get(label, adapter)
+
+    async def learn_label(self, label: str, adapter: str | None) -> None:
+        """Looks for one that is not known in the history."""
+        if self.sequence_of(label, adapter) is not None:
+            return
+        if self._reading_labels is None or self._reading_labels.done():
+            now = asyncio.get_running_loop().time()
+            if now < self._labels_read_at + LABELS_INTERVAL_S:
+                return
+            self._labels_read_at = now
+            self._reading_labels = asyncio.create_task(self._read_labels())
+        await asyncio.shield(self._reading_labels)
 
     async def _read_labels(self) -> None:
         try:

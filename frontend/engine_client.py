@@ -14,7 +14,7 @@ from frontend.aborts import Aborts
 from frontend.attempts import Accepted, Attempts
 from frontend.committed import Committed
 from frontend.continuation import SoFar
-from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_delivery, point_of, point_of_span
+from frontend.demands import NO_DEMANDS, Demands, Unmet, at_delivery, point_of, point_of_span
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
 from frontend.picking import Aim, Picker
@@ -139,18 +139,18 @@ class EngineClient:
                 if so_far.made:
                     aim = replace(aim, made_by=point_of_span(so_far.spans[-1]))
                 try:
-                    picked = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
+                    member = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
                 except DemandUnmet as error:
                     if not so_far.made or demands.on_stale != "cut":
                         raise
                     yield Cut(error.facts["field"], error.message)
                     yield so_far.end("abort")
                     return
-                if picked is None:
+                if member is None:
                     yield so_far.end("abort")
                     return
                 # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
-                member, unmet, tried = picked.member, None, aim
+                unmet, tried = None, aim
                 if any_length:
                     aim = asked  # how much room there is holds for this worker alone
                 # A stream's id is used once: a worker takes the second one for a repetition of the first.
@@ -164,7 +164,7 @@ class EngineClient:
                                 yield replace(event, at=len(so_far.made)) if so_far.made else event
                                 continue
                             delta = so_far.shifted(event)
-                            unmet = self._unmet(aim, picked.floor, so_far, delta)
+                            unmet = self._unmet(aim, so_far, delta)
                             if unmet is not None:
                                 break
                             so_far.take(delta)
@@ -216,13 +216,13 @@ class EngineClient:
                 self.moves["rerun"] += 1
                 self._status.refused(member.instance_id)
 
-    def _unmet(self, aim: Aim, floor: Point | None, so_far: SoFar, delta: GenerateDelta) -> Unmet | None:
-        record = self._committed.record
-        if record is None or not aim.demands.of_versions:
+    def _unmet(self, aim: Aim, so_far: SoFar, delta: GenerateDelta) -> Unmet | None:
+        """By what is committed now."""
+        record, spans = self._committed.record, delta.spans or so_far.spans
+        if record is None or not spans or not aim.demands.of_versions:
             return None
-        return at_delivery(
-            aim.demands, floor, delta.spans or so_far.spans, point_of(record.held, aim.request.adapter)
-        )
+        floor, unknown = self._picker.floor(aim)
+        return unknown or at_delivery(aim.demands, floor, spans, point_of(record.held, aim.request.adapter))
 
     @staticmethod
     def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member]) -> bool:

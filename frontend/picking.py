@@ -67,13 +67,6 @@ class Aim:
         return given.union(self.demands.named())
 
 
-@dataclass(frozen=True, slots=True)
-class Picked:
-    member: Member
-    floor: Point | None
-    """What the aim's `min_version` names."""
-
-
 def _lacks(member: Member, aim: Aim) -> tuple[str, str] | None:
     """The field that it can't do, and why."""
     lacks = lacks_of(member.info)
@@ -135,7 +128,7 @@ class Picker:
         since: float,
         refusal: Unavailable | None = None,
         failure: EngineFailed | StaleWeights | None = None,
-    ) -> Picked:
+    ) -> Member:
         """Under the serving lease, and nothing is awaited after it was looked at. `refusal`: the last worker's word,
         which is raised where no other one is found. `failure`: of a worker that is still there; it is raised at once
         where no other one can do what is asked, open or closed, as waiting mends nothing."""
@@ -145,17 +138,17 @@ class Picker:
             await self._check_pin(aim.pinned)
         unmet: Unmet | None = None
         while True:
-            floor, unknown = await self._floor(aim)
             await self._lease.wait(since + self._bound_s(unmet))
+            await self._learn(aim.demands, aim.request.adapter)
+            if not self._lease.holds():
+                continue  # it ended meanwhile
             if failure is not None and not self._anybody(aim, since, lost):
                 raise failure
-            fit, unmet = self._fit(aim, self._able(aim, since, lost), floor)
-            if unknown is not None:
-                fit, unmet = set(), unknown
+            fit, unmet = self._fit(aim, self._able(aim, since, lost))
             if (chosen := self.router.pick(fit, aim.wish)) is not None:
                 member = self._view.member(chosen)
                 if member is not None:
-                    return Picked(member, floor)
+                    return member
             elif fit:
                 raise Overloaded(
                     f"each of {len(fit)} workers has as many requests as it takes",
@@ -241,13 +234,17 @@ class Picker:
         gone = {member.instance_id for member in lost if self.is_current(member)}
         return gone | self._unable(aim, since).keys() | self._short(aim)
 
-    def _fit(
-        self, aim: Aim, able: Mapping[str, WorkerStatus], floor: Point | None
-    ) -> tuple[set[str], Unmet | None]:
-        """Those whose weights are as demanded; if there are none, why not."""
-        record = self._committed.record
-        if record is None or not aim.demands.of_versions:
+    def _fit(self, aim: Aim, able: Mapping[str, WorkerStatus]) -> tuple[set[str], Unmet | None]:
+        """Those whose weights are as demanded; if there are none, why not. Without a record nobody can tell: it
+        is on its way, as an open worker has confirmed it."""
+        if not aim.demands.of_versions:
             return set(able), None
+        record = self._committed.record
+        if record is None:
+            return set(), None
+        floor, unknown = self.floor(aim)
+        if unknown is not None:
+            return set(), unknown
         committed, unmet, fit = point_of(record.held, aim.request.adapter), None, set()
         for key, status in able.items():
             serves = committed if record.rolling_from is None else status.serves(aim.request.adapter)
@@ -270,14 +267,21 @@ class Picker:
             demands.one_version and aim.made_by not in [point_of(state, aim.request.adapter) for state in states]
         )
 
-    async def _floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
-        """What `min_version` names, and whether that is not known."""
+    async def _learn(self, demands: Demands, adapter: str | None) -> None:
+        """What the demands are held to, where it is not known here."""
+        if demands.of_versions and self._committed.record is None:
+            await self._committed.try_read()
+        if isinstance(demands.min_version, str) and self._committed.record is not None:
+            await self._committed.learn_label(demands.min_version, adapter)
+
+    def floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
+        """What `min_version` names now, and whether that is not known."""
         asked, adapter, record = aim.demands.min_version, aim.request.adapter, self._committed.record
         if asked is None or record is None:
             return None, None
         if isinstance(asked, int):
             return Point(record.version.run, asked), None
-        found = await self._committed.sequence_of(asked, adapter)
+        found = self._committed.sequence_of(asked, adapter)
         return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
 
     def _unable(self, aim: Aim, since: float) -> Mapping[str, tuple[str, str]]:

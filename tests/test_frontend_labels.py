@@ -19,8 +19,10 @@ from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.client import RlClient
 from rl_plane.record import DecisionRecord
+from rl_plane.view import MembershipView
 from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
 from tests.test_frontend_committed import record, rolling, span
+from tests.test_frontend_lease import follow, listed, tell
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -46,15 +48,10 @@ class Stage:
 
     async def decide(self, decided: DecisionRecord) -> None:
         """And every frontend has learnt it, as a coordinator sees to."""
-        await decide(self.client.bus, self.client.subjects(), decided)
-        made = decided.adapters.keys() | {"base"}
-        await self.plane.until(lambda: self._lists(made))
-
-    async def _lists(self, names: set[str]) -> bool:
-        if not self.workers:
-            return True
-        listed = (await self.http.get("/v1/models")).json()["data"]
-        return {model["id"] for model in listed} == names
+        written = await decide(self.client.bus, self.client.subjects(), decided)
+        for frontend_id in await self.plane.until(lambda: listed(self.client)):
+            reply = await tell(self.client, frontend_id, follow(decided, written))
+            assert (reply["status"], reply["body"]) == ("ok", {"sequence": decided.sequence})
 
     async def ask(self, **body: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": "hi", "return_token_ids": True, **body})
@@ -87,6 +84,27 @@ def always(*tokens: int, base: int, **adapter: int) -> Script:
         await stream.send([*tokens], span(base, 0, len(tokens), **adapter), end=True)
 
     return script
+
+
+async def test_what_is_decided_on_a_stage_is_known_at_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the feed, nor by what a frontend reads in time: those are silent here."""
+
+    async def silent(*args: Any) -> None:
+        pass
+
+    async def script(stream: Stream) -> None:
+        await stream.send([7], span(stream.body["sequence"], 0, 1), end=True)
+
+    for name in ("_record_feed", "read_record", "keep_record"):
+        monkeypatch.setattr(MembershipView, name, silent)
+    async with staged(plane) as stage:
+        worker = await stage.worker(script, record(1))
+        for sequence in (1, 2):
+            await stage.decide(record(sequence))
+            await worker.hold(record(sequence))
+            reply = await stage.ask(min_version=sequence, on_stale="refuse")
+            assert reply.status_code == 200, reply.text
+        assert [body["sequence"] for body in worker.requests] == [1, 2]
 
 
 # ---- labels as they come ----
@@ -273,6 +291,7 @@ async def test_an_adapter_is_chosen_by_model(plane: Plane) -> None:
 
         worker = await stage.worker(script, state)
         await stage.decide(state)
+        await stage.ask()  # it knows the worker
         models = (await stage.http.get("/v1/models")).json()["data"]
         assert [(model["id"], model["parent"]) for model in models] == [
             ("base", None),

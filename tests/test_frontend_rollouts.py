@@ -16,15 +16,22 @@ import pytest
 import pytest_asyncio
 
 from frontend import committed
+from frontend.committed import Committed
 from frontend.continuation import SoFar
+from frontend.demands import Demands
 from frontend.engine_client import Event
 from frontend.fleet_status import FleetStatus
 from frontend.generation import Generation
+from frontend.lease import FrontendLease
 from frontend.plans import Plan
+from frontend.process import Frontend
 from frontend.replies import Choice
-from rl_plane.generation import AdapterSpan, GenerateDelta
-from tests.scripted_worker import Script, ScriptedWorker, Stream
-from tests.test_frontend_committed import record, rolling, span
+from rl_plane.errors import DemandUnmet
+from rl_plane.generation import AdapterSpan, GenerateDelta, GenerateRequest
+from rl_plane.record import DecisionRecord
+from rl_plane.view import MembershipView
+from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
+from tests.test_frontend_committed import record, rolling, span, version
 from tests.test_frontend_generation import (
     PROMPT,
     ask,
@@ -37,6 +44,7 @@ from tests.test_frontend_generation import (
     update,
 )
 from tests.test_frontend_labels import Stage, always, staged
+from tests.test_frontend_lease import follow, running, scripted, tell
 from worker.engines.fake import fake_token, make_fake_adapter
 from worker.staging import model_digest
 
@@ -392,8 +400,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> set[asyncio.Task[Any] | None]:
     return found
 
 
-async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) -> tuple[Spawned, asyncio.Task[Any]]:
-    """Killed before its first token of the request, while the other one is open."""
+async def lose_the_able_one(
+    plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
+) -> tuple[Spawned, asyncio.Task[Any]]:
+    """Killed before its first token of the request, while the other one is open; what waited before is forgotten."""
     lesser, more, body = NEEDS[need]
     other, able = plane.spawn(**lesser), plane.spawn(token_delay_s=60, **more)
     await ready(plane, 2)
@@ -403,6 +413,7 @@ async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) ->
     await until_running(plane, await plane.client(), able.instance_id, 1)
     await fleet.run("enable", {"workers": [other.instance_id]})
     await ask(http, max_tokens=1, nvext={"instance_id": other.instance_id})  # the frontend knows that it is open
+    waiting.clear()
     able.kill()
     return able, asking
 
@@ -411,7 +422,7 @@ async def lose_the_able_one(plane: Plane, http: httpx.AsyncClient, need: str) ->
 async def test_what_only_a_worker_can_do_that_is_away_waits_for_it(
     plane: Plane, http: httpx.AsyncClient, waiting: set[asyncio.Task[Any] | None], need: str
 ) -> None:
-    able, asking = await lose_the_able_one(plane, http, need)
+    able, asking = await lose_the_able_one(plane, http, waiting, need)
     await plane.until(lambda: waiting or asking.done())
     assert not asking.done(), asking.result().text
     waiting.clear()
@@ -454,7 +465,7 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
     monkeypatch: pytest.MonkeyPatch,
     need: str,
 ) -> None:
-    _, asking = await lose_the_able_one(plane, http, need)
+    _, asking = await lose_the_able_one(plane, http, waiting, need)
     await plane.until(lambda: waiting)
     before = set(waiting)
     monkeypatch.setattr("frontend.picking.AWAY_S", 0.0)
@@ -467,11 +478,11 @@ async def test_what_only_a_worker_could_do_that_left_long_ago_is_refused_at_once
 
 @pytest.mark.parametrize("need", NEEDS)
 async def test_what_only_a_worker_can_do_that_stays_away_is_refused_in_the_end(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, need: str
+    plane: Plane, waiting: set[asyncio.Task[Any] | None], monkeypatch: pytest.MonkeyPatch, need: str
 ) -> None:
     """Until then its caller may ask again."""
     async with frontend(plane, admission_wait_s=0.5) as http:
-        _, asking = await lose_the_able_one(plane, http, need)
+        _, asking = await lose_the_able_one(plane, http, waiting, need)
         reply = await asking
         assert (error_of(reply, 503)["code"], reply.headers["retry-after"]) == ("worker_lost", "1")
         body = {"prompt_token_ids": PROMPT, **NEEDS[need][2]}
@@ -603,6 +614,110 @@ async def test_while_an_update_rolls_those_that_have_it_get_what_demands_it(
         assert not old.requests
         pinned = {**demand, "on_stale": "refuse", "nvext": {"instance_id": old.instance_id}}
         assert (await stage.ask(**pinned)).json()["error"]["code"] == "demand_unmet"
+
+
+@pytest.mark.parametrize("demand", [{"min_version": 2}, {"min_version": "step_2"}, {"max_lag": 0}])
+async def test_a_demand_is_kept_where_a_worker_is_known_before_the_record(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, demand: dict[str, Any]
+) -> None:
+    """The record is asked for: what told it is still on its way."""
+    take, read, hears = MembershipView.take_record, Committed.try_read, asyncio.Event()
+
+    def taken(view: MembershipView, *told: Any) -> None:
+        if hears.is_set():
+            take(view, *told)
+
+    async def reading(one: Committed) -> None:
+        hears.set()
+        await read(one)
+
+    monkeypatch.setattr(MembershipView, "take_record", taken)
+    monkeypatch.setattr(Committed, "try_read", reading)
+    async with staged(plane) as stage:
+        await decide(stage.client.bus, stage.client.subjects(), rolling(record(2), record(1)))
+        old = await stage.worker(always(1, base=1), record(1))
+        error = error_of(await stage.ask(**demand, on_stale="refuse"), 503)
+        assert (error["code"], error["field"]) == ("demand_unmet", next(iter(demand)))
+        await stage.worker(always(2, base=2), record(2))
+        assert (await stage.ask(**demand)).json()["choices"][0]["token_ids"] == [2]
+        assert not old.requests
+
+
+async def ask_in_process(one: Frontend, demands: Demands) -> list[int]:
+    request = GenerateRequest(id="r", prompt="hi")
+    events = one.engines.generate(request, demands=demands)
+    return [token async for event in events if isinstance(event, GenerateDelta) for token in event.token_ids]
+
+
+async def test_a_demand_waits_for_the_record(plane: Plane, waiting: set[asyncio.Task[Any] | None]) -> None:
+    """Nobody takes the request before, whoever is open."""
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(1), 1) as worker:
+        await plane.until(lambda: one.status.admitted())
+        asking = asyncio.create_task(ask_in_process(one, Demands(min_version=1)))
+        await plane.until(lambda: waiting)
+        assert not worker.requests
+        await tell(client, one.lease.frontend_id, follow(record(1), 1))
+        assert await asking == [1]
+
+
+async def test_a_record_that_came_while_the_lease_was_waited_for_is_what_counts(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, waits, decided = FrontendLease.wait, asyncio.Event(), asyncio.Event()
+
+    async def late(lease: FrontendLease, give_up: float) -> None:
+        waits.set()
+        await decided.wait()
+        await wait(lease, give_up)
+
+    monkeypatch.setattr(FrontendLease, "wait", late)
+    client = await plane.client()
+    async with running(plane) as one, scripted(plane, record(1), 1) as worker:
+        await plane.until(lambda: one.status.admitted())
+        asking = asyncio.create_task(ask_in_process(one, Demands(min_version=2, on_stale="refuse")))
+        async with asyncio.timeout(10):
+            await waits.wait()
+        await tell(client, one.lease.frontend_id, follow(record(1), 1))
+        decided.set()
+        with pytest.raises(DemandUnmet) as caught:
+            await asking
+        assert caught.value.facts["field"] == "min_version"
+        assert not worker.requests
+
+
+RELABELLED = replace(version(2), label="step_1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "then"),
+    [
+        (1, replace(record(1, "next"), run_number=1)),
+        ("step_1", replace(record(2, "next"), run_number=1)),
+        ("step_1", replace(record(2), version=RELABELLED, made=RELABELLED)),
+    ],
+    ids=["a sequence of another run", "a label of another run", "a label that came twice"],
+)
+async def test_the_oldest_version_that_will_do_is_named_anew_at_delivery(
+    plane: Plane, asked: int | str, then: DecisionRecord
+) -> None:
+    go = asyncio.Event()
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await go.wait()
+        await stream.send([2], span(1, 0, 2), end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        async with Streaming(stage.http, min_version=asked, on_stale="cut") as stream:
+            await stream.until(lambda stream: stream.tokens == [1])
+            await stage.decide(then)
+            go.set()
+            await stream.end()
+    assert (stream.error, stream.tokens, stream.last["finish_reason"]) == (None, [1], "abort")
+    assert stream.last["cut"]["demand"] == "min_version"
 
 
 async def test_a_choice_leaves_a_worker_that_missed_an_update(
