@@ -196,8 +196,17 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
-def test_what_an_update_takes_of_memory() -> None:
-    said = printed("bench.memory", "--quick", "--only", "ipc")
+@pytest.mark.parametrize(
+    ("backend", "ways"),
+    [
+        ("gloo", ["", ", wait false"]),
+        ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
+        ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
+    ],
+)
+def test_what_an_update_takes_of_memory(backend: str, ways: list[str]) -> None:
+    pytest.importorskip({"nixl": "nixl"}.get(backend, "rl_plane"))
+    said = printed("bench.memory", "--quick", "--only", backend)
     rows = [row.split(" | ") for row in said.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["| ipc", "| ipc, layout tensors", f"| ipc{DELTA}"]
+    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in ways]
     assert {len(row) for row in rows} == {5}
