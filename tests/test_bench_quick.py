@@ -87,8 +87,8 @@ BROADCASTS = [
 ]
 
 PUBLISHED = [
-    f"publish by {name}{delta}, 2 MB"
-    for delta in ("", DELTA)
+    f"publish by {name}{way}, 2 MB"
+    for way in ("", DELTA, ", unverified")
     for name in ("ipc", "gloo", "nixl")
     if name != "nixl" or have_nixl()
 ]
