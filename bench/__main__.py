@@ -68,6 +68,8 @@ SHARED_ROUNDS, QUICK_SHARED_ROUNDS = 9, 2
 QUICK_PULLED_BYTES = 32 << 20
 PULL_ROUNDS, QUICK_PULL_ROUNDS = 8, 1
 QUICK_BROADCAST_BYTES = 64 << 20
+BROADCAST_ROUNDS = {1: 8, 2: 5, 4: 3}
+"""GiB → rounds: one of 4 GiB to three receivers takes half a minute, and half of that is staging."""
 QUICK_DELTA_BYTES = 32 << 20
 DELTA_ROUNDS, QUICK_DELTA_ROUNDS = 7, 2
 RECEIVERS = (1, 3)
@@ -171,7 +173,8 @@ async def pulls(scratch: Path, size: Size) -> list[Row]:
 
 
 async def broadcasts(scratch: Path, size: Size) -> list[Row]:
-    nbytes, rounds = size.nbytes(QUICK_BROADCAST_BYTES), QUICK_PULL_ROUNDS if size.quick else PULL_ROUNDS
+    nbytes = size.nbytes(QUICK_BROADCAST_BYTES)
+    rounds = QUICK_PULL_ROUNDS if size.quick else BROADCAST_ROUNDS[size.gib]
     found: list[Row] = []
     for receivers in RECEIVERS[:1] if size.quick else RECEIVERS:
         _say(f"broadcasts by gloo to {receivers}, {rounds} rounds …")

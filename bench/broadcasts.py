@@ -26,8 +26,8 @@ from rl_plane.versions import HostTensor, TensorSpec
 
 TENSOR_BYTES = 32 << 20
 """A matrix of a model of some billion parameters: it fills a bucket."""
-TIMEOUT_S = 120.0
-"""Of one round on a busy machine."""
+TIMEOUT_S_PER_GIB = 120.0
+"""Of one way in one round on a busy machine; for less than 1 GiB, too."""
 
 WAYS = ("bare", "lent", "received", "checked", "staged", "hashed")
 """Each bucket broadcast and waited for, and nothing else · the transport, from where the tensors lie · the transport,
@@ -53,7 +53,8 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
     tensors = [(f"layer.{number}", HostTensor(spec, one.data)) for number, one in enumerate(data)]
     manifest = Manifest(pack(((name, spec) for name, _ in tensors), GroupSender.bucket_bytes))
     times = BroadcastTimes(count * TENSOR_BYTES, receivers)
-    sender = GroupSender(timeout_s=TIMEOUT_S)
+    timeout_s = TIMEOUT_S_PER_GIB * max(1, nbytes / (1 << 30))
+    sender = GroupSender(timeout_s=timeout_s)
     with ExitStack() as stack:
         started = [stack.enter_context(_receiver()) for _ in range(receivers)]
         stack.callback(lambda: [one.stdin.close() for one in started if one.stdin])
@@ -65,11 +66,16 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
 
         sender.form(init)
         stack.callback(sender.destroy)
-        place: dict[str, Any] = {"master_port": sender.port, "world_size": 1 + receivers}
+        place: dict[str, Any] = {
+            "master_port": sender.port,
+            "world_size": 1 + receivers,
+            "timeout_s": timeout_s,
+        }
         for number, one in enumerate(started):
             _tell(one, {**place, "rank": 1 + number})
         bare = _bare_group(rank=0, **place)
-        whole = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in manifest.buckets]
+        whole = [torch.from_numpy(one) for one in data]  # each fills its bucket
+        assert [one.nbytes for one in whole] == [bucket.nbytes for bucket in manifest.buckets]
 
         def sent(way: str) -> None:
             if way == "hashed":
@@ -130,10 +136,10 @@ def _heard(one: subprocess.Popen[str]) -> str:
     return said
 
 
-def _bare_group(rank: int, master_port: int, world_size: int) -> Any:
+def _bare_group(rank: int, master_port: int, world_size: int, timeout_s: float) -> Any:
     import torch.distributed as dist
 
-    bound = timedelta(seconds=TIMEOUT_S)
+    bound = timedelta(seconds=timeout_s)
     store = dist.TCPStore("127.0.0.1", master_port, None, False, bound, wait_for_workers=False)
     return dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, world_size, bound)
 

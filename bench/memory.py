@@ -31,11 +31,25 @@ UPDATES = 3
 """Of which the largest peak counts: some buffers are made once and stay. The first one loads libraries, too."""
 DELTA = ", a delta"
 """Of versions of which 1 % of the elements have changed, anywhere."""
+OVERLAPPED = ", wait false"
+"""The next step changes the tensors as soon as they are read."""
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
-    "ipc": {"": {}, ", layout tensors": {"options": {"layout": "tensors"}}, DELTA: {"encoding": "auto"}},
-    "nixl": {"": {}, ", keep_copy false": {"options": {"keep_copy": False}}},
+    "gloo": {"": {}, OVERLAPPED: {"wait": False}},
+    "ipc": {
+        "": {},
+        OVERLAPPED: {"wait": False},
+        ", layout tensors": {"options": {"layout": "tensors"}},
+        DELTA: {"encoding": "auto"},
+    },
+    "nixl": {
+        "": {},
+        OVERLAPPED: {"wait": False},
+        ", keep_copy false": {"options": {"keep_copy": False}},
+        f", keep_copy false{OVERLAPPED}": {"options": {"keep_copy": False}, "wait": False},
+        DELTA: {"encoding": "auto"},
+    },
 }
-"""With which options of the publisher a transport is measured."""
+"""With which options of the publisher, and of its `publish`, a transport is measured."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
 
 
@@ -61,7 +75,9 @@ def _status(pid: int | str, field: str) -> int:
 
 
 def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
-    """(trainer's, worker's) bytes beyond what they had. `more`: options of the publisher."""
+    """(trainer's, worker's) bytes beyond what they had. `more`: options of the publisher, and `wait`, of `publish`."""
+    wait = more.get("wait", True)
+    more = {name: value for name, value in more.items() if name != "wait"}
     weights = trained(model)
     if "layout" in more.get("options", {}):
         for tensor in weights.values():
@@ -94,12 +110,19 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
         )
         stack.enter_context(closing(publisher))
 
-        def published(version: str) -> int:
-            """How many bytes."""
+        def step() -> None:
             for flat, where in places:
                 flat[where] ^= 1
-            return publisher.publish(version).progress.of_nbytes
 
+        def published(version: str) -> int:
+            """How many bytes."""
+            publication = publisher.publish(version, wait=wait)
+            publication.wait_read()
+            step()
+            publication.result()
+            return publication.progress.of_nbytes
+
+        step()  # what is served already would be neither swapped nor kept
         processes: tuple[int | str, ...] = ("self", started.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
         deltas = "encoding" in more

@@ -6,17 +6,20 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from bench.memory import DELTA, some_places, trained
-from bench.peers import peers, start_peer
+from bench.peers import peers, start_peer, unhashed
+from bench.stored import UNVERIFIED
 from rl_plane.nats_server import NatsServer
-from rl_plane.publish import WeightPublisher
+from rl_plane.publish import WeightPublisher, packing
 from rl_plane.publish.publisher import Encoding
 
 
@@ -26,7 +29,7 @@ class PublishedTimes:
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Backend, with or without DELTA → of `publish`, from its call to the version that is served."""
+    """Backend, with DELTA, UNVERIFIED or neither → of `publish`, from its call to the version that is served."""
     copies: dict[str, list[float]] = field(default_factory=dict)
     """The same → of a copy just before."""
 
@@ -38,13 +41,35 @@ async def measure_published(model: Path, backends: Sequence[str], rounds: int) -
 def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTimes:
     weights = trained(model)
     times = PublishedTimes(sum(tensor.nbytes for tensor in weights.values()))
+    for verify in (True, False):
+        _measure_into(times, model, weights, backends, rounds, verify)
+    return times
+
+
+def _measure_into(
+    times: PublishedTimes,
+    model: Path,
+    weights: Mapping[str, Any],
+    backends: Sequence[str],
+    rounds: int,
+    verify: bool,
+) -> None:
+    """`verify` False: neither the worker nor this trainer hashes a tensor, for which the product has no switch."""
     namespace = f"published{secrets.token_hex(2)}"
     with ExitStack() as stack:
+        if not verify:
+            stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
         server = NatsServer()
         server.start()
         stack.callback(server.stop)
         started = start_peer(
-            "workers", nats_url=server.url, namespace=namespace, model=str(model), copies=1, engine="hf"
+            "workers",
+            nats_url=server.url,
+            namespace=namespace,
+            model=str(model),
+            copies=1,
+            engine="hf",
+            verify=verify,
         )
         stack.enter_context(peers([started]))
 
@@ -55,8 +80,10 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
         def publish(by: WeightPublisher, what: str, number: int) -> None:
             copied = _copy(times.nbytes)
             start = time.perf_counter()
-            by.publish(f"{what} {number}")
+            publication = by.publish(f"{what} {number}")
             took = time.perf_counter() - start
+            (worker,) = publication.result()["workers"]
+            assert worker["swap_s"], "not only its name has changed"
             if number >= 0:
                 times.seconds.setdefault(what, []).append(took)
                 times.copies.setdefault(what, []).append(copied)
@@ -64,7 +91,11 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
         publishers = {name: publisher(name, "full") for name in backends}
         for number in range(-1, rounds):  # the first one makes buffers and groups
             for name, by in publishers.items():
-                publish(by, name, number)
+                for tensor in weights.values():  # a step: what is served already would not be swapped
+                    tensor.neg_()
+                publish(by, name if verify else name + UNVERIFIED, number)
+        if not verify:
+            return  # deltas find what they change by its digest
         places = some_places(weights)
         for name in backends:  # one after another: what follows somebody else's version goes whole
             by = publisher(name, "auto")
@@ -72,7 +103,6 @@ def _measure(model: Path, backends: Sequence[str], rounds: int) -> PublishedTime
                 for flat, where in places:
                     flat[where] ^= 1
                 publish(by, name + DELTA, number)
-    return times
 
 
 def _copy(nbytes: int) -> float:

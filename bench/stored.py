@@ -11,17 +11,19 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import nats
 
 from bench.fanout import JOIN_TIMEOUT_S
-from bench.peers import NO_DIGEST, peers, start_peer
+from bench.peers import peers, start_peer, unhashed
 from bench.phases import phases_seen
 from rl_plane.buffers import fresh
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.client import RlClient
 from rl_plane.manifest import Manifest, pack
 from rl_plane.nats_server import NatsServer
+from rl_plane.publish import packing
 from rl_plane.publish.object_store import ObjectStoreSender
 from rl_plane.publish.packing import fill
 from rl_plane.safetensors_file import READ_BYTES
@@ -77,15 +79,15 @@ async def _prepared(client: RlClient, transport: Mapping[str, Any]) -> float:
     return sum(one.end - one.start for one in seen if one.phase == "prepare")
 
 
-def _publish(sender: ObjectStoreSender, directory: Path, hashes: bool) -> tuple[dict[str, Any], float]:
+def _publish(sender: ObjectStoreSender, directory: Path) -> tuple[dict[str, Any], float]:
     checkpoint = open_checkpoint(directory)
     start = time.perf_counter()
     try:
         manifest = Manifest(pack(checkpoint.specs.items()))
         transport, digests = sender.open(manifest), dict[str, str]()
-        for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests if hashes else None):
+        for number in fill(manifest, checkpoint.tensors(), sender.buffer, digests):
             sender.send(number)
-        sender.finish(digests if hashes else dict.fromkeys(manifest.specs, NO_DIGEST))
+        sender.finish(digests)
     finally:
         checkpoint.close()
     return transport, time.perf_counter() - start
@@ -118,6 +120,8 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
     for verify in (True, False):
         namespace = f"stored{secrets.token_hex(2)}"
         async with AsyncExitStack() as stack:
+            if not verify:
+                stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
             server = NatsServer()
             server.start()
             stack.callback(server.stop)
@@ -143,7 +147,7 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
                 await asyncio.to_thread(plain_read, files[number % 2])  # from here on it is cached
                 found.add("plain", await asyncio.to_thread(plain_read, files[number % 2]))
                 found.add("file", await _prepared(client, path))
-                transport, took = await asyncio.to_thread(_publish, sender, model, verify)
+                transport, took = await asyncio.to_thread(_publish, sender, model)
                 found.add("publish", took)
                 found.add("object", await _prepared(client, transport))
                 put, get = await _nats_py(server.url, some)

@@ -87,8 +87,8 @@ BROADCASTS = [
 ]
 
 PUBLISHED = [
-    f"publish by {name}{delta}, 2 MB"
-    for delta in ("", DELTA)
+    f"publish by {name}{way}, 2 MB"
+    for way in ("", DELTA, ", unverified")
     for name in ("ipc", "gloo", "nixl")
     if name != "nixl" or have_nixl()
 ]
@@ -196,8 +196,17 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     ]
 
 
-def test_what_an_update_takes_of_memory() -> None:
-    said = printed("bench.memory", "--quick", "--only", "ipc")
+@pytest.mark.parametrize(
+    ("backend", "ways"),
+    [
+        ("gloo", ["", ", wait false"]),
+        ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
+        ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
+    ],
+)
+def test_what_an_update_takes_of_memory(backend: str, ways: list[str]) -> None:
+    pytest.importorskip({"nixl": "nixl"}.get(backend, "rl_plane"))
+    said = printed("bench.memory", "--quick", "--only", backend)
     rows = [row.split(" | ") for row in said.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["| ipc", "| ipc, layout tensors", f"| ipc{DELTA}"]
+    assert [row[0] for row in rows] == [f"| {backend}{way}" for way in ways]
     assert {len(row) for row in rows} == {5}
