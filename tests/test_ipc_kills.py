@@ -201,4 +201,4 @@ async def test_who_is_lost_in_the_middle(case: Case, bench: Bench) -> None:
         await bench.replace(case)
     await bench.plane.until(bench.nothing_left)
     await bench.all_take_the_next()
-    assert bench.nothing_left()
+    await bench.plane.until(bench.nothing_left)  # a worker closes what it has copied beside its answer
