@@ -259,7 +259,7 @@ class Generation:
         if record is None or demands.max_lag is None or not spans:
             return None
         adapter = spans[0].adapter.name if spans[0].adapter is not None else None
-        unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
+        unmet = at_delivery(demands, spans, point_of(record.held, adapter))
         if unmet is None:
             return None
         if plan.demands.on_stale != "cut":

@@ -686,19 +686,14 @@ async def test_a_record_that_came_while_the_lease_was_waited_for_is_what_counts(
         assert not worker.requests
 
 
-RELABELLED = replace(version(2), label="step_1")
+def in_next_run(decided: DecisionRecord) -> DecisionRecord:
+    return replace(decided, run_number=1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "then"),
-    [
-        (1, replace(record(1, "next"), run_number=1)),
-        ("step_1", replace(record(2, "next"), run_number=1)),
-        ("step_1", replace(record(2), version=RELABELLED, made=RELABELLED)),
-    ],
-    ids=["a sequence of another run", "a label of another run", "a label that came twice"],
+    ("asked", "then"), [(1, in_next_run(record(1, "next"))), ("step_1", in_next_run(record(2, "next")))]
 )
-async def test_the_oldest_version_that_will_do_is_named_anew_at_delivery(
+async def test_tokens_of_an_earlier_run_are_never_new_enough(
     plane: Plane, asked: int | str, then: DecisionRecord
 ) -> None:
     go = asyncio.Event()
@@ -718,6 +713,37 @@ async def test_the_oldest_version_that_will_do_is_named_anew_at_delivery(
             await stream.end()
     assert (stream.error, stream.tokens, stream.last["finish_reason"]) == (None, [1], "abort")
     assert stream.last["cut"]["demand"] == "min_version"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_choice_with_tokens_keeps_what_a_label_was_that_came_again(plane: Plane, fails: bool) -> None:
+    """Also where another worker goes on with it. Whoever asks later means the later one."""
+    go, again = asyncio.Event(), replace(version(2), label="step_1")
+    then = rolling(replace(record(2), version=again, made=again), record(1))
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await go.wait()
+        if fails:
+            await stream.send([0], logprob=math.nan)
+        else:
+            await stream.send([2, 3], span(1, 0, 3), end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"min_version": "step_1", "max_tokens": 3, "migrate": True, "on_stale": "cut"}
+        async with Streaming(stage.http, **body) as stream:
+            await stream.until(lambda stream: stream.tokens == [1])
+            await stage.decide(then)
+            later = await stage.ask(min_version="step_1", on_stale="refuse")
+            assert "min_version is sequence 2" in error_of(later, 503)["message"]
+            if fails:
+                await stage.worker(rest(1), record(1))
+            go.set()
+            await stream.end()
+    assert (stream.error, stream.last["finish_reason"], "cut" in stream.last) == (None, "length", False)
+    assert [(made["sequence"], made["end"]) for made in stream.spans] == [(1, 3)]
 
 
 async def test_a_choice_leaves_a_worker_that_missed_an_update(
