@@ -943,9 +943,18 @@ async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
     await until_running(plane, client, worker.instance_id, 0)
 
 
+NO_LONGER_KEPT = [
+    ({"max_lag": 0}, record(2)),
+    ({"min_version": 1}, in_next_run(record(2, "next"))),
+    ({"min_version": "step_1"}, in_next_run(record(2, "next"))),
+]
+"""Demands that tokens of the first version keep, and what is decided while they wait for whoever reads them."""
+
+
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
-async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str
+async def test_a_choice_that_waited_for_the_others_is_held_to_its_demand_too(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
     """One ends under the first version, the other waits, and is made by the second: they are delivered together."""
     go, ended = asyncio.Event(), asyncio.Event()
@@ -961,23 +970,23 @@ async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
             await stream.send([1], span(1, 0, 1), end=True)
         else:
             await go.wait()
-            await stream.send([2], span(2, 0, 1), end=True)
+            await stream.send([2], span(2, 0, 1, then.version.run), end=True)
 
     monkeypatch.setattr(Choice, "take", taken)
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        asking = asyncio.create_task(stage.ask(n=2, max_lag=0, on_stale=on_stale))
+        asking = asyncio.create_task(stage.ask(n=2, on_stale=on_stale, **demand))
         async with asyncio.timeout(10):
             await ended.wait()
         await plane.until(lambda: len(worker.requests) == 2)
-        await stage.decide(record(2))
-        await worker.hold(record(2))
+        await stage.decide(then)
+        await worker.hold(then)
         go.set()
         reply = (await asking).json()
     if on_stale == "cut":
         first, second = reply["choices"]
-        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", "max_lag")
+        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", next(iter(demand)))
         assert (second["finish_reason"], "cut" in second) == ("length", False)
     else:
         assert (reply["error"]["code"], reply["error"]["index"]) == ("demand_unmet", 0)
@@ -986,9 +995,10 @@ async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
     assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
 
 
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
     """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
     taken: list[int] = []
@@ -1017,11 +1027,11 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "max_lag": 0, "on_stale": "cut"}
+        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
         asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
         await plane.until(lambda: taken == [1, 1])
         (generation,) = generations
-        await stage.decide(record(2))
+        await stage.decide(then)
         await plane.until(lambda: generation._committed.sequence == 2)
         decided.set()
         async with asyncio.timeout(10):
@@ -1034,7 +1044,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
         )
         assert len(choices) == 2
         for choice in choices:
-            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", "max_lag")
+            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", next(iter(demand)))
             assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
             assert choice["prompt_token_ids"] == PROMPT
         assert generation._engines.moves["cut"] == len(choices)
