@@ -131,9 +131,13 @@ class Unmet:
         return DemandUnmet(self.message, field=self.demand, retry_after_s=1.0)
 
 
-def not_known(label: str, adapter: str | None) -> Unmet:
+def not_known(label: str, adapter: str | None, unread: bool) -> Unmet:
+    """`unread`: the history could not be read."""
     of = "the base" if adapter is None else f"the base or {adapter[:64]!r}"
-    words = f"no version {label[:64]!r} of {of} is known: it is none of the last {KEEP} updates'"
+    words = f"no version {label[:64]!r} of {of} is known"
+    if unread:
+        return Unmet("min_version", f"{words}, and the history of older ones could not be read")
+    words += f": it is none of the last {KEEP} updates'"
     return Unmet("min_version", f"{words}; an older one is named by its sequence")
 
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from frontend.committed import Committed
+from frontend.committed import LABELS_INTERVAL_S, Committed
 from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
@@ -162,7 +162,9 @@ class Picker:
                 raise failure or (
                     unmet.error() if unmet is not None else refusal or self._nobody(aim, since, lost)
                 )
-            await self._status.wait_changed(left)
+            # That the history can be read again, nobody tells.
+            unread = unmet is not None and self._committed.labels_unread
+            await self._status.wait_changed(min(left, LABELS_INTERVAL_S) if unread else left)
 
     def with_room(
         self, aim: Aim, short: Member, lost: Sequence[Member], since: float, prompt: int | None, made: int
@@ -245,7 +247,7 @@ class Picker:
         adapter = aim.request.adapter
         demands = self.by_sequence(aim.demands, adapter)
         if isinstance(demands.min_version, str):
-            return set(), not_known(demands.min_version, adapter)
+            return set(), not_known(demands.min_version, adapter, self._committed.labels_unread)
         committed, unmet, fit = point_of(record.held, adapter), None, set()
         for key, status in able.items():
             serves = committed if record.rolling_from is None else status.serves(adapter)

@@ -26,8 +26,9 @@ from frontend.lease import FrontendLease
 from frontend.plans import Plan
 from frontend.process import Frontend
 from frontend.replies import Choice
-from rl_plane.errors import DemandUnmet
+from rl_plane.errors import BusUnreachable, DemandUnmet
 from rl_plane.generation import AdapterSpan, GenerateDelta, GenerateRequest
+from rl_plane.history import UpdateEntry, read_history
 from rl_plane.record import DecisionRecord
 from rl_plane.view import MembershipView
 from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
@@ -854,6 +855,37 @@ async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Pla
         assert (await http.post("/v1/completions", json={**refusing, "min_version": "step_1"})).status_code == 200
         unknown = await http.post("/v1/completions", json={**refusing, "min_version": "step_4"})
         assert "no version 'step_4'" in error_of(unknown, 503)["message"]
+
+
+async def test_a_history_that_could_not_be_read_is_read_again_for_who_waits(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fleet where nothing changes. Who does not wait is told no more than what is known."""
+    plane.spawn()
+    for seed in (1, 2):
+        await update(plane, seed)
+    failed, go = asyncio.Event(), asyncio.Event()
+
+    async def reading(*args: Any) -> list[UpdateEntry]:
+        if not go.is_set():
+            failed.set()
+            raise BusUnreachable("nobody answers")
+        return await read_history(*args)
+
+    monkeypatch.setattr(committed, "read_history", reading)
+    async with frontend(plane) as http:
+        await ask(http)
+        monkeypatch.setattr(FleetStatus, "wake", lambda status: None)
+        asking = asyncio.create_task(ask(http, min_version="step_1"))
+        async with asyncio.timeout(10):
+            await failed.wait()
+        refusing = {"prompt": "hi", "min_version": "step_1", "on_stale": "refuse"}
+        error = error_of(await http.post("/v1/completions", json=refusing), 503)
+        assert (error["code"], error["field"]) == ("demand_unmet", "min_version")
+        assert "could not be read" in error["message"]
+        assert "none of the last" not in error["message"]
+        go.set()
+        assert (await asking)["choices"]
 
 
 async def test_a_label_means_the_base_or_the_requests_own_adapter(plane: Plane) -> None:
