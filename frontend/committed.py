@@ -229,6 +229,8 @@ class Committed:
 
     def __init__(self, view: MembershipView) -> None:
         self.history = History()
+        self.labels_unread = False
+        """The history could not be read when a label was last looked for there."""
         self._labels = LabelsOfRun()
         self._labels_read_at = -math.inf
         self._reading_labels: asyncio.Task[None] | None = None
@@ -288,7 +290,9 @@ class Committed:
             entries = await read_history(self._view.bus, self._view.subjects.state)
         except PlaneError as error:
             log.warning("the history could not be read: %s", error)
+            self.labels_unread = True
             return
+        self.labels_unread = False
         for entry in reversed(entries):
             target = entry.target or {}
             if entry.version is not None and self.record is not None and target.get("op") != "unload":

@@ -131,47 +131,47 @@ class Unmet:
         return DemandUnmet(self.message, field=self.demand, retry_after_s=1.0)
 
 
-def not_known(label: str, adapter: str | None) -> Unmet:
+def not_known(label: str, adapter: str | None, unread: bool) -> Unmet:
+    """`unread`: the history could not be read."""
     of = "the base" if adapter is None else f"the base or {adapter[:64]!r}"
-    words = f"no version {label[:64]!r} of {of} is known: it is none of the last {KEEP} updates'"
+    words = f"no version {label[:64]!r} of {of} is known"
+    if unread:
+        return Unmet("min_version", f"{words}, and the history of older ones could not be read")
+    words += f": it is none of the last {KEEP} updates'"
     return Unmet("min_version", f"{words}; an older one is named by its sequence")
 
 
-def at_admission(
-    demands: Demands, floor: Point | None, serves: Point, committed: Point, made_by: Point | None = None
-) -> Unmet | None:
-    """May a worker that serves this version make the next token? `floor`: what `min_version` names. `made_by`: what
-    made the tokens so far, of other workers."""
+def at_admission(demands: Demands, serves: Point, committed: Point, made_by: Point | None = None) -> Unmet | None:
+    """May a worker that serves this version make the next token? `made_by`: what made the tokens so far, of other
+    workers. A label in `min_version` was named by its sequence before."""
+    oldest = demands.min_version
+    assert not isinstance(oldest, str), "a label orders nothing"
     if demands.one_version and made_by is not None and serves != made_by:
         return Unmet("one_version", f"{serves} is served, and the tokens so far were made by {made_by}")
-    if floor is not None and not _reaches(serves, floor):
-        return Unmet("min_version", f"{serves} is served, and min_version is {floor}")
+    if oldest is not None and serves.run != committed.run:
+        return Unmet("min_version", f"{serves} is of another run")
+    if oldest is not None and serves.sequence < oldest:
+        return Unmet("min_version", f"{serves} is served, and min_version is sequence {oldest}")
     lag = _lag(serves, committed)
     if demands.max_lag is not None and (lag is None or lag > demands.max_lag):
         return Unmet("max_lag", f"{serves} is served, {committed} is committed, and max_lag is {demands.max_lag}")
     return None
 
 
-def at_delivery(
-    demands: Demands, floor: Point | None, spans: Sequence[VersionSpan], committed: Point
-) -> Unmet | None:
-    """May all of these tokens of one choice be delivered?"""
+def at_delivery(demands: Demands, spans: Sequence[VersionSpan], committed: Point) -> Unmet | None:
+    """May all of these tokens of one choice be delivered? Likewise."""
     if demands.one_version and len(spans) > 1:
         one, other = (point_of_span(span) or UNKNOWN for span in spans[:2])
         return Unmet("one_version", f"tokens from {spans[1].start} on were made by {other}, those before by {one}")
     for span in spans:
         point, unmet = point_of_span(span), None
         if point is not None:
-            unmet = at_admission(demands, floor, point, committed)
+            unmet = at_admission(demands, point, committed)
         elif demands.of_versions:
             unmet = Unmet(demands.named()[0], "the weights that made them are unknown")
         if unmet is not None:
             return Unmet(unmet.demand, f"tokens from {span.start} on: {unmet.message}")
     return None
-
-
-def _reaches(one: Point, floor: Point) -> bool:
-    return one.run == floor.run and one.sequence >= floor.sequence
 
 
 def _lag(one: Point, committed: Point) -> int | None:

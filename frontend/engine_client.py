@@ -130,14 +130,14 @@ class EngineClient:
         so_far = SoFar(request)
         wish = Wish(session, beginnings_of(request) if pinned is None else None)
         aim = asked = Aim(request, pinned, demands, wish, any_length=any_length)
-        since = loop.time()
+        held_to, since = demands, loop.time()
         lost: list[Member] = []
         refusal: Unavailable | None = None
         failure: EngineFailed | StaleWeights | None = None
         with self.aborts.of(*names_of(request.id)) as ending:
             for attempt in itertools.count():
                 if so_far.made:
-                    aim = replace(aim, made_by=point_of_span(so_far.spans[-1]))
+                    aim = replace(aim, made_by=point_of_span(so_far.spans[-1]), demands=held_to)
                 try:
                     member = await ending.unless_aborted(self._picker.pick(aim, lost, since, refusal, failure))
                 except DemandUnmet as error:
@@ -151,6 +151,7 @@ class EngineClient:
                     return
                 # Nothing is awaited from here until the request is sent: the lease and the record hold for it.
                 unmet, tried = None, aim
+                held_to = self._picker.by_sequence(aim.demands, request.adapter)  # for good, once there are tokens
                 if any_length:
                     aim = asked  # how much room there is holds for this worker alone
                 # A stream's id is used once: a worker takes the second one for a repetition of the first.
@@ -164,7 +165,7 @@ class EngineClient:
                                 yield replace(event, at=len(so_far.made)) if so_far.made else event
                                 continue
                             delta = so_far.shifted(event)
-                            unmet = self._unmet(aim, so_far, delta)
+                            unmet = self._unmet(held_to, so_far, delta)
                             if unmet is not None:
                                 break
                             so_far.take(delta)
@@ -216,13 +217,12 @@ class EngineClient:
                 self.moves["rerun"] += 1
                 self._status.refused(member.instance_id)
 
-    def _unmet(self, aim: Aim, so_far: SoFar, delta: GenerateDelta) -> Unmet | None:
+    def _unmet(self, demands: Demands, so_far: SoFar, delta: GenerateDelta) -> Unmet | None:
         """By what is committed now."""
         record, spans = self._committed.record, delta.spans or so_far.spans
-        if record is None or not spans or not aim.demands.of_versions:
+        if record is None or not spans or not demands.of_versions:
             return None
-        floor, unknown = self._picker.floor(aim)
-        return unknown or at_delivery(aim.demands, floor, spans, point_of(record.held, aim.request.adapter))
+        return at_delivery(demands, spans, point_of(record.held, so_far.request.adapter))
 
     @staticmethod
     def _may_go_on(aim: Aim, so_far: SoFar, lost: list[Member]) -> bool:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from frontend.caller_ids import CallerIds
 from frontend.committed import Committed
 from frontend.continuation import SoFar
-from frontend.demands import Demands, at_delivery, point_of
+from frontend.demands import at_delivery, point_of
 from frontend.engine_client import Cut, EngineClient, Event
 from frontend.http import json_response, make_app, read_json, to_json
 from frontend.native import SglangBody, VllmBody, plan_sglang, plan_vllm
@@ -235,7 +235,7 @@ class Generation:
                 async with aclosing(run) as events:
                     async for index, event in events:
                         self._take(choices[index], event)
-                self._check_lag(plan, choices)
+                self._check_again(plan, choices)
             except PlaneError as error:
                 _add_partial(error, choices)
                 raise
@@ -246,20 +246,22 @@ class Generation:
         if isinstance(event, Cut):
             self._engines.moves["cut"] += 1
 
-    def _check_lag(self, plan: Plan, choices: list[Choice]) -> None:
+    def _check_again(self, plan: Plan, choices: list[Choice]) -> None:
         """At delivery: a choice that ended first has waited for the others, and updates may have passed meanwhile."""
         for choice in choices:
-            if choice.cut is None and (cut := self._cut_by_lag(plan, choice.index, choice.labelled())):
+            if choice.cut is None and (cut := self._cut_by_now(plan, choice.index, choice.labelled())):
                 self._take(choice, cut)
                 choice.take(GenerateDelta(token_ids=[], finish_reason="abort"))
 
-    def _cut_by_lag(self, plan: Plan, index: int, spans: list[VersionSpan]) -> Cut | None:
+    def _cut_by_now(self, plan: Plan, index: int, spans: list[VersionSpan]) -> Cut | None:
         """Why a choice with tokens of these weights ends, if they are too old by now; or an error."""
-        record, demands = self._committed.record, Demands(max_lag=plan.demands.max_lag)
-        if record is None or demands.max_lag is None or not spans:
+        record, demands = self._committed.record, plan.demands
+        if record is None or not demands.of_versions or not spans:
             return None
+        if isinstance(demands.min_version, str):
+            demands = replace(demands, min_version=0)  # its sequence was kept: only the run may be another by now
         adapter = spans[0].adapter.name if spans[0].adapter is not None else None
-        unmet = at_delivery(demands, None, spans, point_of(record.held, adapter))
+        unmet = at_delivery(demands, spans, point_of(record.held, adapter))
         if unmet is None:
             return None
         if plan.demands.on_stale != "cut":
@@ -372,7 +374,7 @@ class Generation:
 
     async def _choices(self, plan: Plan) -> AsyncGenerator[tuple[int, Event], None]:
         """Each in a task of its own: one alone needs none, nor the queue between. What has waited there for a slow
-        reader is held to its lag again."""
+        reader is held to its demands again."""
         queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(EVENTS_QUEUE)
 
         async def one(index: int) -> None:
@@ -399,9 +401,9 @@ class Generation:
                 if event is None:
                     left.remove(index)
                     continue
-                if plan.demands.max_lag is not None and isinstance(event, GenerateDelta) and event.token_ids:
+                if plan.demands.of_versions and isinstance(event, GenerateDelta) and event.token_ids:
                     spans[index] = event.spans or spans.get(index, [])
-                    if cut := self._cut_by_lag(plan, index, spans[index]):
+                    if cut := self._cut_by_now(plan, index, spans[index]):
                         left.remove(index)
                         tasks[index].cancel()
                         yield index, cut

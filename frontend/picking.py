@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from frontend.committed import Committed
+from frontend.committed import LABELS_INTERVAL_S, Committed
 from frontend.demands import NO_DEMANDS, Demands, Point, Unmet, at_admission, not_known, point_of
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.lease import FrontendLease
@@ -162,7 +162,9 @@ class Picker:
                 raise failure or (
                     unmet.error() if unmet is not None else refusal or self._nobody(aim, since, lost)
                 )
-            await self._status.wait_changed(left)
+            # That the history can be read again, nobody tells.
+            unread = unmet is not None and self._committed.labels_unread
+            await self._status.wait_changed(min(left, LABELS_INTERVAL_S) if unread else left)
 
     def with_room(
         self, aim: Aim, short: Member, lost: Sequence[Member], since: float, prompt: int | None, made: int
@@ -242,15 +244,16 @@ class Picker:
         record = self._committed.record
         if record is None:
             return set(), None
-        floor, unknown = self.floor(aim)
-        if unknown is not None:
-            return set(), unknown
-        committed, unmet, fit = point_of(record.held, aim.request.adapter), None, set()
+        adapter = aim.request.adapter
+        demands = self.by_sequence(aim.demands, adapter)
+        if isinstance(demands.min_version, str):
+            return set(), not_known(demands.min_version, adapter, self._committed.labels_unread)
+        committed, unmet, fit = point_of(record.held, adapter), None, set()
         for key, status in able.items():
-            serves = committed if record.rolling_from is None else status.serves(aim.request.adapter)
+            serves = committed if record.rolling_from is None else status.serves(adapter)
             found = None
             if serves is not None:
-                found = at_admission(aim.demands, floor, serves, committed, aim.made_by)
+                found = at_admission(demands, serves, committed, aim.made_by)
             if found is None:
                 fit.add(key)
             unmet = found or unmet
@@ -274,15 +277,11 @@ class Picker:
         if isinstance(demands.min_version, str) and self._committed.record is not None:
             await self._committed.learn_label(demands.min_version, adapter)
 
-    def floor(self, aim: Aim) -> tuple[Point | None, Unmet | None]:
-        """What `min_version` names now, and whether that is not known."""
-        asked, adapter, record = aim.demands.min_version, aim.request.adapter, self._committed.record
-        if asked is None or record is None:
-            return None, None
-        if isinstance(asked, int):
-            return Point(record.version.run, asked), None
-        found = self._committed.sequence_of(asked, adapter)
-        return (Point(record.version.run, found), None) if found is not None else (None, not_known(asked, adapter))
+    def by_sequence(self, demands: Demands, adapter: str | None) -> Demands:
+        """With the sequence that a label in `min_version` has now, if that is known."""
+        label = demands.min_version
+        found = self._committed.sequence_of(label, adapter) if isinstance(label, str) else None
+        return demands if found is None else replace(demands, min_version=found)
 
     def _unable(self, aim: Aim, since: float) -> Mapping[str, tuple[str, str]]:
         """instance id → the field that it can't do, and why. Unsupported if nobody can who is there or may be

@@ -111,23 +111,21 @@ NOW = Point("r", 5)
 
 
 @pytest.mark.parametrize(
-    ("demands", "floor", "serves", "unmet"),
+    ("demands", "serves", "unmet"),
     [
-        (Demands(), None, Point("r", 1), None),
-        (Demands(min_version=5), Point("r", 5), NOW, None),
-        (Demands(min_version=5), Point("r", 5), Point("r", 4), "min_version"),
-        (Demands(min_version=6), Point("r", 6), NOW, "min_version"),
-        (Demands(min_version=3), Point("q", 3), NOW, "min_version"),
-        (Demands(max_lag=0), None, NOW, None),
-        (Demands(max_lag=0), None, Point("r", 4), "max_lag"),
-        (Demands(max_lag=1), None, Point("r", 4), None),
-        (Demands(max_lag=9), None, Point("q", 5), "max_lag"),
+        (Demands(), Point("r", 1), None),
+        (Demands(min_version=5), NOW, None),
+        (Demands(min_version=5), Point("r", 4), "min_version"),
+        (Demands(min_version=6), NOW, "min_version"),
+        (Demands(min_version=3), Point("q", 5), "min_version"),
+        (Demands(max_lag=0), NOW, None),
+        (Demands(max_lag=0), Point("r", 4), "max_lag"),
+        (Demands(max_lag=1), Point("r", 4), None),
+        (Demands(max_lag=9), Point("q", 5), "max_lag"),
     ],
 )
-def test_who_may_make_the_first_token(
-    demands: Demands, floor: Point | None, serves: Point, unmet: str | None
-) -> None:
-    found = at_admission(demands, floor, serves, NOW)
+def test_who_may_make_the_first_token(demands: Demands, serves: Point, unmet: str | None) -> None:
+    found = at_admission(demands, serves, NOW)
     assert (found.demand if found else None) == unmet
 
 
@@ -142,7 +140,7 @@ def test_who_may_make_the_first_token(
     ],
 )
 def test_who_may_go_on(demands: Demands, made_by: Point | None, unmet: str | None) -> None:
-    found = at_admission(demands, None, NOW, NOW, made_by)
+    found = at_admission(demands, NOW, NOW, made_by)
     assert (found.demand if found else None) == unmet
 
 
@@ -150,27 +148,26 @@ def test_who_may_go_on(demands: Demands, made_by: Point | None, unmet: str | Non
 
 
 @pytest.mark.parametrize(
-    ("demands", "floor", "spans", "unmet"),
+    ("demands", "spans", "unmet"),
     [
-        (Demands(one_version=True), None, [span(4, 0, 9)], None),
-        (Demands(one_version=True), None, [span(4, 0, 9), span(5, 9, 10)], "one_version"),
-        (Demands(one_version=True), None, [span(4, 0, 9, a=4), span(4, 9, 10, a=5)], "one_version"),
-        (Demands(max_lag=1), None, [span(4, 0, 9), span(5, 9, 10)], None),
-        (Demands(max_lag=1), None, [span(3, 0, 9), span(5, 9, 10)], "max_lag"),
-        (Demands(max_lag=0), None, [span(2, 0, 9, a=5)], None),
-        (Demands(min_version=4), Point("r", 4), [span(4, 0, 9), span(5, 9, 10)], None),
-        (Demands(min_version=4), Point("r", 4), [span(3, 0, 9), span(5, 9, 10)], "min_version"),
-        (Demands(max_lag=0, one_version=True), None, [], None),
-        (Demands(one_version=True), None, unwitnessed(9), "one_version"),
-        (Demands(max_lag=9), None, unwitnessed(9), "max_lag"),
-        (Demands(min_version=0), Point("r", 0), unwitnessed(9), "min_version"),
-        (Demands(), None, unwitnessed(9), None),
+        (Demands(one_version=True), [span(4, 0, 9)], None),
+        (Demands(one_version=True), [span(4, 0, 9), span(5, 9, 10)], "one_version"),
+        (Demands(one_version=True), [span(4, 0, 9, a=4), span(4, 9, 10, a=5)], "one_version"),
+        (Demands(max_lag=1), [span(4, 0, 9), span(5, 9, 10)], None),
+        (Demands(max_lag=1), [span(3, 0, 9), span(5, 9, 10)], "max_lag"),
+        (Demands(max_lag=0), [span(2, 0, 9, a=5)], None),
+        (Demands(min_version=4), [span(4, 0, 9), span(5, 9, 10)], None),
+        (Demands(min_version=4), [span(3, 0, 9), span(5, 9, 10)], "min_version"),
+        (Demands(min_version=4), [span(5, 0, 9, "q")], "min_version"),
+        (Demands(max_lag=0, one_version=True), [], None),
+        (Demands(one_version=True), unwitnessed(9), "one_version"),
+        (Demands(max_lag=9), unwitnessed(9), "max_lag"),
+        (Demands(min_version=0), unwitnessed(9), "min_version"),
+        (Demands(), unwitnessed(9), None),
     ],
 )
-def test_what_may_be_delivered(
-    demands: Demands, floor: Point | None, spans: list[VersionSpan], unmet: str | None
-) -> None:
-    found = at_delivery(demands, floor, spans, NOW)
+def test_what_may_be_delivered(demands: Demands, spans: list[VersionSpan], unmet: str | None) -> None:
+    found = at_delivery(demands, spans, NOW)
     assert (found.demand if found else None) == unmet
     if found is not None:
         assert (found.error().http_status, found.error().facts["field"]) == (503, unmet)

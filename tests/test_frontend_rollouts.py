@@ -26,8 +26,9 @@ from frontend.lease import FrontendLease
 from frontend.plans import Plan
 from frontend.process import Frontend
 from frontend.replies import Choice
-from rl_plane.errors import DemandUnmet
+from rl_plane.errors import BusUnreachable, DemandUnmet
 from rl_plane.generation import AdapterSpan, GenerateDelta, GenerateRequest
+from rl_plane.history import UpdateEntry, read_history
 from rl_plane.record import DecisionRecord
 from rl_plane.view import MembershipView
 from tests.scripted_worker import Script, ScriptedWorker, Stream, decide
@@ -686,19 +687,14 @@ async def test_a_record_that_came_while_the_lease_was_waited_for_is_what_counts(
         assert not worker.requests
 
 
-RELABELLED = replace(version(2), label="step_1")
+def in_next_run(decided: DecisionRecord) -> DecisionRecord:
+    return replace(decided, run_number=1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "then"),
-    [
-        (1, replace(record(1, "next"), run_number=1)),
-        ("step_1", replace(record(2, "next"), run_number=1)),
-        ("step_1", replace(record(2), version=RELABELLED, made=RELABELLED)),
-    ],
-    ids=["a sequence of another run", "a label of another run", "a label that came twice"],
+    ("asked", "then"), [(1, in_next_run(record(1, "next"))), ("step_1", in_next_run(record(2, "next")))]
 )
-async def test_the_oldest_version_that_will_do_is_named_anew_at_delivery(
+async def test_tokens_of_an_earlier_run_are_never_new_enough(
     plane: Plane, asked: int | str, then: DecisionRecord
 ) -> None:
     go = asyncio.Event()
@@ -718,6 +714,37 @@ async def test_the_oldest_version_that_will_do_is_named_anew_at_delivery(
             await stream.end()
     assert (stream.error, stream.tokens, stream.last["finish_reason"]) == (None, [1], "abort")
     assert stream.last["cut"]["demand"] == "min_version"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_choice_with_tokens_keeps_what_a_label_was_that_came_again(plane: Plane, fails: bool) -> None:
+    """Also where another worker goes on with it. Whoever asks later means the later one."""
+    go, again = asyncio.Event(), replace(version(2), label="step_1")
+    then = rolling(replace(record(2), version=again, made=again), record(1))
+
+    async def script(stream: Stream) -> None:
+        await stream.send([1], span(1, 0, 1))
+        await go.wait()
+        if fails:
+            await stream.send([0], logprob=math.nan)
+        else:
+            await stream.send([2, 3], span(1, 0, 3), end=True)
+
+    async with staged(plane) as stage:
+        await stage.worker(script, record(1))
+        await stage.decide(record(1))
+        body = {"min_version": "step_1", "max_tokens": 3, "migrate": True, "on_stale": "cut"}
+        async with Streaming(stage.http, **body) as stream:
+            await stream.until(lambda stream: stream.tokens == [1])
+            await stage.decide(then)
+            later = await stage.ask(min_version="step_1", on_stale="refuse")
+            assert "min_version is sequence 2" in error_of(later, 503)["message"]
+            if fails:
+                await stage.worker(rest(1), record(1))
+            go.set()
+            await stream.end()
+    assert (stream.error, stream.last["finish_reason"], "cut" in stream.last) == (None, "length", False)
+    assert [(made["sequence"], made["end"]) for made in stream.spans] == [(1, 3)]
 
 
 async def test_a_choice_leaves_a_worker_that_missed_an_update(
@@ -830,6 +857,37 @@ async def test_a_frontend_that_began_later_knows_the_labels_before_it(plane: Pla
         assert "no version 'step_4'" in error_of(unknown, 503)["message"]
 
 
+async def test_a_history_that_could_not_be_read_is_read_again_for_who_waits(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fleet where nothing changes. Who does not wait is told no more than what is known."""
+    plane.spawn()
+    for seed in (1, 2):
+        await update(plane, seed)
+    failed, go = asyncio.Event(), asyncio.Event()
+
+    async def reading(*args: Any) -> list[UpdateEntry]:
+        if not go.is_set():
+            failed.set()
+            raise BusUnreachable("nobody answers")
+        return await read_history(*args)
+
+    monkeypatch.setattr(committed, "read_history", reading)
+    async with frontend(plane) as http:
+        await ask(http)
+        monkeypatch.setattr(FleetStatus, "wake", lambda status: None)
+        asking = asyncio.create_task(ask(http, min_version="step_1"))
+        async with asyncio.timeout(10):
+            await failed.wait()
+        refusing = {"prompt": "hi", "min_version": "step_1", "on_stale": "refuse"}
+        error = error_of(await http.post("/v1/completions", json=refusing), 503)
+        assert (error["code"], error["field"]) == ("demand_unmet", "min_version")
+        assert "could not be read" in error["message"]
+        assert "none of the last" not in error["message"]
+        go.set()
+        assert (await asking)["choices"]
+
+
 async def test_a_label_means_the_base_or_the_requests_own_adapter(plane: Plane) -> None:
     """Also where a frontend has it of the history."""
     plane.spawn()
@@ -917,9 +975,18 @@ async def test_a_choice_that_breaks_its_demand_is_cut_or_ends_with_an_error(
     await until_running(plane, client, worker.instance_id, 0)
 
 
+NO_LONGER_KEPT = [
+    ({"max_lag": 0}, record(2)),
+    ({"min_version": 1}, in_next_run(record(2, "next"))),
+    ({"min_version": "step_1"}, in_next_run(record(2, "next"))),
+]
+"""Demands that tokens of the first version keep, and what is decided while they wait for whoever reads them."""
+
+
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("on_stale", ["wait", "refuse", "cut"])
-async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str
+async def test_a_choice_that_waited_for_the_others_is_held_to_its_demand_too(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, on_stale: str, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
     """One ends under the first version, the other waits, and is made by the second: they are delivered together."""
     go, ended = asyncio.Event(), asyncio.Event()
@@ -935,23 +1002,23 @@ async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
             await stream.send([1], span(1, 0, 1), end=True)
         else:
             await go.wait()
-            await stream.send([2], span(2, 0, 1), end=True)
+            await stream.send([2], span(2, 0, 1, then.version.run), end=True)
 
     monkeypatch.setattr(Choice, "take", taken)
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        asking = asyncio.create_task(stage.ask(n=2, max_lag=0, on_stale=on_stale))
+        asking = asyncio.create_task(stage.ask(n=2, on_stale=on_stale, **demand))
         async with asyncio.timeout(10):
             await ended.wait()
         await plane.until(lambda: len(worker.requests) == 2)
-        await stage.decide(record(2))
-        await worker.hold(record(2))
+        await stage.decide(then)
+        await worker.hold(then)
         go.set()
         reply = (await asking).json()
     if on_stale == "cut":
         first, second = reply["choices"]
-        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", "max_lag")
+        assert (first["finish_reason"], first["cut"]["demand"]) == ("abort", next(iter(demand)))
         assert (second["finish_reason"], "cut" in second) == ("length", False)
     else:
         assert (reply["error"]["code"], reply["error"]["index"]) == ("demand_unmet", 0)
@@ -960,9 +1027,10 @@ async def test_a_choice_that_waited_for_the_others_is_held_to_its_lag_too(
     assert [one["token_ids"] for one in (first, second)] == [[1], [2]]
 
 
+@pytest.mark.parametrize(("demand", "then"), NO_LONGER_KEPT)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_prompt(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, stream: bool, demand: dict[str, Any], then: DecisionRecord
 ) -> None:
     """A slow reader: when it takes the first tokens, they are too old, and what follows was cut already."""
     taken: list[int] = []
@@ -991,11 +1059,11 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
     async with staged(plane) as stage:
         worker = await stage.worker(script, record(1))
         await stage.decide(record(1))
-        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "max_lag": 0, "on_stale": "cut"}
+        body = {"prompt": None, "prompt_token_ids": PROMPT, "n": 2, "on_stale": "cut", **demand}
         asking = asyncio.create_task(stage.ask(**body, stream=stream, logprobs=1))
         await plane.until(lambda: taken == [1, 1])
         (generation,) = generations
-        await stage.decide(record(2))
+        await stage.decide(then)
         await plane.until(lambda: generation._committed.sequence == 2)
         decided.set()
         async with asyncio.timeout(10):
@@ -1008,7 +1076,7 @@ async def test_a_choice_that_is_cut_before_its_reader_had_its_tokens_has_its_pro
         )
         assert len(choices) == 2
         for choice in choices:
-            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", "max_lag")
+            assert (choice["finish_reason"], choice["cut"]["demand"]) == ("abort", next(iter(demand)))
             assert (choice["token_ids"], choice["weight_versions"]) == ([], [])
             assert choice["prompt_token_ids"] == PROMPT
         assert generation._engines.moves["cut"] == len(choices)
