@@ -932,6 +932,81 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
 
 
+class Lost(Gathering):
+    """Once nothing can be sent any more, it can't be gathered either."""
+
+    def __init__(self, path: Path, error: BaseException) -> None:
+        super().__init__(path)
+        self.error = error
+        self.lost = False
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            for pair in taken.tensors:
+                if self.lost:
+                    raise self.error
+                yield pair
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("a rank is gone"), OSError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+async def test_a_gather_that_breaks_off_after_a_failure_ends_the_publication(
+    error: BaseException, told: type[BaseException], plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it: not the trainer, which has raised, nor its `close`, nor the next version."""
+    plane.spawn()
+    source = Lost(plane.model(1), error)
+
+    class Full(FilesystemSender):
+        def send(self, number: int) -> None:
+            if source.error is error:
+                source.lost = True
+                raise OSError("no space left")
+            super().send(number)
+
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Full(root_of(plane)))
+    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane), bucket_bytes=1)
+
+    def publish() -> None:
+        with pytest.raises(told):
+            publisher.publish("one")
+
+    await asyncio.to_thread(publish)
+    one = publisher._previous
+    assert one is not None
+    await plane.until(lambda: one.done, BOUND_S)
+    assert 0 < source.taken < len(tensors_in(plane.model(1)))
+    source.error, source.lost = RuntimeError(), False
+    assert (await asyncio.to_thread(publisher.publish, "two")).result()["version"]["sequence"] == 1
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -> None:
+    plane.spawn()
+
+    class Open(DirectorySource):
+        def take(self) -> Taken:
+            taken = super().take()
+
+            def close() -> None:
+                taken.close()
+                raise RuntimeError("it stays open")
+
+            return Taken(taken.specs, taken.tensors, None, close)
+
+    publisher = WeightPublisher(Open(plane.model(1)), await plane.fleet(), root=root_of(plane))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(RuntimeError, match="stays open"):
+            await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
+    await asyncio.to_thread(publisher.close)
+
+
 @pytest.mark.timeout(RANKS_S + 60)
 async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
     """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rl_plane.errors import (
@@ -103,12 +104,20 @@ class Attempt:
         except BaseException as error:
             self._error = error
             if self._source.collective and taken is not None:
-                drain(taken.tensors)
+                self._do_too(partial(drain, taken.tensors))
         finally:
             if taken is not None:
-                taken.close()
+                self._do_too(taken.close)
             if not self._lent and not self._joins:  # else they are read until the end
                 self._publication.tensors_were_read()
+
+    def _do_too(self, act: Callable[[], object]) -> None:
+        """What fails after a failure tells less than that, but for Ctrl-C."""
+        try:
+            act()
+        except BaseException as error:
+            if self._error is None or not isinstance(error, Exception):
+                self._error = error
 
     def _send(self, taken: Taken) -> None:
         publication = self._publication
