@@ -610,6 +610,36 @@ async def test_receivers_that_fail_end_the_sending(
     assert await served(plane) == {("initial", model_digest(plane.model()), 0)}
 
 
+@pytest.mark.parametrize("fails", ["close", "state"])
+async def test_the_fleets_error_is_told_whatever_fails_after_it(
+    fails: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    run = BlockingFleet.run
+
+    class Stuck(FilesystemSender):
+        def close(self) -> None:
+            super().close()
+            if fails == "close":
+                raise RuntimeError("can't start new thread")
+
+    def refusing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "update_weights":
+            raise Conflict("refused")
+        if op == "state" and fails == "state":
+            raise OSError("the connection broke")
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Stuck(root_of(plane)))
+    monkeypatch.setattr(BlockingFleet, "run", refusing)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(Conflict, match="refused"):
+            await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
+    await asyncio.to_thread(publisher.close)
+
+
 class Noted(FilesystemSender):
     """Tells when it goes."""
 
