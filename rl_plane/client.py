@@ -353,6 +353,7 @@ class RlClient:
         scatter = await self._gather.scatter(targets, heard)
         stop = view.listen(_follow(self._gather, scatter, members))
         try:
+            self._catch_up(view, scatter, members)  # it has sent for some time, in a large fleet
             for attempt in range(1 + retries):
                 if attempt:
                     for index in scatter.unanswered:
@@ -375,10 +376,17 @@ class RlClient:
             await view.barrier()
         except BusUnreachable:
             return
+        self._catch_up(view, scatter, members)
+
+    def _catch_up(self, view: MembershipView, scatter: Scatter, members: Sequence[Member]) -> None:
+        """With what has changed since the members were read, as `_follow` does with what changes."""
         for index in scatter.unanswered:
-            now = view.member(members[index].instance_id)
-            if now is None or now.incarnation != members[index].incarnation:
+            member = members[index]
+            now = view.member(member.instance_id)
+            if now is None or now.incarnation != member.incarnation:
                 scatter.left(index)
+            elif now.revision != member.revision:
+                self._gather.start(scatter.send(index))
 
 
 def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:
