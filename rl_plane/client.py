@@ -140,12 +140,19 @@ class RlClient:
     async def watch(self, component: str | None = None) -> AsyncIterator[Changed]:
         """Every join, leave and death from now on."""
         queue: asyncio.Queue[Changed] = asyncio.Queue(WATCH_QUEUE)
-        stop = (await self.view(component)).listen(queue.put_nowait)
+        missed = False
+
+        def changed(change: Changed) -> None:
+            nonlocal missed
+            missed = missed or queue.full()
+            if not missed:
+                queue.put_nowait(change)
+
+        stop = (await self.view(component)).listen(changed)
         try:
-            while True:
-                if queue.full():
-                    raise BusUnreachable(f"this watcher is {WATCH_QUEUE} changes behind: watch again")
+            while not missed:
                 yield await queue.get()
+            raise BusUnreachable(f"this watcher is {WATCH_QUEUE} changes behind: watch again")
         finally:
             stop()
 

@@ -193,6 +193,27 @@ async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: 
         await asyncio.wait_for(all_of(slow), 5)
 
 
+async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a fleet of that size is told by the change that it misses."""
+    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 1)
+    client, other = await plane.client(), await plane.client()
+    slow = client.watch()
+    first = asyncio.ensure_future(anext(slow))
+    await asyncio.sleep(0)
+    await register(other)
+    await asyncio.wait_for(first, 10)
+    (view,) = client._views.values()
+    later: list[Changed] = []
+    view.listen(later.append)
+    waiting = asyncio.create_task(client.wait_for(4, 10))
+    for _ in range(3):
+        await register(other)
+    assert len(await waiting) == 4
+    assert len([change for change in later if change.before is None]) == 3
+    with pytest.raises(BusUnreachable, match="1 changes behind"):
+        await asyncio.wait_for(all_of(slow), 5)
+
+
 class Deaf:
     """A member that answers its n-th message only."""
 
