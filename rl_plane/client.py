@@ -140,12 +140,19 @@ class RlClient:
     async def watch(self, component: str | None = None) -> AsyncIterator[Changed]:
         """Every join, leave and death from now on."""
         queue: asyncio.Queue[Changed] = asyncio.Queue(WATCH_QUEUE)
-        stop = (await self.view(component)).listen(queue.put_nowait)
+        missed = False
+
+        def changed(change: Changed) -> None:
+            nonlocal missed
+            missed = missed or queue.full()
+            if not missed:
+                queue.put_nowait(change)
+
+        stop = (await self.view(component)).listen(changed)
         try:
-            while True:
-                if queue.full():
-                    raise BusUnreachable(f"this watcher is {WATCH_QUEUE} changes behind: watch again")
+            while not missed:
                 yield await queue.get()
+            raise BusUnreachable(f"this watcher is {WATCH_QUEUE} changes behind: watch again")
         finally:
             stop()
 
@@ -353,6 +360,7 @@ class RlClient:
         scatter = await self._gather.scatter(targets, heard)
         stop = view.listen(_follow(self._gather, scatter, members))
         try:
+            self._catch_up(view, scatter, members)  # it has sent for some time, in a large fleet
             for attempt in range(1 + retries):
                 if attempt:
                     for index in scatter.unanswered:
@@ -375,10 +383,17 @@ class RlClient:
             await view.barrier()
         except BusUnreachable:
             return
+        self._catch_up(view, scatter, members)
+
+    def _catch_up(self, view: MembershipView, scatter: Scatter, members: Sequence[Member]) -> None:
+        """With what has changed since the members were read, as `_follow` does with what changes."""
         for index in scatter.unanswered:
-            now = view.member(members[index].instance_id)
-            if now is None or now.incarnation != members[index].incarnation:
+            member = members[index]
+            now = view.member(member.instance_id)
+            if now is None or now.incarnation != member.incarnation:
                 scatter.left(index)
+            elif now.revision != member.revision:
+                self._gather.start(scatter.send(index))
 
 
 def _follow(gather: Gather, scatter: Scatter, members: Sequence[Member]) -> Any:

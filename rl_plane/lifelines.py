@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_plane.errors import InvalidRequest, Unavailable
+from rl_plane.forks import not_for_children
 from rl_plane.group_place import FORM_AGAIN, MAX_WORLD_SIZE, Place
 
 CONNECT_TIMEOUT_S = 5.0
@@ -52,6 +53,7 @@ class Lifelines:
         self._selector = selectors.DefaultSelector()
         for one in (listener, *lines):
             if one is not None:
+                not_for_children.add(one)
                 self._selector.register(one, selectors.EVENT_READ, "its trainer" if one in lines else None)
 
     @classmethod
@@ -118,6 +120,7 @@ class Lifelines:
         except OSError:  # it has gone again, or there are no descriptors left
             time.sleep(ACCEPT_AGAIN_S)
             return
+        not_for_children.add(line)
         self._lines.append(line)
         self._strangers[line] = time.monotonic() + HELLO_S
         self._selector.register(line, selectors.EVENT_READ)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
 from collections.abc import Coroutine, Sequence
@@ -246,7 +247,10 @@ class SyncRlClient:
             raise _closed() from error
         try:
             give_up = time.monotonic() + bound_s
-            while not finished.wait(min(SIGNAL_S, max(0.0, give_up - time.monotonic()))):
+            # One that comes while it is closed may not even begin: then the thread's end tells.
+            while (
+                not finished.wait(min(SIGNAL_S, max(0.0, give_up - time.monotonic()))) and self._thread.is_alive()
+            ):
                 if time.monotonic() >= give_up:
                     raise DeadlineExceeded(f"{what} did not end within {bound_s:g} s")
         except BaseException:
@@ -254,7 +258,9 @@ class SyncRlClient:
                 self._loop.call_soon_threadsafe(cancel)
             finished.wait(CANCEL_S)
             raise
-        if result.cancelled():
+        if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+            work.close()
+        if result.cancelled() or not result.done():
             raise _closed()
         return result.result()
 

@@ -90,7 +90,7 @@ class MembershipView:
         return self._core.members.get(instance_id)
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls it with every change, from now on; the result ends that."""
+        """Calls it with every change, from now on; the result ends that. It must not raise: others would miss it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 

@@ -16,7 +16,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender, ensure_group
 from rl_plane.publish.packing import fill
 from rl_plane.versions import HostTensor
-from tests.told_process import ToldProcess
+from tests.told_process import ToldProcess, forked
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -95,6 +95,8 @@ async def _serve(url: str, namespace: str, component: str, timeout_s: float, sta
             return {**told, "manifest": update.manifest.to_wire()}
         if what == "close":
             return sender.close()
+        if what == "fork":
+            return forked()
         assert update is not None
         if what == "send":
             return await asyncio.to_thread(update.send, argument)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from rl_plane.errors import PlaneError
 from rl_plane.manifest import Manifest
 from rl_plane.publish.ipc import IpcSender, Layout
 from rl_plane.publish.packing import Place, fill
+from tests.told_process import forked
 from tests.zygote import fork_module
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def publish(
 
     def hold(number: int) -> None:
         if number in holds:
-            _say(at=number, child=_forked() if child else None)
+            _say(at=number, child=forked() if child else None)
             sys.stdin.readline()
 
     def buffer(number: int) -> Place:
@@ -132,14 +131,6 @@ def _shared(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         .share_memory_()
         for name, one in checkpoint.tensors()
     }
-
-
-def _forked() -> int:
-    """A child that lives until it is killed, as a data loader's may."""
-    pid = os.fork()
-    while pid == 0:
-        signal.pause()
-    return pid
 
 
 def _say(**what: Any) -> None:

@@ -17,6 +17,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
 from tests.conftest import stop_process
+from tests.told_process import forked
 from tests.zygote import fork_module
 
 BOUND_S = 60.0
@@ -103,6 +104,8 @@ def main() -> None:
                 case "keep":
                     sender.keep(**what)
                     _say(registrations=registrations)
+                case "fork":
+                    _say(child=forked())
 
 
 def _say(**what: Any) -> None:

@@ -334,6 +334,22 @@ async def test_in_the_middle_of_a_bucket(plane: Plane) -> None:
     assert await all_serve(client, "two")
 
 
+async def test_a_trainers_child_that_outlives_it_holds_up_nobody(plane: Plane) -> None:
+    """A data loader's, say, forked when the group was formed."""
+    client = await plane.client()
+    model, other = models(plane)
+    ids = plane.spawn_copies(2, model=model)
+    with contextlib.ExitStack() as ends, Trainer(plane, timeout_s=LONG_S) as trainer:
+        await Pushing(client, trainer).prepare(other, "two")
+        await trainer.do("send", 1)
+        ends.callback(os.kill, await trainer.do("fork"), signal.SIGKILL)
+        trainer.kill()
+        async with asyncio.timeout(SETTLE_S):
+            with pytest.raises(UpdateAborted, match=OF_A_DEATH):
+                await client.run("complete_weights_update")
+        await _is_as_before(client, ids, "initial")
+
+
 async def test_a_worker_that_stands_still(plane: Plane) -> None:
     """Nothing tells but time."""
     client = await plane.client()

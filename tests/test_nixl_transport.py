@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import signal
 import socket
@@ -652,10 +653,13 @@ TCP = "os.environ['UCX_TLS'] = 'tcp'\n"
 
 
 @needs_nixl
-@pytest.mark.parametrize("flight", ["between reads", "in a read"])
+@pytest.mark.parametrize(
+    ("flight", "forks"), [("between reads", False), ("in a read", False), ("in a read", True)]
+)
 async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
-    plane: Plane, trainer: Callable[..., Trainer], flight: str
+    plane: Plane, trainer: Callable[..., Trainer], flight: str, forks: bool, request: pytest.FixtureRequest
 ) -> None:
+    """`forks`: a child, a data loader's, say, that outlives it."""
     in_flight = flight == "in a read"
     patch, at, go, flying = _held_at(plane, 2, TCP if in_flight else "")
     source, client = trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), await plane.client()
@@ -663,6 +667,9 @@ async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
     transport = await source.offers(plane.model(1))
     task = asyncio.create_task(client.run("update_weights", update_of(transport, "one")))
     await plane.until(at.exists, HEAL_S)
+    if forks:
+        child = (await source.does(do="fork"))["child"]
+        request.addfinalizer(lambda: os.kill(child, signal.SIGKILL))
     if in_flight:
         source.stop()
         go.touch()

@@ -13,6 +13,7 @@ import pytest
 
 import rl_plane.bus
 import rl_plane.client
+import rl_plane.fanout
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     BusUnreachable,
@@ -26,7 +27,7 @@ from rl_plane.errors import (
     WorkerLost,
 )
 from rl_plane.membership import Changed, Member
-from rl_plane.subjects import MEMBER_PREFIX
+from rl_plane.subjects import MEMBER_PREFIX, Entry
 from rl_plane.wire import Reply, decode, encode
 
 if TYPE_CHECKING:
@@ -192,6 +193,27 @@ async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: 
         await asyncio.wait_for(all_of(slow), 5)
 
 
+async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a fleet of that size is told by the change that it misses."""
+    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 1)
+    client, other = await plane.client(), await plane.client()
+    slow = client.watch()
+    first = asyncio.ensure_future(anext(slow))
+    await asyncio.sleep(0)
+    await register(other)
+    await asyncio.wait_for(first, 10)
+    (view,) = client._views.values()
+    later: list[Changed] = []
+    view.listen(later.append)
+    waiting = asyncio.create_task(client.wait_for(4, 10))
+    for _ in range(3):
+        await register(other)
+    assert len(await waiting) == 4
+    assert len([change for change in later if change.before is None]) == 3
+    with pytest.raises(BusUnreachable, match="1 changes behind"):
+        await asyncio.wait_for(all_of(slow), 5)
+
+
 class Deaf:
     """A member that answers its n-th message only."""
 
@@ -229,6 +251,31 @@ async def test_retries_ask_only_who_has_not_answered_and_keep_the_id(plane: Plan
     out = await client.call_all("state", workers=[slow], timeout_s=0.2, retries=1)
     assert isinstance(out.rows[0].error, DeadlineExceeded)
     assert len(deaf.heard) == 4
+
+
+@pytest.mark.parametrize("change", ["it has died", "it has lost its connection"])
+async def test_what_changes_while_a_large_fan_out_is_sent_is_not_missed(
+    change: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of who has died no answer is awaited; who may have missed the request is asked again."""
+    monkeypatch.setattr(rl_plane.fanout, "YIELD_EVERY", 1)
+    client, server = await plane.client(), await plane.client()
+    died, instance_id = change == "it has died", await register(client)
+    deaf = Deaf(server, instance_id, 2)
+    await deaf.start()
+    await client.wait_for(1, 5)
+    view = await client.view()
+    member = view.member(instance_id)
+    assert member is not None
+
+    def told() -> None:
+        entry = Entry(MEMBER_PREFIX + instance_id, None if died else member.to_record(), view.snapshot().epoch + 1)
+        view._carry_out(view._core.feed(entry))
+
+    asyncio.get_running_loop().call_soon(told)  # in the loop's next turn: when one was sent
+    async with asyncio.timeout(10):
+        (row,) = (await client.call_all("state", timeout_s=300)).rows
+    assert isinstance(row.error, WorkerLost) if died else row.body == {"n": 2}
 
 
 async def test_a_reply_that_cannot_be_read_is_that_workers_error(plane: Plane) -> None:

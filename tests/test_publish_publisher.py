@@ -610,6 +610,36 @@ async def test_receivers_that_fail_end_the_sending(
     assert await served(plane) == {("initial", model_digest(plane.model()), 0)}
 
 
+@pytest.mark.parametrize("fails", ["close", "state"])
+async def test_the_fleets_error_is_told_whatever_fails_after_it(
+    fails: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.spawn()
+    run = BlockingFleet.run
+
+    class Stuck(FilesystemSender):
+        def close(self) -> None:
+            super().close()
+            if fails == "close":
+                raise RuntimeError("can't start new thread")
+
+    def refusing(self: BlockingFleet, op: str, body: dict[str, Any], request_id: str = "") -> dict[str, Any]:
+        if op == "update_weights":
+            raise Conflict("refused")
+        if op == "state" and fails == "state":
+            raise OSError("the connection broke")
+        return run(self, op, body, request_id)
+
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Stuck(root_of(plane)))
+    monkeypatch.setattr(BlockingFleet, "run", refusing)
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(Conflict, match="refused"):
+            await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
+    await asyncio.to_thread(publisher.close)
+
+
 class Noted(FilesystemSender):
     """Tells when it goes."""
 
@@ -930,6 +960,81 @@ async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) 
     with pytest.raises(InvalidRequest):
         await asyncio.to_thread(publish, "")
     assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
+
+
+class Lost(Gathering):
+    """Once nothing can be sent any more, it can't be gathered either."""
+
+    def __init__(self, path: Path, error: BaseException) -> None:
+        super().__init__(path)
+        self.error = error
+        self.lost = False
+
+    def take(self) -> Taken:
+        taken = super().take()
+
+        def tensors() -> Iterator[Any]:
+            for pair in taken.tensors:
+                if self.lost:
+                    raise self.error
+                yield pair
+
+        return Taken(taken.specs, tensors(), None, taken.close)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("a rank is gone"), OSError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+async def test_a_gather_that_breaks_off_after_a_failure_ends_the_publication(
+    error: BaseException, told: type[BaseException], plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for it: not the trainer, which has raised, nor its `close`, nor the next version."""
+    plane.spawn()
+    source = Lost(plane.model(1), error)
+
+    class Full(FilesystemSender):
+        def send(self, number: int) -> None:
+            if source.error is error:
+                source.lost = True
+                raise OSError("no space left")
+            super().send(number)
+
+    monkeypatch.setattr(ways, "make_sender", lambda name, around: Full(root_of(plane)))
+    publisher = WeightPublisher(source, await plane.fleet(), root=root_of(plane), bucket_bytes=1)
+
+    def publish() -> None:
+        with pytest.raises(told):
+            publisher.publish("one")
+
+    await asyncio.to_thread(publish)
+    one = publisher._previous
+    assert one is not None
+    await plane.until(lambda: one.done, BOUND_S)
+    assert 0 < source.taken < len(tensors_in(plane.model(1)))
+    source.error, source.lost = RuntimeError(), False
+    assert (await asyncio.to_thread(publisher.publish, "two")).result()["version"]["sequence"] == 1
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -> None:
+    plane.spawn()
+
+    class Open(DirectorySource):
+        def take(self) -> Taken:
+            taken = super().take()
+
+            def close() -> None:
+                taken.close()
+                raise RuntimeError("it stays open")
+
+            return Taken(taken.specs, taken.tensors, None, close)
+
+    publisher = WeightPublisher(Open(plane.model(1)), await plane.fleet(), root=root_of(plane))
+    async with asyncio.timeout(BOUND_S):
+        with pytest.raises(RuntimeError, match="stays open"):
+            await publisher.publish_async("one")
+    assert {label for label, _, _ in await served(plane)} == {"initial"}
+    await asyncio.to_thread(publisher.close)
 
 
 @pytest.mark.timeout(RANKS_S + 60)

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
 from worker.engines.fake import make_fake_model
 
 WORKERS = 2
+BOUND_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,34 @@ def test_close_ends_what_waits_and_again_does_nothing(nats_url: str) -> None:
     with pytest.raises(BusUnreachable, match="has been closed"):
         fleet.state()
     assert threading.active_count() <= before
+
+
+def test_a_call_that_comes_while_it_is_closed_ends(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is handed to the loop when that is about to stop, and never begins."""
+    fleet = SyncRlClient.connect(nats_url)
+    hand_over = fleet._loop.call_soon_threadsafe
+    stopping, handed_over = threading.Event(), threading.Event()
+    closing = threading.Thread(target=fleet.close)
+
+    def handing_over(call: Callable[..., object], *arguments: Any) -> None:
+        if call == fleet._loop.stop:
+            hand_over(call)
+            stopping.set()
+            assert handed_over.wait(BOUND_S)
+        elif threading.current_thread() is threading.main_thread():
+            closing.start()
+            assert stopping.wait(BOUND_S)
+            fleet._thread.join(BOUND_S)
+            hand_over(call, *arguments)
+            handed_over.set()
+        else:
+            hand_over(call, *arguments)
+
+    monkeypatch.setattr(fleet._loop, "call_soon_threadsafe", handing_over)
+    with pytest.raises(BusUnreachable, match="has been closed"):
+        fleet.list_workers()
+    closing.join(BOUND_S)
+    assert fleet._loop.is_closed()
 
 
 def test_nobody_there() -> None:

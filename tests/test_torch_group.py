@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.group import GroupSender
 from rl_plane.torch_group import CHUNK_BYTES, Group, import_torch
 from rl_plane.versions import TensorSpec
+from tests.told_process import forked
 from worker.transports.base import Places
 from worker.transports.group import GlooTransport
 
@@ -107,6 +109,24 @@ def test_a_rank_says_once_who_it_is() -> None:
     watching.join(BOUND_S)
     assert why == ["rank 1 is gone"]
     trainer.close()
+
+
+@pytest.mark.parametrize("ends", ["its trainer", "rank 1"])
+def test_a_lifeline_ends_with_its_process_and_not_with_a_child_of_it(ends: str) -> None:
+    trainer = Lifelines.of_trainer("127.0.0.1")
+    rank = Lifelines.of_rank(replace(PLACE, lifeline_port=trainer.port))
+    assert rank is not None
+    assert trainer.watch("g", lambda: trainer._ranks) == ""
+    child = forked()
+    try:
+        ending, staying = (rank, trainer) if ends == "rank 1" else (trainer, rank)
+        ending.close()  # as the kernel does, for this process
+        until = time.monotonic() + BOUND_S
+        assert staying.watch("g", lambda: time.monotonic() > until) == f"{ends} is gone"
+        staying.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -58,6 +60,14 @@ class ToldProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def forked() -> int:
+    """A child that lives until it is killed, as a data loader's may."""
+    pid = os.fork()
+    while pid == 0:
+        signal.pause()
+    return pid
 
 
 def serve(do: Callable[[str, Any], Any]) -> None:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rl_plane.errors import (
@@ -103,12 +104,20 @@ class Attempt:
         except BaseException as error:
             self._error = error
             if self._source.collective and taken is not None:
-                drain(taken.tensors)
+                self._do_too(partial(drain, taken.tensors))
         finally:
             if taken is not None:
-                taken.close()
+                self._do_too(taken.close)
             if not self._lent and not self._joins:  # else they are read until the end
                 self._publication.tensors_were_read()
+
+    def _do_too(self, act: Callable[[], object]) -> None:
+        """What fails after a failure tells less than that, but for Ctrl-C."""
+        try:
+            act()
+        except BaseException as error:
+            if self._error is None or not isinstance(error, Exception):
+                self._error = error
 
     def _send(self, taken: Taken) -> None:
         publication = self._publication
@@ -226,9 +235,16 @@ class Attempt:
             raise
         finally:
             if self._sender is not None:
-                self._sender.close()  # ends the update, if it still runs
+                self._close(self._sender)  # ends the update, if it still runs
             if self._update is not None:
                 self._update.exception()
+
+    def _close(self, sender: Sender) -> None:
+        """What fails now changes nothing of the outcome, which is still to be told."""
+        try:
+            sender.close()
+        except Exception:
+            log.exception("the sender of %s does not close", self._publication.version)
 
     def _withdraw(self) -> None:
         """Nobody is to wait for what does not come any more, or to complete what was called a failure. Where it was
@@ -245,7 +261,8 @@ class Attempt:
             return False
         try:
             state = self._fleet.run("state", {})
-        except PlaneError:
+        except Exception as error:  # no PlaneError where its loop or its connection has ended, say
+            log.info("%s: %s", self._publication.version, error)
             return False
         versions = [state["version"], *state["adapters"].values()]
         return any(version is not None and version["digest"] == digest for version in versions)
@@ -278,7 +295,7 @@ class Attempt:
             if not isinstance(failed, (Unavailable, DeadlineExceeded)):
                 raise failed  # the trainer's own
             assert self._sender is not None
-            self._sender.close()  # with it ends who listens
+            self._close(self._sender)  # with it ends who listens
         if update is not None:
             return update.result()
         if not self._prepared:
@@ -311,10 +328,12 @@ class Attempt:
             try:
                 update.set_result(self._asked())
             except BaseException as error:
-                self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
-                if not self.committed:
-                    sender.close()
-                update.set_exception(error)
+                try:
+                    self.committed = isinstance(error, (Conflict, Unavailable)) and self._was_committed()
+                    if not self.committed:
+                        self._close(sender)
+                finally:
+                    update.set_exception(error)
 
         on_thread(work)
         return update

@@ -16,9 +16,10 @@ from typing import Any
 import msgpack
 
 from rl_plane.errors import DeadlineExceeded, Unavailable
+from rl_plane.forks import not_for_children
 from rl_plane.manifest import Manifest
 from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, given_up, seen
-from rl_plane.publish.ipc_memory import HostBuffers, SealedMemory, not_for_children
+from rl_plane.publish.ipc_memory import HostBuffers, SealedMemory
 from rl_plane.publish.ipc_tensors import OwnTensors
 from rl_plane.publish.ipc_wire import (
     BUFFERS,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rl_plane.errors import InvalidRequest
+from rl_plane.forks import not_for_children
 from rl_plane.frames import frame_of, read_frame
 from rl_plane.manifest import Manifest
 from rl_plane.publish.nixl_wire import BACKEND, PROTOCOL
@@ -49,6 +50,7 @@ class Desk:
                 field="options.host",
                 fix="give an address of this machine, and a free port or 0",
             ) from error
+        not_for_children.add(self._listener)
         self.port: int = self._listener.getsockname()[1]
         self._offers: dict[str, bytes] = {}
         self._pulling: dict[str, set[socket.socket]] = {}
@@ -124,6 +126,7 @@ class Desk:
                 if not self._closed.wait(ACCEPT_AGAIN_S):
                     log.warning("a puller could not be accepted: %s", error)
                 continue
+            not_for_children.add(connection)
             serving = threading.Thread(target=self._serve, args=(connection,), name="nixl puller", daemon=True)
             try:
                 serving.start()

@@ -160,8 +160,10 @@ class WeightPublisher:
             copy = self._copy or HostCopy()
             attempt = AttemptByCopy(self._way, self._source, publication, previous, copy, unless)
         if self._source.collective:
-            attempt.read()
-            on_thread(attempt.end)
+            try:
+                attempt.read()
+            finally:  # also when Ctrl-C comes on its way out
+                on_thread(attempt.end)
         else:
             on_thread(attempt.read_and_end)
         if wait or attempt.interrupted:
