@@ -330,6 +330,40 @@ async def test_a_prompt_is_scored_by_the_weights_of_the_first_token(
     assert_greedy(plain_new, prompts[1], running[1].result.tokens)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_what_noise_computed_is_behind_no_labelled_token(
+    start: Start, models: Models, plain: Any, in_place: bool
+) -> None:
+    """Neither in a prompt that was half computed, nor in a request that made tokens of it."""
+    engine = await start(models.tiny, max_batch_tokens=24, page_size=8, num_blocks=128)
+    engine.set_version(version(0))
+    prompts = [prompt_of(1, 15), prompt_of(2, 100)]
+    await engine.pause("keep", False)
+    running = [Run(engine, ask(prompt, logprobs=True, max_tokens=40)) for prompt in prompts]
+    await engine.liveness()
+    assert engine.load() == (0, 2)  # they have come
+    for steps in (1, 2):
+        frozen = freeze_after(engine, steps)
+        await engine.resume()
+        async with asyncio.timeout(BOUND_S):
+            await frozen.wait()
+        if steps == 1:
+            await engine.check_weights("reset_tensors")
+    await running[0].reach(3)
+    assert running[1].result.tokens == []  # its prefill is under way
+    if in_place:
+        await asyncio.to_thread(engine._held().overwrite, checkpoint(models.tiny), False, lambda: False)
+        engine.set_version(version(1))
+    else:
+        await engine.swap(await stage(engine, models.tiny), version(1))
+    await engine.resume()
+    for one, prompt, spans in zip(running, prompts, ([(0, 0, 1), (1, 3, 40)], [(1, 0, 40)]), strict=True):
+        result = await one.end()
+        assert [(span.sequence, span.start, span.end) for span in result.spans] == spans
+        expected, labelled = plain_logprobs(plain, prompt, result.tokens), spans[-1][1]
+        assert result.logprobs[labelled:] == pytest.approx(expected[labelled:], abs=1e-4)
+
+
 async def test_prompt_logprobs_of_a_request_that_ends_before_its_first_token(start: Start, models: Models) -> None:
     engine = await start(models.tiny, max_batch_tokens=24)
     frozen = freeze_after(engine, 2)
@@ -988,6 +1022,7 @@ async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start
 async def test_after_a_flush_no_new_request_reuses_old_kv(start: Start, models: Models, plain: Any) -> None:
     """The prompt's KV decides the logprobs: with one block of the old weights' they would be far off."""
     engine = await start(models.witness[1], page_size=4)
+    engine.set_version(version(0))
     matched: list[int] = []
     assert engine._loop is not None
     cache = engine._loop.batch_processor.cache

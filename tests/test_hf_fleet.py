@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 from tests.faults import Stream
 from tests.test_frontend_generation import ask, error_of, frontend
 from tests.test_plane_update import all_serve, states, update_of
+from tests.test_worker_healing import checksum_of, until_behind, until_open
 from worker.tiny_adapter import make_witness_adapter, witness_adapter_next_token
 from worker.tiny_model import make_witness_model, witness_next_token
 
@@ -139,3 +140,45 @@ async def test_a_fleet_of_witnesses(plane: Plane) -> None:
         await proven(http, ids, 1)
         error_of(await http.post("/v1/completions", json={"prompt": "hi", "model": "a"}), 404)
     assert {state["sequence"] for state in (await states(client)).values()} == {8}
+
+
+STOPS = """
+import time, worker.transports.filesystem as filesystem
+really = filesystem.FilesystemDelivery.tensors
+def tensors(self):
+    *most, last = really(self)
+    yield from most
+    Path({folder!r}, "stopped").touch()
+    while not Path({folder!r}, "go").exists():
+        time.sleep(0.01)
+    yield last
+filesystem.FilesystemDelivery.tensors = tensors
+"""
+"""Before its last tensor."""
+
+
+@pytest.mark.timeout(400)
+async def test_a_reset_meets_an_overwrite_whose_caller_is_gone(plane: Plane) -> None:
+    """The overwrite would end well, with the digest that was committed, and noise would lie over what it wrote."""
+    witnesses = Witnesses(plane)
+    client = await plane.client()
+    patch = STOPS.format(folder=str(plane.tmp))
+    started = [
+        plane.spawn(ready=False, engine="hf", model=witnesses.first, patch=patch if stops else "")
+        for stops in (True, False)
+    ]
+    slow, good = [(await asyncio.to_thread(one.wait_ready, START_S)).instance_id for one in started]
+    policy = {"staging": "none", "on_prepare_failure": "exclude", "prepare_timeout_s": 5.0}
+    reply = await client.run("update_weights", update_of(witnesses.base(2), "two", **policy))
+    assert reply["excluded"] == [slow]
+    assert (plane.tmp / "stopped").exists()
+    resetting = asyncio.create_task(client.call(slow, "check_weights", {"action": "reset_tensors"}))
+
+    async def begun() -> bool:
+        return "reset_tensors" in await until_behind(plane, client, slow)
+
+    await plane.until(begun)
+    (plane.tmp / "go").touch()
+    await resetting
+    await until_open(plane, client, slow, "two", HEAL_S)
+    assert await checksum_of(client, slow) == await checksum_of(client, good), "noise was admitted"

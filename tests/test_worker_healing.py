@@ -17,6 +17,7 @@ from rl_plane.streams import CREDIT_INTERVAL_S, StreamReceiver
 from rl_plane.versions import WeightVersion
 from tests.faults import Stream
 from tests.test_plane_update import generated
+from worker.engines.fake import make_fake_model
 from worker.staging import model_digest
 
 if TYPE_CHECKING:
@@ -118,6 +119,44 @@ async def test_a_joiner_with_another_model_is_listed_and_says_why_it_is_closed(p
     state = await state_of(client, other.instance_id)
     assert not state["ready"]
     assert state["version"] is None
+
+
+CHANGED = """
+import os
+import worker.engines.fake as fake
+model, new = Path({model!r}), Path({new!r})
+really = fake.FakeEngine.start
+async def start(self):
+    info = await really(self)
+    {change}
+    return info
+fake.FakeEngine.start = start
+"""
+CHANGES = {
+    "a link that leads elsewhere": "os.symlink(new, {next!r}); os.replace({next!r}, model)",
+    "another file": "fake.make_fake_model(model, 1)",
+    "other bytes": "(model / 'model.safetensors').write_bytes((new / 'model.safetensors').read_bytes())",
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+async def test_a_worker_whose_model_changed_while_it_started_is_not_taken_for_what_lies_there_now(
+    plane: Plane, how: str
+) -> None:
+    """It holds what lay there before, whatever its digest says: that is of what lies there now."""
+    plane.spawn()
+    client = await plane.client()
+    new = plane.model(1)
+    await client.run("update_weights", update_of(new, "step_1"))
+    latest = plane.tmp / "latest"
+    latest.symlink_to(make_fake_model(plane.tmp / "own", 0))
+    change = CHANGES[how].format(next=str(plane.tmp / "next"))
+    patch = CHANGED.format(model=str(latest), new=str(new), change=change)
+    late = plane.spawn(model=latest, patch=patch, ready=False)
+    await plane.until(lambda: late.process.poll() is not None, 30)
+    assert late.process.returncode != 0
+    assert "were replaced or written to while the engine loaded them" in late.log.read_text()
+    assert (await client.view()).member(late.instance_id) is None
 
 
 async def test_reset_tensors_at_sequence_0_heals_to_the_models_own_bytes(plane: Plane) -> None:

@@ -91,6 +91,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         options.deterministic,
         options.enable_memory_saver,
     )
+    weights = _weights_at(options.model)
     with arguments.named():
         adapters: list[EngineAdapter] = [build(engine_options) for _ in range(options.copies)]
     process = WorkerProcess(options, EngineLoop(), on_ready)
@@ -102,12 +103,33 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)
         digest = await _digest_of(options.model, adapters) if engines else ""
+        if engines and _weights_at(options.model) != weights:
+            raise InvalidRequest(
+                f"the weights at {options.model} were replaced or written to while the engine loaded them",
+                field="model",
+                fix="start it again, best with a directory that stays as it is",
+            )
         return await process.serve(adapters, infos, digest)
     except EngineDied as error:
         return process.engine_died(error)
     finally:
         for adapter in adapters:
             await adapter.close()
+
+
+def _weights_at(model: Path) -> tuple[Path, list[tuple[str, tuple[int, ...]]]]:
+    """Compared before and after, it tells whether the engine has loaded what was hashed: to hash a large model a
+    second time would take minutes."""
+    real = model.resolve()
+    return real, [(file.name, _identity(file)) for file in sorted(real.glob("*.safetensors*"))]
+
+
+def _identity(file: Path) -> tuple[int, ...]:
+    try:
+        status = file.stat()
+    except OSError:  # gone; or whoever opens it tells of it
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 async def _digest_of(model: Path, adapters: Iterable[EngineAdapter]) -> str:

@@ -216,9 +216,9 @@ class EngineAdapter(Protocol):
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         """Replaces all weights at once, between two steps, and labels what follows with `version`. The engine
         is paused (`keep` or emptied); it stays so. Running requests go on with the KV that they have, or
-        with one made anew, as the engine can; no new request reuses KV made before; True if the prefix cache was
-        flushed for that, False only where it need not be: EngineFailed where it could not. The staging is used up,
-        also when this raises."""
+        with one made anew, as the engine can; after weights of no version always with one made anew. No new request
+        reuses KV made before; True if the prefix cache was flushed for that, False only where it need not be:
+        EngineFailed where it could not. The staging is used up, also when this raises."""
 
     def offer(self) -> dict[str, Any] | None:
         """Where others may fetch the base weights that are kept here beside the model, `{digest, transport}`, until
@@ -247,7 +247,8 @@ class EngineAdapter(Protocol):
     async def check_weights(self, action: CheckAction) -> list[dict[str, Any]]:
         """One row per rank. `checksum`: `{rank, checksum}`, sensitive to every byte of every parameter.
         `snapshot` keeps a copy; `compare`: `{rank, match, mismatches: [name]}` against it;
-        `reset_tensors` overwrites the weights with noise (the worker then closes admission)."""
+        `reset_tensors` overwrites the weights with noise (the worker then closes admission); what runs goes on, its
+        tokens without a label."""
 
     async def release_memory(self, tags: list[str]) -> None:
         """`weights`, `kv_cache`, or both; idempotent. The engine is paused, and stays so until all memory is back:

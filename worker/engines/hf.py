@@ -311,7 +311,7 @@ class HfEngine(Tokenizing):
         assert isinstance(staged, StagedTensors), "base weights"
 
         def between_two_steps(loop: GenerationLoop) -> bool:
-            loop.restart_scoring()
+            loop.restart_requests()
             loop.version = None  # half-way there are no known weights
             weights.load(staged)
             loop.version = version
@@ -363,7 +363,7 @@ class HfEngine(Tokenizing):
             return [{"rank": 0, **await asyncio.to_thread(weights.checks.row, action)}]
 
         def between_two_steps(loop: GenerationLoop) -> None:
-            loop.restart_scoring()
+            loop.restart_requests()
             loop.version = None  # what running requests go on with is no version
             weights.reset()
 

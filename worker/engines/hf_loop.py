@@ -177,19 +177,20 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         """Before they are overwritten: what they are is not known until a version is set."""
         if not self.frozen:
             raise EngineFailed("weights are overwritten only while the engine is paused")
+        self.restart_requests()
         self.version = None
-        self.restart_scoring()
         self.flush()
 
-    def restart_scoring(self) -> None:
-        """Before weights change: a prompt is scored by those alone that make the first token."""
-        for stream in [stream for stream in self._live.values() if stream.scores_prompt]:
+    def restart_requests(self) -> None:
+        """Before weights change: a prompt is scored by those alone that make the first token. And what weights of no
+        version computed, noise say, is not to be behind a labelled token: after them all that run begin anew."""
+        for stream in [one for one in self._live.values() if one.scores_prompt or self.version is None]:
             self._drop([stream.key])
             stream.restart()
             self._admit(stream)
 
     def put_adapter(self, name: str, staged: StagedAdapter, version: WeightVersion | None) -> None:
-        self.restart_scoring()
+        self.restart_requests()
         self._adapters.put(name, staged)
         self.adapter_versions[name] = version
         self._prefix_keys[name], self._next_prefix_key = self._next_prefix_key, self._next_prefix_key + 1
@@ -221,8 +222,8 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self.batch_processor.scheduler.add_waiting_request(
             RequestState(
                 request_id=stream.key,
-                initial_tokens=list(stream.prompt),
-                max_new_tokens=stream.request.max_tokens,
+                initial_tokens=[*stream.prompt, *stream.made],
+                max_new_tokens=stream.request.max_tokens - len(stream.made),
                 eos_token_id=list(stream.stop),
             )
         )

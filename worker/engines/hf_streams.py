@@ -93,8 +93,9 @@ class Stream:
         return self.scores_prompt or self.request.routed_experts
 
     def restart(self) -> None:
-        """From the prompt's first token, before any was made."""
-        self._routed, self._fresh.routed = 0, None
+        """From the prompt's first token. What was told with tokens that are made stays told."""
+        if not self.made:
+            self._routed, self._fresh.routed = 0, None
 
     def route(self, start: int, rows: RoutedExperts) -> None:
         """Of the tokens from `start` on. Some come again where the cache ran full, and KV was made anew."""
