@@ -25,6 +25,7 @@ import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext, api
 
 from rl_plane.errors import BusUnreachable, InvalidRequest, PlaneError
@@ -47,6 +48,8 @@ MAX_PINGS = 2
 """Both ends find a dead TCP peer within 4 to 6 s; nats-py's default is 120 s × 2."""
 REQUEST_TIMEOUT_S = 2.0
 """A JetStream call takes 0.1 ms; during a server's restart, seconds."""
+CLOSE_TIMEOUT_S = 2.0
+"""What was published last goes out as the connection is closed; a server that has not taken it by then stands still."""
 MARKER_TTL_S = 60
 """Purge markers disappear after this; a reader further behind than that resyncs."""
 READ_BATCH = 20_000
@@ -120,13 +123,42 @@ def _check_owner(bucket: Bucket, owner: str) -> None:
         )
 
 
+class _Client(Client):  # type: ignore[misc]  # nats-py has no types
+    """nats-py's own waits for ever, with all who publish, for a server that stands still with bytes for it unsent."""
+
+    def abort(self) -> None:
+        """Drops the connection with what was not sent: nobody waits for that any more."""
+        if isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None:
+            self._transport._io_writer.transport.abort()
+
+    async def _attempt_reconnect(self) -> None:
+        self.abort()  # it is given up; closing it would first send what is left
+        await super()._attempt_reconnect()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        giving_up = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self.abort)
+        try:
+            await super()._close(status, do_cbs)
+        finally:
+            giving_up.cancel()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """A publisher waits here once 2 MB are pending. nats-py swallows a cancellation meanwhile, a time-out's too."""
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        flushed = await super()._flush_pending(force_flush)
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return flushed
+
+
 class Bus:
     """A connection that comes back by itself. `on_reconnect` callbacks run, one by one, each time it has."""
 
     def __init__(self, url: str, name: str) -> None:
         self.url = url
         self.name = name
-        self.nc: Client = Client()
+        self.nc: Client = _Client()
         self.js: JetStreamContext
         self._on_reconnect: list[AsyncCallback] = []
         self._inbox = self.nc.new_inbox()
@@ -153,6 +185,8 @@ class Bus:
                     reconnect_time_wait=RECONNECT_WAIT_S,
                     ping_interval=int(PING_INTERVAL_S),
                     max_outstanding_pings=MAX_PINGS,
+                    flush_timeout=REQUEST_TIMEOUT_S,
+                    flusher_queue_size=0,  # endless: PINGs go through it too, and must not wait behind publishers
                 )
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise BusUnreachable(
@@ -210,8 +244,8 @@ class Bus:
         key = format(next(self._numbers), "x")
         answer = self._requests[key] = asyncio.get_running_loop().create_future()
         try:
-            await self.nc.publish(subject, payload, reply=f"{self._inbox}.{key}", headers=headers)
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                await self.nc.publish(subject, payload, reply=f"{self._inbox}.{key}", headers=headers)
                 message = await answer
         finally:
             del self._requests[key]
@@ -397,10 +431,10 @@ class Bus:
                 while True:
                     start = entries[-1].sequence + 1 if entries else 1
                     ask = {"seq": start, "batch": READ_BATCH, "next_by_subj": bucket.key(keys)}
-                    await self.nc.publish(
-                        f"$JS.API.DIRECT.GET.{bucket.stream}", json.dumps(ask).encode(), reply=inbox
-                    )
                     async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                        await self.nc.publish(
+                            f"$JS.API.DIRECT.GET.{bucket.stream}", json.dumps(ask).encode(), reply=inbox
+                        )
                         status, pending = await end
                     if status == "503":
                         raise nats.errors.NoRespondersError

@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+import nats.errors
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus
-from rl_plane.errors import PayloadTooLarge
+from rl_plane.errors import BusUnreachable, PayloadTooLarge
 from rl_plane.wire import MAX_MESSAGE_BYTES
 
 YIELD_EVERY = 256
@@ -131,7 +132,8 @@ class Gather:
             scatter.answer(int(index), message.data)
 
     async def scatter(self, targets: Sequence[tuple[str, bytes]], heard: Heard | None = None) -> Scatter:
-        """Sends `(subject, payload)` to each. Call `close` with it when done."""
+        """Sends `(subject, payload)` to each. Call `close` with it when done. Where the server takes nothing any more,
+        this ends when the connection is given up."""
         for _, payload in targets:
             if len(payload) > MAX_MESSAGE_BYTES:
                 raise PayloadTooLarge(
@@ -148,6 +150,9 @@ class Gather:
                 await publish(subject, payload, reply=f"{prefix}{index}")
                 if index % YIELD_EVERY == YIELD_EVERY - 1:
                     await asyncio.sleep(0)
+        except nats.errors.Error as error:
+            del self._open[key]
+            raise BusUnreachable("the connection to NATS went down", retry_after_s=1.0) from error
         except BaseException:
             del self._open[key]
             raise

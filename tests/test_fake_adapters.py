@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_plane.errors import EngineFailed, InvalidRequest
-from rl_plane.versions import WeightVersion
+from rl_plane.versions import HostTensor, WeightVersion
 from tests.test_fake_engine import (
+    BOUND_S,
     PROMPT,
     Reader,
     ask,
@@ -22,8 +26,11 @@ from tests.test_fake_engine import (
     until,
     version,
 )
+from worker.engines.base import EngineOptions
 from worker.engines.fake import FakeEngine, fake_logprob, fake_token, make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
+from worker.transports.base import Places
+from worker.transports.filesystem import FilesystemTransport
 
 
 @pytest.fixture
@@ -165,6 +172,42 @@ async def test_adapter_swaps_that_are_refused_change_nothing(base: Path, loras: 
     assert [span.adapter.sequence for span in deltas[-1].spans if span.adapter] == [1]
     with pytest.raises(InvalidRequest):
         await drain(engine.generate(ask(adapter="fresh")))
+
+
+class SlowOffer(FilesystemTransport):
+    """As one that registers the memory of a large model."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(Places((root,)))
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def offer(self, tensors: Mapping[str, HostTensor]) -> Mapping[str, Any]:
+        self.begun.set()
+        assert self.go_on.wait(BOUND_S)
+        return {"backend": "filesystem"}
+
+    def withdraw(self) -> None: ...
+
+
+async def test_an_adapter_is_swapped_while_what_is_kept_is_being_offered(
+    base: Path, new: Path, loras: list[Path]
+) -> None:
+    slow = SlowOffer(base.parent)
+    engine = FakeEngine(EngineOptions(base), {"filesystem": slow})
+    await engine.start()
+    staged, _ = receive(engine, reception(new, keep=True))
+    await engine.pause("keep", False)
+    await engine.swap(staged, version(1, new))
+    adapter = staged_adapter(engine, loras[0])
+    offering = asyncio.create_task(asyncio.to_thread(engine.offer))
+    await asyncio.to_thread(slow.begun.wait, BOUND_S)
+    try:
+        await engine.swap_adapter("x", adapter, adapter_version(1, loras[0]))
+        assert not offering.done(), "it is still being offered"
+        assert engine.kept() == model_digest(new)
+    finally:
+        slow.go_on.set()
+    assert await offering == {"digest": model_digest(new), "transport": {"backend": "filesystem"}}
 
 
 async def test_an_adapter_is_relabelled(base: Path, loras: list[Path]) -> None:

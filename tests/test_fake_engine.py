@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -667,6 +668,23 @@ async def test_discarded_weights_are_gone(base: Path, new: Path) -> None:
     await engine.pause("keep", False)
     with pytest.raises(EngineFailed, match="discarded"):
         await engine.swap(staged, version(1, new))
+
+
+async def test_the_engine_goes_on_while_weights_are_discarded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await started(base)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(staging: str) -> None:
+        begun.set()
+        assert go_on.wait(BOUND_S)
+
+    monkeypatch.setattr(engine.receiver, "discard", slow)
+    discarding = asyncio.create_task(engine.discard("any"))
+    await asyncio.to_thread(begun.wait, BOUND_S)
+    assert len(await drain(engine.generate(ask(max_tokens=2)))) == 2
+    assert not discarding.done()
+    go_on.set()
+    await discarding
 
 
 async def test_discarding_what_was_swapped_in_harms_nothing(base: Path, new: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,6 +31,7 @@ from rl_plane.errors import (
 from rl_plane.membership import Changed, Member
 from rl_plane.subjects import MEMBER_PREFIX, Entry
 from rl_plane.wire import Reply, decode, encode
+from tests.hung_node import Node, node_before
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -398,6 +401,93 @@ async def test_a_lost_connection_is_told_at_once(plane: Plane) -> None:
         with pytest.raises(PlaneError):
             async with asyncio.timeout(5):
                 await call
+
+
+HUNG_BOUND_S = 30.0
+"""Several times what a node that hangs may cost, on a busy machine."""
+MUCH = bytes(1_000_000)
+MANY = 24
+"""So many of them are more than the kernel takes for a node that hangs, and nats-py's own buffer."""
+
+
+@pytest.fixture
+async def node(nats: NatsServer) -> AsyncIterator[Node]:
+    async with node_before(nats.url) as node:
+        yield node
+
+
+@asynccontextmanager
+async def publishing(
+    bus: rl_plane.bus.Bus, count: int = MANY, payload: bytes = MUCH
+) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Publishers, some of whom have bytes that the server does not take."""
+    publishers = [asyncio.create_task(bus.nc.publish("nobody", payload)) for _ in range(count)]
+    try:
+        async with asyncio.timeout(HUNG_BOUND_S):
+            while not unsent(bus):  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.01)
+        yield publishers
+    finally:
+        for publisher in publishers:
+            publisher.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HUNG_BOUND_S):
+                await asyncio.gather(*publishers, return_exceptions=True)
+
+
+def unsent(bus: rl_plane.bus.Bus) -> int:
+    return int(bus.nc._transport._io_writer.transport.get_write_buffer_size())
+
+
+@pytest.mark.parametrize("each", [1, 100])
+async def test_a_node_that_hangs_with_bytes_unsent_is_left_for_another(
+    node: Node, monkeypatch: pytest.MonkeyPatch, each: int
+) -> None:
+    """`each`: in so many parts, by so many more publishers."""
+    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 1.0)
+    bus = await rl_plane.bus.Bus.connect(node.url)
+    back = asyncio.Event()
+
+    async def reconnected() -> None:
+        back.set()
+
+    bus.on_reconnect(reconnected)
+    node.hang()
+    many = publishing(bus, MANY * each, MUCH[::each])
+    async with many as publishers, asyncio.timeout(HUNG_BOUND_S):
+        await back.wait()
+        await asyncio.gather(*publishers, return_exceptions=True)
+        await bus.flush()
+    await bus.close()
+
+
+async def test_a_fan_out_to_a_node_that_hangs_ends(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 1.0)
+    client = await RlClient.connect(node.url)
+    node.hang(others_listen=False)
+    async with publishing(client.bus), asyncio.timeout(HUNG_BOUND_S):
+        with pytest.raises(BusUnreachable):
+            await client.gather([("nobody", MUCH)] * MANY, HUNG_BOUND_S)
+        await client.close()
+
+
+async def test_no_request_waits_longer_for_a_node_that_hangs_with_bytes_unsent(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl_plane.bus, "PING_INTERVAL_S", 60.0)  # it is not found meanwhile
+    client = await RlClient.connect(node.url)
+    node.hang()
+    async with publishing(client.bus) as publishers, asyncio.timeout(HUNG_BOUND_S):
+        last = publishers[-1]
+        assert not last.done()
+        last.cancel()
+        await asyncio.wait([last])
+        assert last.cancelled(), "who is told to end does"
+        with pytest.raises(BusUnreachable):
+            await client.bus.get(client.subjects().members, "any")
+        await asyncio.gather(*publishers, return_exceptions=True)
+        assert unsent(client.bus), "the node hangs still"
+        await client.close()
 
 
 async def test_a_death_under_an_unpinned_changing_call_is_no_error(plane: Plane) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from rl_plane.bus import Bus
 from rl_plane.client import RlClient
-from rl_plane.errors import DeadlineExceeded, NotAdmitted
+from rl_plane.errors import BusUnreachable, DeadlineExceeded, NotAdmitted
 from rl_plane.membership import Changed, Member
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import StreamReceiver
@@ -100,6 +100,56 @@ async def test_a_worker_that_is_taken_out_while_it_registers_registers_again(pla
             await plane.until(listed)
     finally:
         start.cancel()
+        await registration.leave()
+        await bus.close()
+
+
+async def test_a_worker_that_waits_for_its_engine_registers_again_meanwhile(plane: Plane) -> None:
+    """What it does once it is in may wait until its weights are written over: it stays a member all the same."""
+    bus = await Bus.connect(plane.url)
+    members = Subjects(plane.namespace, plane.component).members
+    waits, go_on = asyncio.Event(), asyncio.Event()
+    began: list[int] = []
+    under_way = 0
+
+    async def registered() -> None:
+        nonlocal under_way
+        began.append(registration.revision)
+        if len(began) == 2 and not go_on.is_set():
+            waits.set()
+            under_way += 1
+            await go_on.wait()
+            under_way -= 1
+            raise BusUnreachable("it is asked again")
+        assert not under_way
+
+    registration = Registration(
+        bus, members, "a", "ia", {}, on_registered=registered, on_superseded=lambda: pytest.fail("superseded")
+    )
+
+    async def written_after(sequence: int) -> bool:
+        entry = await bus.get(members, MEMBER_PREFIX + "a")
+        return entry is not None and entry.value is not None and entry.sequence > sequence
+
+    try:
+        async with asyncio.timeout(10 * EVENT_S):
+            await registration.start()
+            first = registration.revision
+            await bus.nc.force_reconnect()
+            await waits.wait()
+            second = registration.revision
+            assert began == [first, second]
+            await bus.purge(members, MEMBER_PREFIX + "a", second)
+            await plane.until(lambda: written_after(second + 1))
+            third = registration.revision
+            await bus.purge(members, MEMBER_PREFIX + "a", third)
+            await plane.until(lambda: written_after(third + 1))
+            assert began == [first, second], "one at a time"
+            go_on.set()
+            await plane.until(lambda: not registration._tasks)
+            assert began == [first, second, registration.revision], "once for all that were written meanwhile"
+    finally:
+        go_on.set()
         await registration.leave()
         await bus.close()
 

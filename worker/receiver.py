@@ -58,7 +58,8 @@ def load_transports(places: Places, device: str = "cpu") -> dict[str, WeightTran
 
 
 class Receiver:
-    """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread."""
+    """One reception: `open`, `receive`, then `take` or `discard`. Its methods block: they are for a thread, all but
+    `take`, which an engine's loop may call."""
 
     def __init__(self, holder: WeightHolder, transports: Mapping[str, WeightTransport]) -> None:
         self.holder = holder
@@ -166,11 +167,14 @@ class Receiver:
         return delivery.feed(FeedUpdate.model_validate(part), cancelled)
 
     def take(self, staging: str) -> Staged:
-        """For the swap; from here on it is the caller's."""
+        """For the swap; from here on it is the caller's. Waits for nothing: what is kept is left alone, since it may be
+        being offered, unless this takes its place; then nothing was kept since before this was received."""
         staged = self._staged.pop(staging, None)
         if staged is None:
             raise EngineFailed(f"nothing is staged as {staging!r}: it was swapped or discarded before")
-        self.kept = self._to_keep.pop(staging, self.kept)
+        to_keep = self._to_keep.pop(staging, None)
+        if to_keep is not None:
+            self.kept = to_keep
         self._undo.pop(staging, None)
         return staged
 

@@ -25,8 +25,8 @@ MAX_RETRY_S = 1.0
 class Registration:
     """`register` writes the record and keeps it: after a reconnect, and when somebody took us for dead.
 
-    `on_registered` is awaited each time it was written anew; `on_superseded` is called when another process has
-    taken our instance id: there can be only one."""
+    `on_registered` is awaited after it was written anew, one at a time; once for all that were written before its
+    turn came. `on_superseded` is called when another process has taken our instance id: there can be only one."""
 
     def __init__(
         self,
@@ -50,6 +50,9 @@ class Registration:
         self._on_registered = on_registered
         self._on_superseded = on_superseded
         self._registering = asyncio.Lock()
+        self._following = asyncio.Lock()
+        self._to_follow = False
+        """The record was written, and `on_registered` not awaited since."""
         self._leaving = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -65,28 +68,45 @@ class Registration:
         """Writes the record for the connection as it is now; keeps trying until NATS takes it. `lost`: it was taken
         out at this sequence, and need not be written if it has been since."""
         async with self._registering:
-            if lost is not None and lost < self.revision:
-                return
-            wait_s = RETRY_S
-            while not self._leaving:  # its answer may be lost, so each step may be done twice
-                with contextlib.suppress(WrongSequence):
-                    try:
-                        entry = await self._bus.get(self._members, self._key)
-                        if self.revision and entry is not None and self._is_another(entry):
-                            self._superseded()
-                            return
-                        self.revision = await self._bus.put(
-                            self._members, self._key, self._record(), last=entry.sequence if entry else 0
-                        )
-                        # Only after the record is there: what was called meanwhile asked those that were listed.
-                        await self._on_registered()
+            if lost is None or lost >= self.revision:
+                await self._write()
+        # Only after the record is there: what was called meanwhile asked those that were listed. And not under that
+        # lock: it may take as long as the weights are written over, and the record must come back meanwhile.
+        await self._follow()
+
+    async def _write(self) -> None:
+        wait_s = RETRY_S
+        while not self._leaving:  # its answer may be lost, so each step may be done twice
+            with contextlib.suppress(WrongSequence):
+                try:
+                    entry = await self._bus.get(self._members, self._key)
+                    if self.revision and entry is not None and self._is_another(entry):
+                        self._superseded()
                         return
-                    except BusUnreachable as error:
-                        log.debug("registering: %s", error)
-                        with contextlib.suppress(BusUnreachable):  # the store may have been lost
-                            await self._bus.ensure_bucket(self._members)
-                await asyncio.sleep(wait_s)
-                wait_s = min(MAX_RETRY_S, wait_s * 2)
+                    self.revision = await self._bus.put(
+                        self._members, self._key, self._record(), last=entry.sequence if entry else 0
+                    )
+                    self._to_follow = True
+                    return
+                except BusUnreachable as error:
+                    log.debug("registering: %s", error)
+                    with contextlib.suppress(BusUnreachable):  # the store may have been lost
+                        await self._bus.ensure_bucket(self._members)
+            await asyncio.sleep(wait_s)
+            wait_s = min(MAX_RETRY_S, wait_s * 2)
+
+    async def _follow(self) -> None:
+        async with self._following:
+            wait_s = RETRY_S
+            while self._to_follow and not self._leaving:
+                self._to_follow = False
+                try:
+                    await self._on_registered()
+                except BusUnreachable as error:
+                    log.debug("after registering: %s", error)
+                    self._to_follow = True
+                    await asyncio.sleep(wait_s)
+                    wait_s = min(MAX_RETRY_S, wait_s * 2)
 
     def _record(self) -> bytes:
         server_id, client_id = self._bus.identity

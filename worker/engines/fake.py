@@ -431,7 +431,7 @@ class FakeEngine:
         return self.receiver.kept_digest
 
     async def discard(self, staging: str) -> None:
-        self.receiver.discard(staging)
+        await asyncio.to_thread(self.receiver.discard, staging)
 
     async def swap(self, staging: str, version: WeightVersion) -> bool:
         staged = self.receiver.take(staging)
