@@ -29,7 +29,7 @@ from rl_plane.cli.up import Up
 from rl_plane.nats_server import NatsServer
 from worker import process
 from worker.engines.fake import make_fake_model
-from worker.exit_codes import ENGINE_DEAD, ENGINE_HUNG
+from worker.exit_codes import COME_BACK, ENGINE_DEAD
 from worker.options import WorkerOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
@@ -277,7 +277,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("restart", [True, False])
-@pytest.mark.parametrize(("code", "comes_back"), [(ENGINE_DEAD, True), (ENGINE_HUNG, True), (1, False)])
+@pytest.mark.parametrize(("code", "comes_back"), [*((code, True) for code in COME_BACK), (1, False)])
 async def test_an_engine_that_fails_at_the_first_start_is_started_again(
     tmp_path: Path, code: int, comes_back: bool, restart: bool
 ) -> None:

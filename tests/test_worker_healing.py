@@ -18,6 +18,7 @@ from rl_plane.versions import WeightVersion
 from tests.faults import Stream
 from tests.test_plane_update import generated
 from worker.engines.fake import make_fake_model
+from worker.exit_codes import MODEL_CHANGED
 from worker.staging import model_digest
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ async def test_a_worker_whose_model_changed_while_it_started_is_not_taken_for_wh
     patch = CHANGED.format(model=str(latest), new=str(new), change=change)
     late = plane.spawn(model=latest, patch=patch, ready=False)
     await plane.until(lambda: late.process.poll() is not None, 30)
-    assert late.process.returncode != 0
+    assert late.process.returncode == MODEL_CHANGED
     assert "were replaced or written to while the engine loaded them" in late.log.read_text()
     assert (await client.view()).member(late.instance_id) is None
 

@@ -104,11 +104,7 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         engines = any(info.stage is None for info in infos)
         digest = await _digest_of(options.model, adapters) if engines else ""
         if engines and _weights_at(options.model) != weights:
-            raise InvalidRequest(
-                f"the weights at {options.model} were replaced or written to while the engine loaded them",
-                field="model",
-                fix="start it again, best with a directory that stays as it is",
-            )
+            return process.model_changed()
         return await process.serve(adapters, infos, digest)
     except EngineDied as error:
         return process.engine_died(error)
@@ -207,6 +203,15 @@ class WorkerProcess:
     def engine_died(self, error: EngineDied) -> int:
         """At the start; the exit code."""
         self._failed(f"the engine is dead: {error.message}", exit_codes.ENGINE_DEAD)
+        return self._exit_code
+
+    def model_changed(self) -> int:
+        """Likewise."""
+        self._failed(
+            f"the weights at {self._options.model} were replaced or written to while the engine loaded them: start it "
+            "again, best with a directory that stays as it is (--model)",
+            exit_codes.MODEL_CHANGED,
+        )
         return self._exit_code
 
     async def serve(self, adapters: list[EngineAdapter], infos: list[EngineInfo], digest: str) -> int:

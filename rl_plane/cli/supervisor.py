@@ -44,7 +44,7 @@ def comes_back(code: int) -> bool:
     """Whether the same process, started anew, may fare better: it was killed, or its engine or a part of it failed."""
     from worker import exit_codes
 
-    return code < 0 or code in (exit_codes.ENGINE_DEAD, exit_codes.ENGINE_HUNG, exit_codes.FAILED)
+    return code < 0 or code in exit_codes.COME_BACK
 
 
 class Kept:
