@@ -442,12 +442,10 @@ class UpdateMachine:
         coordinator had decided: it is finished here. What one had not decided is dropped."""
         seen: Surveyed = yield Survey()
         self._see(seen)
-        base, written = newest(seen), seen.written
-        if base is not None and (base is not seen.record or seen.took_over):
-            # Written anew, also where it is the same: what the lock's holder before may still write is refused then.
+        base, written, decided = newest(seen), seen.written, seen.decided
+        if base is not None and base is not seen.record:
             restored: Written = yield Write("restore", base, seen.record)
-            written = restored.sequence
-        decided = seen.written if base is seen.record else written
+            written = decided = restored.sequence
         session = seen.session
         if session is not None and base is not None and session.update_id == base.update_id:
             yield Note("clear")  # it was decided, and its coordinator died before it could note that

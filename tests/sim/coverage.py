@@ -165,7 +165,7 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: recheck goes well → error": True,
     "coordinator: restore fails → error": True,
     "coordinator: restore goes well → begin": True,
-    "coordinator: restore goes well → clear": False,
+    "coordinator: restore goes well → clear": True,
     "coordinator: restore goes well → decide": True,
     "coordinator: restore goes well → error": True,
     "coordinator: restore goes well → gate": True,
