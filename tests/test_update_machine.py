@@ -1086,8 +1086,30 @@ def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_wa
     assert driver.phases == ["survey", *FINISH]
     assert (outcome.version, outcome.excluded) == (V1, ["c"])
     driver = Driver(Call("update", "u1", body()), R1_OPEN)
-    assert driver.outcome() == Outcome(V1)
-    assert driver.phases == ["survey"]
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "watch"], "it was opened: the workers are asked once"
+    assert driver.one(Watch) == Watch(R1_OPEN, 0.0)
+    assert (outcome.version, outcome.excluded) == (V1, [])
+    assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Call("update", "u1", body()), Call("complete", "u1"), Call("new_run", "u1")],
+    ids=lambda call: call.kind,
+)
+@pytest.mark.parametrize("record", [R1, R1_OPEN], ids=["decided", "opened"])
+def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: DecisionRecord) -> None:
+    failed = Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
+    nobody = Answered([state(key, V0) for key in MEMBERS])
+    driver = Driver(call, record, commit=failed, watch=nobody)
+    error = driver.error(Conflict)
+    assert "one is committed, but 0 workers serve it" in error.message
+    assert error.facts["excluded"] == ["a", "b", "c"]
+    assert driver.all(Watch)[-1] == Watch(R1_OPEN, 60.0), "they may heal meanwhile"
+    healed = Answered([state(key, V1) for key in MEMBERS])
+    driver = Driver(call, record, commit=failed, watch=[nobody, healed] if record.open else healed)
+    assert driver.outcome().excluded == []
 
 
 def test_finish_does_only_that() -> None:
@@ -1176,8 +1198,8 @@ def test_a_new_run_begins_by_the_model_of_all() -> None:
     assert list(driver.one(Ask, "commit").workers) == []
     assert outcome.excluded == []
     again = new_run(driver.record)
-    assert again.outcome() == Outcome(record.made)
-    assert again.phases == ["survey"], "under its id there is one"
+    assert again.outcome().version == record.made
+    assert again.phases == ["survey", "watch"], "under its id there is one"
 
 
 @pytest.mark.parametrize("other", [attest("c", model="another"), silent("c")])
