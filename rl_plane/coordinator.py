@@ -145,6 +145,7 @@ class Coordinator:
             self._attests(), bus.get(state, RECORD), read_session(bus, state), bus.get(state, PAUSE)
         )
         self._written = entry.sequence if entry else 0
+        was, anew = self._held.anew or (0, 0)
         return Surveyed(
             _members(snapshot),
             snapshot.fingerprint,
@@ -152,6 +153,7 @@ class Coordinator:
             rows,
             record_of(entry),
             self._written,
+            was if anew == self._written else self._written,
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
@@ -256,7 +258,7 @@ class Coordinator:
 
     async def _write(self, record: DecisionRecord, over: DecisionRecord | None) -> int:
         """A worker that writes back what a store has lost does not ask for the lock: so the record itself is compared,
-        and whoever takes the lock over writes it anew, which ends the writes of the holder before."""
+        and it is written anew before a lost lock is taken over, which ends the writes of the holder before."""
         for _ in range(WRITES):
             try:
                 self._written = await self._held.replace(RECORD, record.encode(), self._written)

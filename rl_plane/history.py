@@ -377,15 +377,15 @@ class Journal:
 
     async def first_answer(self, *, goes_on: bool = False) -> UpdateEntry | None:
         """How an update under this id has ended; None: it has not, and may run now. The lock is ours, so one that
-        is unfinished has lost its coordinator. `goes_on`: the caller will carry out what was decided, and answer
-        after that."""
+        is unfinished has lost its coordinator. `goes_on`: the caller will carry out what was decided, or ask how it
+        stands, and answer after that."""
         found = await first_answer(self._bus, self._state, self._entry.update_id, self._entry.request)
         if found is not None:
             return found
         record = await read_record(self._bus, self._state)
         if record is None or record.update_id != self._entry.update_id:
             return None
-        if goes_on and not record.final:
+        if goes_on:
             await self.take_up()
             return None
         return from_record(record, await read_entry(self._bus, self._state, record.update_id))

@@ -273,6 +273,11 @@ def outcome_of(
     return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
 
 
+def outcome_now(record: DecisionRecord, states: Sequence[WorkerRow]) -> Outcome:
+    """By the workers' `state`."""
+    return Outcome(record.made, states, sorted(row.instance_id for row in states if not serves(row, record)))
+
+
 def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:
     error = WorkerLost(why, instance_id=instance_id)
     return WorkerRow(instance_id, incarnation, "error", error=error)

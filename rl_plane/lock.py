@@ -1,7 +1,8 @@
 """The component's lock: one coordinator at a time, enforced by the server.
 
 A holder is known to workers by its fence, the sequence of its acquire: they refuse lower ones. A dead holder
-loses the lock at once where the server tells of closed connections, else when its TTL runs out.
+loses the lock at once where the server tells of closed connections, else when its TTL runs out. What it has still on
+its way then is refused: the record, which a decision is written over, is written anew before anybody else has the lock.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable, Locked, StaleFence
-from rl_plane.subjects import LOCK, Bucket, Entry
+from rl_plane.subjects import LOCK, RECORD, Bucket, Entry
 from rl_plane.tasks import end_tasks
 
 log = logging.getLogger("rl_plane.lock")
@@ -34,15 +35,21 @@ DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """owner, server_id, client_id; update_id, if it is held for an update; fence, once it is known (from the first
 renewal on)."""
+Anew = tuple[int, int]
+"""The record's sequences before and after it was written anew, as it was."""
 
 
 class HeldLock:
     """The lock while it is held. `fence` goes into every changing request."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, took_over: bool) -> None:
+    def __init__(
+        self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, took_over: bool, anew: Anew | None = None
+    ) -> None:
         self.fence = fence
         self.took_over = took_over
         """The one before did not give it back: what it left half done is for this one to end."""
+        self.anew = anew
+        """None: the record was not written anew for this holder."""
         self._holder = holder
         self._value = json.dumps({**holder, "fence": fence}).encode()
         self._connection = bus.identity
@@ -80,7 +87,7 @@ class HeldLock:
 
     async def replace(self, key: str, value: bytes, last: int) -> int:
         """A write that the server takes only while the key is at the sequence `last` (0: absent), else WrongSequence.
-        The lock may have been taken over meanwhile: whoever takes it over writes the key anew first."""
+        The lock may have been lost meanwhile: whoever takes it over writes the record anew first."""
         async with self._busy:
             await self._check_ours()
             return await self._bus.put(self._bucket, key, value, last=last)
@@ -176,19 +183,18 @@ async def _acquire(
     bus: Bus, bucket: Bucket, mine: Holder, wait_s: float, died: DiedCheck, same_wait_s: float
 ) -> HeldLock:
     start = time.monotonic()
-    took_over = False
     while True:
         entry = await bus.get(bucket, LOCK)
         holder = _holder(entry)
-        if holder is not None and entry is not None and died((str(holder["server_id"]), int(holder["client_id"]))):
-            with contextlib.suppress(WrongSequence):
-                await bus.purge(bucket, LOCK, entry.sequence)
-            took_over, holder, entry = True, None, await bus.get(bucket, LOCK)
-        if holder is None:
+        dead = holder is not None and died((str(holder["server_id"]), int(holder["client_id"])))
+        if holder is None or dead:
             try:
+                anew = None if given_back(entry) else await _write_anew(bus, bucket)
+                # A dead holder's entry is not purged first: who is faster then would take that for given back.
                 last = entry.sequence if entry is not None else 0
                 fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
-                return HeldLock(bus, bucket, mine, fence, took_over or bool(entry and entry.expired))
+                took_over = dead or bool(entry and entry.expired)
+                return HeldLock(bus, bucket, mine, fence, took_over, anew)
             except WrongSequence:
                 continue  # somebody was faster: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
@@ -200,6 +206,21 @@ async def _acquire(
                 fix="try again when its update has ended",
             )
         await asyncio.sleep(POLL_S)
+
+
+def given_back(entry: Entry | None) -> bool:
+    """Did the last holder give the lock back? Else a write of that one may still be on its way; also where nothing
+    tells any more how it was lost."""
+    return entry is not None and entry.value is None and not entry.expired
+
+
+async def _write_anew(bus: Bus, bucket: Bucket) -> Anew | None:
+    """The record as it is, before the lock changes hands: nobody acts on a lock that is lost while its last holder may
+    still decide. WrongSequence: somebody else wrote it. None: there is none yet."""
+    entry = await bus.get(bucket, RECORD)
+    if entry is None or entry.value is None:
+        return None
+    return entry.sequence, await bus.put(bucket, RECORD, entry.value, last=entry.sequence)
 
 
 def _holder(entry: Entry | None) -> Holder | None:
@@ -222,8 +243,3 @@ def fence_of(entry: Entry | None) -> tuple[int, bool]:
     if holder is None:
         return entry.sequence, False
     return int(holder.get("fence", entry.sequence)), True
-
-
-async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
-    """See `fence_of`; from the leader."""
-    return fence_of(await bus.get(bucket, LOCK))

@@ -43,8 +43,8 @@ from rl_plane.judge import (
     newest,
     next_record,
     one_model,
+    outcome_now,
     outcome_of,
-    serves,
     still_there,
     too_few,
 )
@@ -184,8 +184,8 @@ class UpdateMachine:
                 fix="prepare_weights_update, feed_weights_update for each part, complete_weights_update",
             )
         _, base, outcome = yield from self._survey()
-        if base.update_id == self.call.update_id:  # asked again, after its coordinator died
-            return outcome or Outcome(base.made)
+        if base.update_id == self.call.update_id:
+            return (yield from self._asked_again(base, outcome, body.policy))
         check_against(base, body, self._before(base, body))
         try:
             prepared = yield from self._prepare(base, body)
@@ -315,7 +315,8 @@ class UpdateMachine:
         """The second half: decides and commits what was prepared. What is pushed is waited for first."""
         session, base, outcome = yield from self._survey()
         if self._is_decided(session, base):
-            return outcome or Outcome(base.made)
+            policy = UpdateWeights.model_validate(session.body).policy if session is not None else UpdatePolicy()
+            return (yield from self._asked_again(base, outcome, policy))
         session = self._expected(session)
         body = UpdateWeights.model_validate(session.body)
         if self.call.version is not None:
@@ -392,7 +393,7 @@ class UpdateMachine:
         """Sequence 0 of a new run, by the model that every worker was started with."""
         _, base, outcome = yield from self._survey()
         if base.update_id == self.call.update_id:
-            return outcome or Outcome(base.made)
+            return (yield from self._asked_again(base, outcome, UpdatePolicy()))
         record = replace(
             first_record(one_model(self._attests), base.run_number + 1),
             update_id=self.call.update_id,
@@ -402,7 +403,7 @@ class UpdateMachine:
         written = yield from self._decide(record, base)
         yield from self._swap_all(record, written, NOBODY, UpdatePolicy())
         watched: Answered = yield Watch(record.opened(), OPEN_BY_THEMSELVES_S)
-        return self._watched(record, watched, UpdatePolicy())
+        return enough(outcome_now(record, watched.rows), UpdatePolicy())
 
     def _body(self) -> UpdateWeights:
         assert self.call.body is not None
@@ -442,12 +443,10 @@ class UpdateMachine:
         coordinator had decided: it is finished here. What one had not decided is dropped."""
         seen: Surveyed = yield Survey()
         self._see(seen)
-        base, written = newest(seen), seen.written
-        if base is not None and (base is not seen.record or seen.took_over):
-            # Written anew, also where it is the same: what the lock's holder before may still write is refused then.
+        base, written, decided = newest(seen), seen.written, seen.decided
+        if base is not None and base is not seen.record:
             restored: Written = yield Write("restore", base, seen.record)
-            written = restored.sequence
-        decided = seen.written if base is seen.record else written
+            written = decided = restored.sequence
         session = seen.session
         if session is not None and base is not None and session.update_id == base.update_id:
             yield Note("clear")  # it was decided, and its coordinator died before it could note that
@@ -596,7 +595,20 @@ class UpdateMachine:
             yield Write("open", record.opened(), record)
         except (BusUnreachable, StaleFence):
             pass  # whoever holds the lock next does it
-        return self._watched(record, watched, policy)
+        return enough(outcome_now(record, watched.rows), policy)
+
+    def _asked_again(
+        self, record: DecisionRecord, outcome: Outcome | None, policy: UpdatePolicy
+    ) -> Generator[Instruction, Any, Outcome]:
+        """The answer of an update that was decided, whose coordinator could not give it. `outcome` None: nobody was
+        asked yet, since it is open."""
+        if outcome is None:
+            told: Answered = yield Watch(record, 0.0)
+            outcome = outcome_now(record, told.rows)
+        if is_enough(outcome, policy):
+            return outcome
+        watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
+        return enough(outcome_now(record, watched.rows), policy)
 
     def _keep_paused(self, record: DecisionRecord, written: int) -> Generator[Instruction, Any, None]:
         """As the update's policy says, unless somebody has paused or resumed the fleet since."""
@@ -657,8 +669,3 @@ class UpdateMachine:
         }
         if silent or told.silent_frontends:
             yield WaitSilent(silent, told.silent_frontends)
-
-    def _watched(self, record: DecisionRecord, watched: Answered, policy: UpdatePolicy) -> Outcome:
-        serving = {row.instance_id for row in watched.rows if serves(row, record)}
-        excluded = sorted({row.instance_id for row in watched.rows} - serving)
-        return enough(Outcome(record.made, watched.rows, excluded), policy)

@@ -139,6 +139,9 @@ class Surveyed:
     """The store's."""
     written: int
     """Its sequence in the bucket."""
+    decided: int
+    """The same, but for its being written anew for whoever took the lock over: what was noted since is noted after
+    it."""
     session: UpdateSession | None
     pause: DesiredPause
     pause_written: int

@@ -1,4 +1,5 @@
-"""Faults of one fake worker that a test switches on and off while it runs, and what a fleet tells meanwhile."""
+"""Faults of one fake worker that a test switches on and off while it runs, and what a fleet tells meanwhile; and
+a decision that stands still."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 from nats.aio.msg import Msg
 
+from rl_plane.bus import Bus
 from rl_plane.client import RlClient
+from rl_plane.record import DecisionRecord
 from rl_plane.streams import StreamReceiver
+from rl_plane.subjects import RECORD, Bucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane, Spawned
@@ -153,3 +157,17 @@ async def generate(
     client: RlClient, instance_id: str, prompt: list[int], max_tokens: int, **request: Any
 ) -> Stream:
     return await Stream(client, instance_id, prompt, max_tokens, **request).end()
+
+
+def hold_back(bus: Bus) -> tuple[asyncio.Event, asyncio.Event]:
+    """A decision stands still on its way: (is it on its way?, let it go)."""
+    real, on_its_way, go_on = bus.put, asyncio.Event(), asyncio.Event()
+
+    async def put(bucket: Bucket, key: str, value: bytes, **conditions: Any) -> int:
+        if key == RECORD and DecisionRecord.decode(value).update_id:
+            on_its_way.set()
+            await go_on.wait()
+        return await real(bucket, key, value, **conditions)
+
+    bus.put = put  # type: ignore[method-assign]
+    return on_its_way, go_on

@@ -27,6 +27,7 @@ from rl_plane.errors import (
     UpdateAborted,
 )
 from rl_plane.history import (
+    Journal,
     UpdateEntry,
     history_key,
     judge,
@@ -380,6 +381,26 @@ async def test_a_commit_whose_coordinator_died_at_once_is_in_the_history(
     labels = [(entry["label"], entry["outcome"]) for entry in await told(two)]
     assert labels == [("step_2", "committed"), ("step_1", "committed"), ("initial", "committed")]
     assert (await one.run("update_weights", body, "id-1"))["version"] == entry["version"]
+
+
+async def test_asked_again_what_was_opened_and_not_noted_the_workers_tell_how_they_stand(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    ids = plane.spawn_copies(2)
+    body = update_of(plane.model(1), "step_1")
+
+    async def dies(*args: Any) -> None:
+        raise _Dies
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "committed", dies)
+        with pytest.raises(_Dies):
+            await one.run("update_weights", body, "id-1")
+    again = await two.run("update_weights", body, "id-1")
+    assert again["version"]["label"] == "step_1"
+    assert [(row["instance_id"], row["status"]) for row in again["workers"]] == [(key, "ok") for key in ids]
+    assert sorted((await told(two))[0]["workers"]) == ids, "noted now"
 
 
 async def test_an_update_whose_coordinator_died_before_the_decision_is_aborted_and_may_be_repeated(

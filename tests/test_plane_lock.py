@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from nats.aio.msg import Msg
 
 import rl_plane.lock
-from rl_plane.bus import WrongSequence
+from rl_plane.bus import Bus, WrongSequence
 from rl_plane.client import RlClient
 from rl_plane.errors import Locked, StaleFence
-from rl_plane.lock import LOCK_TTL_S, live_fence
+from rl_plane.lock import LOCK_TTL_S, fence_of, read_holder
+from rl_plane.record import first_record, read_record
+from rl_plane.subjects import LOCK, RECORD, Bucket
+from tests.faults import hold_back
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -29,6 +34,10 @@ async def main():
         await asyncio.sleep(600)
 asyncio.run(main())
 """
+
+
+async def live_fence(bus: Bus, bucket: Bucket) -> tuple[int, bool]:
+    return fence_of(await bus.get(bucket, LOCK))
 
 
 async def dead_holder(plane: Plane) -> int:
@@ -73,11 +82,22 @@ async def test_a_dead_holder_is_replaced_long_before_its_ttl(plane: Plane) -> No
     view = await client.view()
     await plane.until(lambda: view.advisories)
     fence = await dead_holder(plane)
+    written: list[bytes] = []
+
+    async def heard(message: Msg) -> None:
+        written.append(message.data)
+
+    await client.bus.subscribe(view.subjects.state.feed(LOCK), heard)
     start = time.monotonic()
     async with client.lock(view, wait_s=LOCK_TTL_S * 3) as held:
         assert time.monotonic() - start < LOCK_TTL_S / 2
         assert held.fence > fence
         assert held.took_over
+        await client.bus.flush()
+        assert all(written), "to whoever is faster it never looks as if the dead one had given it back"
+        assert written
+    async with client.lock(view) as held:
+        assert not held.took_over
 
 
 async def test_without_advisories_a_dead_holder_is_replaced_at_its_ttl(plain_plane: Plane) -> None:
@@ -144,6 +164,61 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
         assert entry.value == b"two"
         assert stale.lost
     assert await live_fence(two.bus, state) == (await two.bus.last_sequence(state), False), "given back once"
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhile(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Not `told`: what tells that the lock was lost has gone, as it does after a while."""
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    one, two = await plane.client("one"), await plane.client("two")
+    view, state = await two.view(), one.subjects().state
+    base = first_record("model")
+    await one.bus.put(state, RECORD, base.encode(), last=0)
+    on_its_way, go_on = hold_back(one.bus)
+
+    async def is_free() -> bool:
+        return await read_holder(two.bus, state) is None
+
+    async with one.lock(await one.view()) as stale, asyncio.timeout(30):
+        entry = await one.bus.get(state, RECORD)
+        assert entry is not None
+        decision = replace(base, update_id="late").encode()
+        deciding = asyncio.create_task(stale.replace(RECORD, decision, entry.sequence))
+        try:
+            await on_its_way.wait()
+            await plane.until(is_free)
+            if not told:
+                await two.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
+            await two.run("pause", {"min_workers": 0})
+            async with two.lock(view) as held:
+                assert not held.took_over, "it was given back"
+                go_on.set()
+                with pytest.raises(WrongSequence):
+                    await deciding
+                with pytest.raises(StaleFence):
+                    await stale.check()
+                await held.check()
+        finally:
+            go_on.set()
+            await asyncio.wait([deciding])
+    assert await read_record(two.bus, state) == base
+
+
+async def test_a_lock_that_was_given_back_costs_no_write(plane: Plane) -> None:
+    client = await plane.client()
+    view, state = await client.view(), client.subjects().state
+    async with client.lock(view) as first:
+        assert first.anew is None, "there is no record yet"
+    written = await client.bus.put(state, RECORD, first_record("model").encode(), last=0)
+    async with client.lock(view) as second:
+        assert second.anew is None
+    await client.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
+    async with client.lock(view) as third:
+        assert third.anew is not None
+        assert third.anew[0] == written
+        assert not third.took_over
 
 
 async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

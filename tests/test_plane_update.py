@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from nats.aio.msg import Msg
 
+import rl_plane.lock
 import rl_plane.update
 from rl_plane.client import RlClient
 from rl_plane.errors import (
@@ -25,13 +27,15 @@ from rl_plane.errors import (
     MembershipChanged,
     NotFound,
     PlaneError,
+    StaleFence,
     UpdateAborted,
 )
 from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.streams import StreamReceiver
+from rl_plane.subjects import RECORD
 from rl_plane.versions import TensorSpec
-from tests.faults import Stream
+from tests.faults import Stream, hold_back
 from worker.engines.fake import fake_token
 from worker.staging import model_digest
 
@@ -535,6 +539,43 @@ async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane
         return all(state["staged"] is None for state in (await states(fleet.client)).values())
 
     await plane.until(dropped, 15)
+    assert await all_serve(fleet.client, "initial")
+    reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
+    assert (reply["version"]["sequence"], reply["version"]["label"]) == (1, "two")
+
+
+async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the lock that its coordinator has lost."""
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    fleet, late = await plane.fleet(), await plane.fleet("late")
+    plane.spawn_copies(4)
+    await fleet.client.wait_for(4)
+    on_its_way, go_on = hold_back(late.client.bus)
+    written: list[bytes] = []
+
+    async def heard(message: Msg) -> None:
+        written.append(message.data)
+
+    await fleet.client.bus.subscribe(fleet.client.subjects().state.feed(RECORD), heard)
+    await fleet.client.bus.flush()
+
+    async def dropped() -> bool:
+        return all(state["staged"] is None for state in (await states(fleet.client)).values())
+
+    updating = asyncio.create_task(late.run("update_weights", update_of(plane.model(1), "one")))
+    async with asyncio.timeout(30):
+        await on_its_way.wait()
+        await fleet.client.bus.flush()
+        written.clear()
+        assert not await dropped()
+        await plane.until(dropped, 15)
+        go_on.set()
+        with pytest.raises(StaleFence):
+            await updating
+    await fleet.client.bus.flush()
+    assert len(written) == 1, "one worker writes it anew, for all"
     assert await all_serve(fleet.client, "initial")
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert (reply["version"]["sequence"], reply["version"]["label"]) == (1, "two")

@@ -121,6 +121,7 @@ class Driver:
         self.witness: DecisionRecord | None = None
         self.pause = DesiredPause(False), 0
         self.took_over = False
+        self.decided = 10
         self.now = NOW
 
     def run(self) -> End:
@@ -181,6 +182,7 @@ class Driver:
             attests,
             self.record,
             10,
+            self.decided,
             self.session,
             *self.pause,
             self.witness,
@@ -1046,8 +1048,7 @@ def test_what_was_left_staged_is_cleared_after_a_take_over() -> None:
     driver = Driver(update())
     driver.took_over = True
     driver.outcome()
-    assert driver.phases == ["survey", "restore", "clear", *WHOLE[1:]]
-    assert driver.one(Write, "restore").record == R0, "which ends the writes of the one before"
+    assert driver.phases == ["survey", "clear", *WHOLE[1:]]
     assert driver.one(Ask, "clear").body == {"update_id": None}
     driver = with_session(COMPLETE, SESSION)
     driver.took_over = True
@@ -1085,8 +1086,30 @@ def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_wa
     assert driver.phases == ["survey", *FINISH]
     assert (outcome.version, outcome.excluded) == (V1, ["c"])
     driver = Driver(Call("update", "u1", body()), R1_OPEN)
-    assert driver.outcome() == Outcome(V1)
-    assert driver.phases == ["survey"]
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "watch"], "it was opened: the workers are asked once"
+    assert driver.one(Watch) == Watch(R1_OPEN, 0.0)
+    assert (outcome.version, outcome.excluded) == (V1, [])
+    assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Call("update", "u1", body()), Call("complete", "u1"), Call("new_run", "u1")],
+    ids=lambda call: call.kind,
+)
+@pytest.mark.parametrize("record", [R1, R1_OPEN], ids=["decided", "opened"])
+def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: DecisionRecord) -> None:
+    failed = Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
+    nobody = Answered([state(key, V0) for key in MEMBERS])
+    driver = Driver(call, record, commit=failed, watch=nobody)
+    error = driver.error(Conflict)
+    assert "one is committed, but 0 workers serve it" in error.message
+    assert error.facts["excluded"] == ["a", "b", "c"]
+    assert driver.all(Watch)[-1] == Watch(R1_OPEN, 60.0), "they may heal meanwhile"
+    healed = Answered([state(key, V1) for key in MEMBERS])
+    driver = Driver(call, record, commit=failed, watch=[nobody, healed] if record.open else healed)
+    assert driver.outcome().excluded == []
 
 
 def test_finish_does_only_that() -> None:
@@ -1124,10 +1147,10 @@ def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
     driver.outcome()
     assert driver.phases == ["survey", "pause", *FINISH]
     assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
-    for took_over in (False, True):
+    for anew in (0, 2):  # so much later it was written anew for who took the lock over
         resumed = Driver(Call("finish", ""), replace(R1, keep_pause=True))
-        resumed.pause = DesiredPause(False), resumed.surveyed().written + 1
-        resumed.took_over = took_over
+        resumed.decided -= anew
+        resumed.pause = DesiredPause(False), resumed.decided + 1
         resumed.outcome()
         assert not resumed.all(Note, "pause"), "somebody has resumed it since"
 
@@ -1175,8 +1198,8 @@ def test_a_new_run_begins_by_the_model_of_all() -> None:
     assert list(driver.one(Ask, "commit").workers) == []
     assert outcome.excluded == []
     again = new_run(driver.record)
-    assert again.outcome() == Outcome(record.made)
-    assert again.phases == ["survey"], "under its id there is one"
+    assert again.outcome().version == record.made
+    assert again.phases == ["survey", "watch"], "under its id there is one"
 
 
 @pytest.mark.parametrize("other", [attest("c", model="another"), silent("c")])

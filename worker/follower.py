@@ -25,9 +25,9 @@ from rl_plane.errors import (
     NotAtBase,
     PlaneError,
 )
-from rl_plane.lock import live_fence
+from rl_plane.lock import fence_of, given_back
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
-from rl_plane.subjects import RECORD, Subjects
+from rl_plane.subjects import LOCK, RECORD, Entry, Subjects
 from rl_plane.versions import tensors_digest
 from worker.core import (
     HEAL_RETRY_S,
@@ -581,7 +581,8 @@ class RecordFollower:
             return
         # In this order: a session that is over was decided or aborted before, and the record tells which.
         before = self._core.record
-        fence, held = await live_fence(self._bus, self._subjects.state)
+        lock = await self._bus.get(self._subjects.state, LOCK)
+        fence, held = fence_of(lock)
         if held and self._core.still_coordinated(fence):
             return  # as mostly; a thousand workers that read on here would take the leader's time from the update
         session = await read_session(self._bus, self._subjects.state)
@@ -592,9 +593,26 @@ class RecordFollower:
         waiting_for = session.update_id if session is not None and waits else None
         given_up = self._core.coordinator_is(fence, held, waiting_for)
         if given_up is not None:
+            if not (held or given_back(lock) or await self._is_over(lock)):
+                return  # the record is another one: looked at again with the next tick
             log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
             await self._updates.give_up(given_up)
         self.look()
+
+    async def _is_over(self, lock: Entry | None) -> bool:
+        """Of a lock that was lost, and that nobody has: will a decision that its holder may have on its way be refused?
+        It is based on the record, which is written anew for that by who takes such a lock, or by one of the workers."""
+        state, record = self._subjects.state, self._core.record
+        entry = await self._bus.get(state, RECORD)
+        if entry is None or entry.value is None or record_of(entry) != record:
+            return False
+        if lock is not None and entry.sequence > lock.sequence:
+            return True  # somebody has done it since
+        try:
+            await self._bus.put(state, RECORD, entry.value, last=entry.sequence)
+        except WrongSequence:
+            await self._read()  # somebody was faster
+        return self._core.record == record
 
     async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""
