@@ -45,7 +45,7 @@ def _no_changes(*args: Any, **more: Any) -> list[Any]:
     return []
 
 
-def _undecided(self: Any, record: Any) -> Any:
+def _undecided(self: Any, record: Any, base: Any) -> Any:
     """A step of the machine that yields nothing: the record is not written."""
     return 1
     yield
