@@ -59,6 +59,9 @@ class HeldLock:
         self._bucket = bucket
         self._revision = fence
         self._busy = asyncio.Lock()
+        self._in_doubt = False
+        """A decision was sent, and may be taken yet: it is refused once the record is written anew, as it is by whoever
+        takes a lock that was not given back."""
         self.lost = False
 
     async def renew(self) -> None:
@@ -90,7 +93,13 @@ class HeldLock:
         The lock may have been lost meanwhile: whoever takes it over writes the record anew first."""
         async with self._busy:
             await self._check_ours()
-            return await self._bus.put(self._bucket, key, value, last=last)
+            try:
+                sequence = await self._bus.put(self._bucket, key, value, last=last)
+            except BusUnreachable:
+                self._in_doubt = True
+                raise
+            self._in_doubt = False  # what went before was to replace another one
+            return sequence
 
     async def check(self) -> None:
         """StaleFence when it is not ours any more, as the leader says."""
@@ -127,7 +136,8 @@ class HeldLock:
         )
 
     async def release(self) -> None:
-        if self.lost:
+        """One that is in doubt goes by its TTL."""
+        if self.lost or self._in_doubt:
             return
         async with self._busy:
             with contextlib.suppress(WrongSequence, BusUnreachable, StaleFence):

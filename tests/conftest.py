@@ -96,6 +96,14 @@ class Spawned:
             self.process.stdout.close()
 
 
+def _made_as(model: Path, shape: dict[str, int]) -> object:
+    try:
+        status = (model / "model.safetensors").stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, shape
+
+
 @dataclass
 class Plane:
     """One test's component on a server: clients, fleets and workers, ended with the test."""
@@ -106,10 +114,16 @@ class Plane:
     component: str = "engine"
     spawned: list[Spawned] = field(default_factory=list)
     _clients: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    _made: dict[int, object] = field(default_factory=dict)
 
     def model(self, seed: int = 0, **shape: int) -> Path:
-        """A fake model's directory beneath the workers' weight root."""
-        return make_fake_model(self.tmp / "weights" / f"seed{seed}", seed, **shape)
+        """A fake model's directory beneath the workers' weight root. One that is as it was made stays: a worker may be
+        loading it."""
+        path = self.tmp / "weights" / f"seed{seed}"
+        if self._made.get(seed, ...) != _made_as(path, shape):
+            make_fake_model(path, seed, **shape)
+            self._made[seed] = _made_as(path, shape)
+        return path
 
     def spawn(
         self,

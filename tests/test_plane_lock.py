@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.aio.msg import Msg
@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 import rl_plane.lock
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.client import RlClient
-from rl_plane.errors import Locked, StaleFence
+from rl_plane.errors import BusUnreachable, Locked, StaleFence
 from rl_plane.lock import LOCK_TTL_S, fence_of, read_holder
 from rl_plane.record import first_record, read_record
 from rl_plane.subjects import LOCK, RECORD, Bucket
@@ -204,6 +204,44 @@ async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhi
             go_on.set()
             await asyncio.wait([deciding])
     assert await read_record(two.bus, state) == base
+
+
+async def test_a_holder_whose_decision_may_come_yet_does_not_give_the_lock_back(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    one, two = await plane.client("one"), await plane.client("two")
+    view, state = await two.view(), one.subjects().state
+    base = first_record("model")
+    last = await one.bus.put(state, RECORD, base.encode(), last=0)
+    put = one.bus.put
+
+    async def lose(bucket: Any, key: str, *given: Any, **named: Any) -> int:
+        if key == RECORD:
+            raise BusUnreachable("its answer was lost")
+        return await put(bucket, key, *given, **named)
+
+    decision = replace(base, update_id="late").encode()
+    async with one.lock(await one.view()) as held:
+        monkeypatch.setattr(one.bus, "put", lose)
+        with pytest.raises(BusUnreachable):
+            await held.replace(RECORD, decision, last)
+        monkeypatch.setattr(one.bus, "put", put)
+    async with two.lock(view, wait_s=10) as held:
+        assert held.took_over
+        with pytest.raises(WrongSequence):
+            await put(state, RECORD, decision, last=last)
+    # One that has settled it gives it back.
+    async with one.lock(await one.view()) as held:
+        assert not held.took_over
+        last = (await one.bus.get(state, RECORD)).sequence  # type: ignore[union-attr]
+        monkeypatch.setattr(one.bus, "put", lose)
+        with pytest.raises(BusUnreachable):
+            await held.replace(RECORD, decision, last)
+        monkeypatch.setattr(one.bus, "put", put)
+        await held.replace(RECORD, base.encode(), last)
+    async with two.lock(view) as held:
+        assert not held.took_over
 
 
 async def test_a_lock_that_was_given_back_costs_no_write(plane: Plane) -> None:
