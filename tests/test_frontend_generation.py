@@ -687,7 +687,8 @@ async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.A
     client = await plane.client()
     body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 3}
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-        await next_event(response.aiter_lines())
+        lines = response.aiter_lines()  # what nobody keeps is collected, and closes the response
+        await next_event(lines)
         await until_running(plane, client, worker.instance_id, 3)
     await until_running(plane, client, worker.instance_id, 0)
     with pytest.raises(httpx.ReadTimeout):

@@ -180,14 +180,20 @@ async def all_of(changes: AsyncIterator[Changed]) -> list[Changed]:
     return [change async for change in changes]
 
 
-async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 2)
-    client, other = await plane.client(), await plane.client()
+async def read_once(client: RlClient, other: RlClient) -> AsyncIterator[Changed]:
+    """A watcher that has read one change, and no more."""
     slow = client.watch()
     first = asyncio.ensure_future(anext(slow))
     await asyncio.sleep(0)
     await register(other)
     await asyncio.wait_for(first, 10)
+    return slow
+
+
+async def test_a_watcher_that_is_too_slow_ends_alone(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 2)
+    client, other = await plane.client(), await plane.client()
+    slow = await read_once(client, other)
     for _ in range(4):
         await register(other)
     assert len(await client.list_workers()) == 5
@@ -200,11 +206,7 @@ async def test_a_watcher_that_is_behind_holds_up_nobody(plane: Plane, monkeypatc
     """Who waits for a fleet of that size is told by the change that it misses."""
     monkeypatch.setattr(rl_plane.client, "WATCH_QUEUE", 1)
     client, other = await plane.client(), await plane.client()
-    slow = client.watch()
-    first = asyncio.ensure_future(anext(slow))
-    await asyncio.sleep(0)
-    await register(other)
-    await asyncio.wait_for(first, 10)
+    slow = await read_once(client, other)
     (view,) = client._views.values()
     later: list[Changed] = []
     view.listen(later.append)

@@ -220,12 +220,13 @@ async def test_bad_input_is_told_at_once() -> None:
 
 def test_a_process_that_is_closed_meanwhile_is_nobodys_concern() -> None:
     with StartWatch() as watch:
-        helper = SPAWN.Process(target=time.sleep, args=(0,), daemon=True)
+        helper = SPAWN.Process(target=time.sleep, args=(6 * BOUND_S,), daemon=True)
         helper.start()
         give_up = time.monotonic() + BOUND_S
         while helper not in watch._started:
             assert time.monotonic() < give_up
             time.sleep(LOOK_S)
+        helper.terminate()
         helper.join()
         helper.close()
 
