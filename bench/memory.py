@@ -39,14 +39,14 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         "": {},
         OVERLAPPED: {"wait": False},
         ", layout tensors": {"options": {"layout": "tensors"}},
-        DELTA: {"encoding": "auto"},
+        DELTA: {"encoding": "delta"},
     },
     "nixl": {
         "": {},
         OVERLAPPED: {"wait": False},
         ", keep_copy false": {"options": {"keep_copy": False}},
         f", keep_copy false{OVERLAPPED}": {"options": {"keep_copy": False}, "wait": False},
-        DELTA: {"encoding": "auto"},
+        DELTA: {"encoding": "delta"},
     },
 }
 """With which options of the publisher, and of its `publish`, a transport is measured."""

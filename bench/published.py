@@ -20,7 +20,7 @@ from bench.peers import peers, start_peer, unhashed
 from bench.stored import UNVERIFIED
 from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher, packing
-from rl_plane.publish.publisher import Encoding
+from rl_plane.publish.way import Encoding
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def _measure_into(
             return  # deltas find what they change by its digest
         places = some_places(weights)
         for name in backends:  # one after another: what follows somebody else's version goes whole
-            by = publisher(name, "auto")
+            by = publisher(name, "delta")
             for number in range(-1, rounds):
                 for flat, where in places:
                     flat[where] ^= 1

@@ -74,7 +74,7 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
     if backend == "filesystem":
         how["root"] = plane.tmp / "weights" / "published"
     shelf = Shelf(mixed.base(2))
-    publisher = WeightPublisher(shelf, plane.url, encoding="auto", **how)
+    publisher = WeightPublisher(shelf, plane.url, encoding="delta", **how)
 
     async def published(label: str, encoding: str) -> None:
         await publisher.publish_async(label)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ from rl_plane.manifest import Manifest
 from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
+from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
 from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
@@ -284,7 +286,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     for number in range(1, 11):
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="auto")
+    publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="delta")
 
     async def publish(model: int, encoding: str) -> None:
         source.path = models[model]
@@ -346,7 +348,7 @@ async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_ver
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
     root = root_of(plane) if transport == "filesystem" else None
-    publisher = WeightPublisher(source, client, transport=transport, root=root, encoding="auto", workers=2)
+    publisher = WeightPublisher(source, client, transport=transport, root=root, encoding="delta", workers=2)
 
     async def publish(model: int) -> str:
         source.path = models[model]
@@ -382,7 +384,7 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
     models = [plane.model(1)]
     models += [nudged(plane, models[0], number) for number in (1, 2)]
     client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, root=root_of(plane), encoding="auto", workers=2)
+    publisher = WeightPublisher(source, client, root=root_of(plane), encoding="delta", workers=2)
     for number, source.path in enumerate(models):
         await publisher.publish_async(f"step {number}")
         await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
@@ -391,6 +393,69 @@ async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plan
     sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
     assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
     await asyncio.to_thread(publisher.close)
+
+
+async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across machines, or by objects; not within one."""
+    plane.spawn()
+    models = [plane.model(1)]
+    for number in range(1, 8):
+        models.append(nudged(plane, models[-1], number))
+    client, source = await plane.client(), Changing()
+    rest = iter(enumerate(models))
+
+    async def publish(encoding: str, *, kept: bool) -> None:
+        number, source.path = next(rest)
+        await publisher.publish_async(f"step {number}")
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert (newest["label"], newest["encoding"]) == (f"step {number}", encoding)
+        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
+        digest = model_digest(source.path) if kept else None
+
+        async def keeps() -> bool:
+            return [row.get("kept") for row in (await client.run("workers"))["workers"]] == [digest]
+
+        await plane.until(keeps, BOUND_S)
+
+    publisher = WeightPublisher(source, client, root=root_of(plane))
+    await publish("full", kept=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "elsewhere")
+        await publish("full", kept=True)
+        await publish("delta", kept=True)
+        patch.setattr(attempts, "free_memory", lambda: 0)
+        await publish("delta", kept=True)  # the copy is there already
+    await publish("full", kept=False)
+    assert not publisher._copy.specs
+    await asyncio.to_thread(publisher.close)
+
+    publisher = WeightPublisher(source, client, transport="object_store")
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts, "free_memory", lambda: 0)
+        await publish("full", kept=False)
+    await publish("full", kept=True)
+    await publish("delta", kept=True)
+    await asyncio.to_thread(publisher.close)
+
+
+def test_how_much_memory_is_free(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    assert free_memory(proc, cgroups) == 0, "nobody knows"
+    assert free_memory() > 0
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 32 kB\nHugePages_Total: 0\n")
+    (proc / "self" / "cgroup").write_text("4:memory:/of/version/1\n0::/pods/one\n")
+    assert free_memory(proc, cgroups) == 32 << 10
+    for group, limit, used in (("pods", "20000", "12000"), ("pods/one", "max", "12000")):
+        (cgroups / group).mkdir(parents=True)
+        (cgroups / group / "memory.max").write_text(f"{limit}\n")
+        (cgroups / group / "memory.current").write_text(f"{used}\n")
+        (cgroups / group / "memory.stat").write_text("anon 9000\ninactive_file 2000\n")
+    assert free_memory(proc, cgroups) == 10000
+    (cgroups / "pods" / "one" / "memory.max").write_text("5000\n")
+    assert free_memory(proc, cgroups) == 0, "it is over its limit"
 
 
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -818,7 +883,7 @@ class Joining:
             self.plane.spawn()
 
 
-@pytest.mark.parametrize("encoding", ["full", "auto"])
+@pytest.mark.parametrize("encoding", ["full", "delta"])
 async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, plane: Plane) -> None:
     """By a trainer that waits, and by a publisher that sends from its copy."""
     pytest.importorskip("torch")
@@ -836,7 +901,7 @@ async def test_for_a_worker_that_joins_all_is_pushed_once_more(encoding: Any, pl
         source.path = Path()
         return await publication.wait()
 
-    versions = [("one", one), ("two", two)] if encoding == "auto" else [("one", one)]
+    versions = [("one", one), ("two", two)] if encoding == "delta" else [("one", one)]
     for number, (label, model) in enumerate(versions, 1):
         source.path, joining.times = model, 1
         reply = await publish(label)
@@ -1135,15 +1200,15 @@ async def test_the_fleet_has_the_trainers_weights_from_the_start(plane: Plane) -
     assert await served(plane) == {("step_0", model_digest(plane.model(1)), 2)}
     assert source.taken == 3 * count // 2, "other ranks, which gather, are not left waiting"
     other = Gathering(plane.model(2))  # another run's, under the same label
-    for encoding in ("full", "auto"):
+    for encoding in ("full", "delta"):
         await asyncio.to_thread(begin, "step_0", other, encoding=encoding)
         assert await served(plane) == {("step_0", model_digest(plane.model(2)), 3)}
     assert other.taken == count
     # What a trainer before has sent may be gone with it, so the next version is no delta of that.
     third = Gathering(plane.model(3))
-    await asyncio.to_thread(begin, "step_0", third, encoding="auto")
+    await asyncio.to_thread(begin, "step_0", third, encoding="delta")
     assert await served(plane) == {("step_0", model_digest(plane.model(3)), 4)}
-    await asyncio.to_thread(begin, "step_0", third, "step_1", encoding="auto")
+    await asyncio.to_thread(begin, "step_0", third, "step_1", encoding="delta")
     told = (await (await plane.fleet()).run("updates"))["updates"]
     assert [(one["label"], one["encoding"]) for one in told[:2]] == [("step_1", "full"), ("step_0", "full")]
     with pytest.raises(NoWorkers):
@@ -1212,7 +1277,7 @@ async def test_a_copy_that_is_made_to_be_compared_is_not_lent(
         WeightPublisher(plane.model(seed), plane.url, initial="step_0", **told).close()
 
     def publish() -> None:
-        with WeightPublisher(plane.model(3), plane.url, encoding="auto", **told) as publisher:
+        with WeightPublisher(plane.model(3), plane.url, encoding="delta", **told) as publisher:
             publisher.publish("step_1")
 
     await asyncio.to_thread(begin, 1)
@@ -1369,9 +1434,9 @@ def test_what_is_installed_can_be_loaded() -> None:
         ({"adapter": "a"}, "adapter"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"fleet": 3}, "fleet"),
-        ({"encoding": "delta"}, "encoding"),
-        ({"encoding": "auto", "cast": True}, "encoding"),
-        ({"encoding": "auto", "policy": {"staging": "none"}}, "encoding"),
+        ({"encoding": "half"}, "encoding"),
+        ({"encoding": "delta", "cast": True}, "encoding"),
+        ({"encoding": "delta", "policy": {"staging": "none"}}, "encoding"),
     ],
 )
 def test_wrong_arguments_are_named(given: dict[str, Any], field: str, tmp_path: Path) -> None:
@@ -1425,7 +1490,7 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
         transport=transport,
         root=root_of(plane) if transport == "filesystem" else None,
         bucket_bytes=1500,
-        encoding="auto",
+        encoding="delta",
     )
     two = plane.model(2)
     one_more = nudged(plane, two, 1)

@@ -24,12 +24,13 @@ from rl_plane.errors import (
     Unavailable,
 )
 from rl_plane.manifest import DEFAULT_BUCKET_BYTES, Manifest, pack
+from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
 from rl_plane.publish.packing import Place, Tensor, fill
 from rl_plane.publish.publication import Publication
 from rl_plane.publish.sender import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
 from rl_plane.publish.sources import Source, Taken
-from rl_plane.publish.way import Way
+from rl_plane.publish.way import Encoding, Way
 
 log = logging.getLogger("rl_plane.publish")
 
@@ -42,6 +43,10 @@ JOINS = 1
 OPENINGS = 8
 """So often receivers are gathered while workers join, as in a fleet that comes up: a second or so each time, in which
 other ranks may wait."""
+
+ROOM = 3
+"""Times the weights have to be free in memory before `auto` makes a copy of them: a transport may keep one too, and as
+much is left to the trainer's next step."""
 
 T = TypeVar("T")
 
@@ -367,7 +372,8 @@ class Attempt:
 
 
 class AttemptByCopy(Attempt):
-    """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there."""
+    """By way of the publisher's copy: `read` brings the tensors into it, `end` sends what pays from there. `auto`: only
+    where that pays; else as any other."""
 
     def __init__(
         self,
@@ -376,24 +382,58 @@ class AttemptByCopy(Attempt):
         publication: Publication,
         previous: Publication | None,
         copy: HostCopy,
+        encoding: Encoding,
         unless: str | None = None,
+        *,
+        lends: bool = False,
+        joins: int = 0,
     ) -> None:
         """`unless`: nothing is sent if this is its digest."""
-        super().__init__(way, source, publication, previous)
+        super().__init__(way, source, publication, previous, lends=lends, joins=joins)
         self._copy = copy
+        self._encoding = encoding
         self._unless = unless
+        self._deltas = False
         self._change: Change | None = None
 
     def _send(self, taken: Taken) -> None:
         if not taken.specs:
             raise _no_tensors()
-        self._change = self._copy.read(taken)
+        self._deltas = self._encoding == "delta" or (self._encoding == "auto" and self._pays(taken))
+        if self._deltas or self._unless is not None:
+            self._joins = 0  # the source is not read again: what joins gets it from the copy
+            self._change = self._copy.read(taken)
+        else:
+            self._copy.drop()
+            super()._send(taken)
+
+    def _pays(self, taken: Taken) -> bool:
+        """Where a delta saves time, and the copy leaves room for what else this machine does."""
+        self._way.ready_sender()
+        if not self._way.slow:
+            return False
+        nbytes = sum(spec.nbytes for _, spec in taken.specs)
+        free = free_memory()
+        if self._copy.specs or free >= ROOM * nbytes:
+            return True
+        log.info(
+            "%s goes whole: a delta wants a copy of %d bytes, of %d free", self._publication.version, nbytes, free
+        )
+        return False
 
     def _committed(self) -> dict[str, Any]:
+        change = self._change
+        if change is None:
+            return super()._committed()
+        try:
+            return self._committed_from_copy(change)
+        finally:
+            if not self._deltas:
+                self._copy.drop()
+
+    def _committed_from_copy(self, change: Change) -> dict[str, Any]:
         if self._error is not None:
             raise self._error
-        change = self._change
-        assert change is not None
         if change.digest == self._unless and self._is_served(change.digest):
             log.info("the fleet serves %s already", self._publication.version)
             self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
@@ -438,6 +478,8 @@ class AttemptByCopy(Attempt):
         # The publisher's copy changes with the next publication, which waits for the end of this one. One that was made
         # for this comparison is to go with it, and a sender holds on to what it was lent.
         lends = self._unless is None
+        if self._deltas:  # what is kept at the workers is what the next one changes
+            more = {**more, "policy": {**self._way.told.policy, "keep_staged": True}}
         attempt = Attempt(self._way, _Copied(take), self._publication, None, more, lends=lends, joins=JOINS)
         attempt.read()
         try:

@@ -94,6 +94,12 @@ class HostCopy:
         """The next version is compared with none, and so goes whole."""
         self.digest = None
 
+    def drop(self) -> None:
+        """Frees the memory, too."""
+        self.forget()
+        self.specs = {}
+        self._places = {}
+
     def take_back(self, change: Change) -> None:
         """It was not committed."""
         self.digest = None

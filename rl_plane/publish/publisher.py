@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
@@ -29,12 +29,10 @@ from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.senders import AUTO
 from rl_plane.publish.sources import Names, as_source
-from rl_plane.publish.way import Told, Way
+from rl_plane.publish.way import Encoding, Told, Way
 from rl_plane.subjects import DEFAULT_NAMESPACE
 
 log = logging.getLogger("rl_plane.publish")
-
-Encoding = Literal["full", "auto"]
 
 
 class WeightPublisher:
@@ -53,7 +51,7 @@ class WeightPublisher:
         names: Names = None,
         policy: Mapping[str, Any] | None = None,
         cast: bool = False,
-        encoding: Encoding = "full",
+        encoding: Encoding = "auto",
         bucket_bytes: int | None = None,
         workers: int = 1,
         wait_s: float = DEFAULT_WAIT_S,
@@ -69,9 +67,11 @@ class WeightPublisher:
         facade, with `admin_key`; `nats://…`, with `namespace`), and of which `component`, if there are several.
         `transport`: a backend, or `auto`; `root`: a directory that trainer and workers share, for filesystem;
         `options`: the transport's own. `adapter`: under which name a LoRA adapter is served. `policy`, `cast`: of the
-        update. `encoding` `auto`: only what has changed, where that is less than half and the workers keep the version
+        update. `encoding` `delta`: only what has changed, where that is less than half and the workers keep the version
         before (they are told to); for it the publisher keeps a copy of the base weights in host memory, and the tensors
-        may change as soon as they are in it. `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
+        may change as soon as they are in it. `auto`: that where some worker is on another machine, or the way is
+        `object_store`, and this one has memory for it; but `full` with `cast`, `staging` `none`, or `nccl`.
+        `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
         for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
         torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
         is now under that label. Where every worker serves an update of that label already, the source is read into host
@@ -86,22 +86,25 @@ class WeightPublisher:
             )
         if bucket_bytes is not None and bucket_bytes < 1:
             raise InvalidRequest(f"bucket_bytes is {bucket_bytes}", field="bucket_bytes", fix="give at least 1")
-        if encoding not in ("full", "auto"):
-            raise InvalidRequest(f"encoding is {str(encoding)[:64]!r}", field="encoding", fix="use full or auto")
-        if encoding == "auto" and (cast or (policy or {}).get("staging") == "none"):
+        if encoding not in get_args(Encoding):
+            raise InvalidRequest(
+                f"encoding is {str(encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
+            )
+        whole = cast or (policy or {}).get("staging") == "none"
+        if encoding == "delta" and whole:
             raise InvalidRequest(
                 "what changes bits in a staged copy goes with neither cast nor staging none",
                 field="encoding",
                 fix="leave encoding out, or those",
             )
-        self._copy = HostCopy() if encoding == "auto" and adapter is None else None
-        # What is kept at the workers is what a delta changes.
+        self._encoding: Encoding = "full" if whole or adapter is not None or not stays else encoding
+        self._copy = HostCopy()
         self._told = Told(
             transport,
             Path(os.path.abspath(os.path.expanduser(root))) if root is not None else None,
             dict(options or {}),
             adapter,
-            {**(policy or {}), **({"keep_staged": True} if self._copy is not None else {})},
+            dict(policy or {}),
             cast,
             bucket_bytes,
             workers,
@@ -151,14 +154,14 @@ class WeightPublisher:
                 fix="await publisher.publish_async(…)",
             )
         previous, self._previous = self._previous, publication
+        # Other ranks, with which it gathers, would not take part in it once more.
+        how: dict[str, Any] = {"lends": lends, "joins": JOINS if lends and not self._source.collective else 0}
         attempt: Attempt
-        if self._copy is None and unless is None:
-            # Other ranks, with which it gathers, would not take part in it once more.
-            joins = JOINS if lends and not self._source.collective else 0
-            attempt = Attempt(self._way, self._source, publication, previous, lends=lends, joins=joins)
-        else:  # to be compared it is gathered, which the other ranks take part in once
-            copy = self._copy or HostCopy()
-            attempt = AttemptByCopy(self._way, self._source, publication, previous, copy, unless)
+        if self._encoding == "full" and unless is None:
+            attempt = Attempt(self._way, self._source, publication, previous, **how)
+        else:
+            by = (self._copy, self._encoding, unless)
+            attempt = AttemptByCopy(self._way, self._source, publication, previous, *by, **how)
         if self._source.collective:
             try:
                 attempt.read()

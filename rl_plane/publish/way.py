@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rl_plane.bodies import parse_body
 from rl_plane.errors import PlaneError
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
-from rl_plane.publish.senders import candidates, installed, is_passed_over, make_sender, none_can_be_made
+from rl_plane.publish.senders import (
+    candidates,
+    installed,
+    is_passed_over,
+    is_slow,
+    make_sender,
+    none_can_be_made,
+)
 from rl_plane.sync import call_bound_s
 from rl_plane.update_bodies import UpdateWeights
+
+Encoding = Literal["auto", "full", "delta"]
 
 DRAIN_S = 600.0
 """How long `close` and the next `publish` wait for the one under way, beside its update's own bounds: a large model on
@@ -58,6 +67,8 @@ class Way:
         self.told = told
         self.backend: str | None = None
         """What the last version went by."""
+        self.slow = False
+        """Is it, for the fleet of that moment?"""
         self._sender: Sender | None = None
         self._colocated = True
         """Were all workers on this machine when it was made?"""
@@ -112,6 +123,7 @@ class Way:
         refused: dict[str, PlaneError] = {}
         for backend in backends:
             if self._sender is not None and backend == self.backend and not far:
+                self.slow = is_slow(backend, colocated=colocated)
                 return self._sender
             try:
                 sender = make_sender(backend, around)  # what it refuses leaves the one before
@@ -125,6 +137,7 @@ class Way:
             elif self._sender is not None:
                 self._sender.destroy()  # nothing that it brought was committed
             self._sender, self.backend, self._colocated = sender, backend, colocated
+            self.slow = is_slow(backend, colocated=colocated)
             return sender
         raise none_can_be_made(refused)
 
