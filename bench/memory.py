@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.gaps import SHAPE_500_MB
-from bench.peers import peers, start_peer
-from rl_plane.nats_server import NatsServer
+from bench.peers import hf_worker
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.nixl_wire import have_nixl
 from rl_plane.publish.senders import installed
@@ -85,23 +84,11 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
     places = some_places(weights)
     namespace = f"memory{secrets.token_hex(2)}"
     with ExitStack() as stack:
-        server = NatsServer()
-        server.start()
-        stack.callback(server.stop)
-        started = start_peer(
-            "workers",
-            nats_url=server.url,
-            namespace=namespace,
-            model=str(model),
-            copies=1,
-            engine="hf",
-            weight_roots=[str(model.parent)],
-        )
-        stack.enter_context(peers([started]))
+        url, peer = stack.enter_context(hf_worker(namespace, model, weight_roots=[str(model.parent)]))
         root: dict[str, Any] = {"root": model.parent / "published"} if backend == "filesystem" else {}
         publisher = WeightPublisher(
             weights,
-            server.url,
+            url,
             namespace=namespace,
             transport=backend,
             bucket_bytes=BUCKET_BYTES,
@@ -123,7 +110,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
             return publication.progress.of_nbytes
 
         step()  # what is served already would be neither swapped nor kept
-        processes: tuple[int | str, ...] = ("self", started.pid)
+        processes: tuple[int | str, ...] = ("self", peer.process.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
         deltas = "encoding" in more
         if deltas:

@@ -22,6 +22,7 @@ import nats
 from nats.aio.msg import Msg
 
 from bench.bare_path import serve_engine, serve_http
+from rl_plane.nats_server import NatsServer
 from rl_plane.process import die_with_parent, spare_collector
 from rl_plane.safetensors_file import SafetensorsFile
 
@@ -83,6 +84,19 @@ def stop_peers(started: list[subprocess.Popen[str]]) -> None:
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def hf_worker(namespace: str, model: Path, **arguments: Any) -> Iterator[tuple[str, Peer]]:
+    """One, and a NATS server of its own, whose URL this gives first."""
+    server = NatsServer()
+    server.start()
+    try:
+        how = {"nats_url": server.url, "namespace": namespace, "model": str(model), "copies": 1, "engine": "hf"}
+        with peers([start_peer("workers", **how, **arguments)]) as (worker,):
+            yield server.url, worker
+    finally:
+        server.stop()
 
 
 # ---- the roles ----

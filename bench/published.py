@@ -16,9 +16,8 @@ from unittest import mock
 import numpy as np
 
 from bench.memory import DELTA, some_places, trained
-from bench.peers import peers, start_peer, unhashed
+from bench.peers import hf_worker, unhashed
 from bench.stored import UNVERIFIED
-from rl_plane.nats_server import NatsServer
 from rl_plane.publish import WeightPublisher, packing
 from rl_plane.publish.way import Encoding
 
@@ -59,22 +58,10 @@ def _measure_into(
     with ExitStack() as stack:
         if not verify:
             stack.enter_context(mock.patch.object(packing, "tensor_digest", unhashed))
-        server = NatsServer()
-        server.start()
-        stack.callback(server.stop)
-        started = start_peer(
-            "workers",
-            nats_url=server.url,
-            namespace=namespace,
-            model=str(model),
-            copies=1,
-            engine="hf",
-            verify=verify,
-        )
-        stack.enter_context(peers([started]))
+        url, _ = stack.enter_context(hf_worker(namespace, model, verify=verify))
 
         def publisher(name: str, encoding: Encoding) -> WeightPublisher:
-            made = WeightPublisher(weights, server.url, namespace=namespace, transport=name, encoding=encoding)
+            made = WeightPublisher(weights, url, namespace=namespace, transport=name, encoding=encoding)
             return stack.enter_context(closing(made))
 
         def publish(by: WeightPublisher, what: str, number: int) -> None:

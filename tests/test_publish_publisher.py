@@ -731,7 +731,8 @@ async def test_a_sender_stays_until_a_version_by_the_next_is_committed(
         if refused.is_set():
             raise RuntimeError("enough")
 
-    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), progress=refuse)
+    how: dict[str, Any] = {"root": root_of(plane), "progress": refuse, "encoding": "full"}
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), **how)
     await publisher.publish_async("one")
     assert alive == ["first"]
     refused.set()
