@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.attempt as attempts
+import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
 from rl_plane.client import RlClient
 from rl_plane.errors import (
@@ -456,6 +457,23 @@ def test_how_much_memory_is_free(tmp_path: Path) -> None:
     assert free_memory(proc, cgroups) == 10000
     (cgroups / "pods" / "one" / "memory.max").write_text("5000\n")
     assert free_memory(proc, cgroups) == 0, "it is over its limit"
+
+
+async def test_a_publication_that_gets_no_thread_has_ended(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    plane.spawn()
+    publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane))
+
+    def no_thread(_: Callable[[], object]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishers, "on_thread", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await publisher.publish_async("one")
+    async with asyncio.timeout(BOUND_S):
+        await publisher.publish_async("two")
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 1)}
+    await asyncio.to_thread(publisher.close)
 
 
 async def test_overlapped_and_one_after_another(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

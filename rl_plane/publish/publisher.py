@@ -166,9 +166,9 @@ class WeightPublisher:
             try:
                 attempt.read()
             finally:  # also when Ctrl-C comes on its way out
-                on_thread(attempt.end)
+                _begin(publication, attempt.end)
         else:
-            on_thread(attempt.read_and_end)
+            _begin(publication, attempt.read_and_end)
         if wait or attempt.interrupted:
             publication.result()
         return publication
@@ -217,6 +217,14 @@ class WeightPublisher:
             publication.end(error=error)
             raise
         publication.end()
+
+
+def _begin(publication: Publication, work: Callable[[], object]) -> None:
+    try:
+        on_thread(work)
+    except RuntimeError as error:  # no thread can be had; the next version is not to wait for this one
+        publication.end(error=error)
+        raise
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
