@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, dict[str, Any]]] = {
         f", keep_copy false{OVERLAPPED}": {"options": {"keep_copy": False}, "wait": False},
         DELTA: {"encoding": "delta"},
     },
+    "object_store": {"": {"encoding": "full"}, DELTA: {"encoding": "delta"}},
 }
 """With which options of the publisher, and of its `publish`, a transport is measured."""
 HEAD = ("transport", "trainer MB", "÷ two buckets", "worker MB", "÷ two buckets and staging")
@@ -112,7 +113,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
         step()  # what is served already would be neither swapped nor kept
         processes: tuple[int | str, ...] = ("self", peer.process.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
-        deltas = "encoding" in more
+        deltas = more.get("encoding") == "delta"
         if deltas:
             published("whole")  # what it leaves counts, its own peak doesn't
         for pid in processes:

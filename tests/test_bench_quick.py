@@ -201,6 +201,8 @@ def test_an_engines_own_ways_stand_beside_ours() -> None:
     [
         ("gloo", ["", ", wait false"]),
         ("ipc", ["", ", wait false", ", layout tensors", DELTA]),
+        ("filesystem", [""]),
+        ("object_store", ["", DELTA]),
         ("nixl", ["", ", wait false", ", keep_copy false", ", keep_copy false, wait false", DELTA]),
     ],
 )

@@ -402,7 +402,7 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
     """Across machines, or by objects; not within one."""
     plane.spawn()
     models = [plane.model(1)]
-    for number in range(1, 8):
+    for number in range(1, 10):
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
     rest = iter(enumerate(models))
@@ -426,8 +426,14 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
         patch.setattr(platform, "node", lambda: "elsewhere")
         await publish("full", kept=True)
         await publish("delta", kept=True)
-        patch.setattr(attempts, "free_memory", lambda: 0)
+        nbytes = publisher._copy.nbytes
+        patch.setattr(attempts, "free_memory", lambda: nbytes)
         await publish("delta", kept=True)  # the copy is there already
+        patch.setattr(attempts, "free_memory", lambda: nbytes - 1)
+        await publish("full", kept=False)
+        assert not publisher._copy.specs
+        patch.setattr(attempts, "free_memory", lambda: 3 * nbytes)
+        await publish("full", kept=True)
     await publish("full", kept=False)
     assert not publisher._copy.specs
     await asyncio.to_thread(publisher.close)
@@ -441,19 +447,136 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
     await asyncio.to_thread(publisher.close)
 
 
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+async def test_deltas_that_are_chosen_overlap_the_next_step(
+    transport: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And when all are on one machine again, what was lent of the copy is given back."""
+    pytest.importorskip({"gloo": "torch"}.get(transport, transport))
+    plane.spawn()
+    client, source = await plane.client(), Changing()
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    publisher = WeightPublisher(source, plane.url, transport=transport, options={"host": "127.0.0.1"}, **how)
+    models = [plane.model(1)]
+    for number in (1, 2):
+        models.append(nudged(plane, models[-1], number))
+
+    async def publish(number: int, encoding: str) -> None:
+        source.path = models[number]
+        publication = publisher.publish(f"step {number}", wait=False)
+        await asyncio.to_thread(publication.wait_read, BOUND_S)
+        source.path = Path()
+        await publication.wait()
+        assert await served(plane) == {(f"step {number}", model_digest(models[number]), number + 1)}
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert newest["encoding"] == encoding
+
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "elsewhere")
+        await publish(0, "full")
+        await plane.until(functools.partial(all_keep, client, models[0]), BOUND_S)
+        await publish(1, "delta")
+    await publish(2, "full")
+    assert not publisher._copy.specs
+    assert publisher._way is not None
+    assert getattr(publisher._way._sender, "_loan", None) is None
+    await asyncio.to_thread(publisher.close)
+
+
+def changed(plane: Plane, model: Path, share: float) -> Path:
+    """The same weights, but for so many of each tensor's bytes."""
+    tensors = {name: (spec, bytearray(data)) for name, (spec, data) in tensors_in(model).items()}
+    for _, data in tensors.values():
+        for place in range(0, len(data), max(1, round(1 / share))):
+            data[place] ^= 1
+    path = plane.tmp / "weights" / f"{model.name}~"
+    path.mkdir()
+    write_safetensors(
+        path / "model.safetensors", {name: (spec, bytes(data)) for name, (spec, data) in tensors.items()}
+    )
+    return path
+
+
+async def publish_changed(plane: Plane, share: float, count: int, **how: Any) -> tuple[list[str], WeightPublisher]:
+    """(how each version went, the publisher)"""
+    client, source = await plane.client(), Changing()
+    publisher = WeightPublisher(source, client, **how)
+    source.path = plane.model(1)
+    sent = []
+    for number in range(count):
+        await publisher.publish_async(f"step {number}")
+        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
+        assert newest["label"] == f"step {number}"
+        sent.append(newest["encoding"])
+        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
+        if publisher._copy.specs:
+            await plane.until(functools.partial(all_keep, client, source.path), BOUND_S)
+        source.path = changed(plane, source.path, share)
+    return sent, publisher
+
+
+async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> None:
+    """Late workers fetch it, and what they fetch it from holds it."""
+    pytest.importorskip("nixl")
+    plane.spawn()
+    sent, publisher = await publish_changed(plane, 1 / 25, 7, transport="nixl", encoding="delta")
+    assert publisher._way is not None
+    kept = publisher._way._sender._kept[None]  # type: ignore[union-attr]
+    assert sum(one.area.nbytes for one in kept) <= 2 * publisher._copy.nbytes
+    assert sent[:2] == ["full", "delta"]
+    assert "full" in sent[2:]
+    assert "delta" in sent[-2:], "a new chain"
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
+    plane.spawn()
+    sent, publisher = await publish_changed(plane, 1.0, 4, transport="object_store")
+    assert sent == ["full"] * 4
+    assert publisher._copy.specs
+    await publisher.publish_async("one more")
+    assert not publisher._copy.specs
+    rows = (await (await plane.client()).run("workers"))["workers"]
+    assert [row.get("kept") for row in rows] == [None]
+    await asyncio.to_thread(publisher.close)
+
+
+@pytest.mark.parametrize(
+    ("how", "encoding"),
+    [
+        ({}, "auto"),
+        ({"encoding": "delta"}, "delta"),
+        ({"encoding": "full"}, "full"),
+        ({"policy": {"keep_staged": True}}, "auto"),
+        ({"policy": {"keep_staged": False}}, "full"),
+        ({"policy": {"staging": "none"}}, "full"),
+        ({"cast": True}, "full"),
+        ({"stays": False}, "full"),
+    ],
+)
+def test_where_deltas_may_go(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
+    assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._encoding == encoding
+
+
 def test_how_much_memory_is_free(tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     assert free_memory(proc, cgroups) == 0, "nobody knows"
     assert free_memory() > 0
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 32 kB\nHugePages_Total: 0\n")
-    (proc / "self" / "cgroup").write_text("4:memory:/of/version/1\n0::/pods/one\n")
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/one\n0::/pods/one\n")
     assert free_memory(proc, cgroups) == 32 << 10
-    for group, limit, used in (("pods", "20000", "12000"), ("pods/one", "max", "12000")):
-        (cgroups / group).mkdir(parents=True)
-        (cgroups / group / "memory.max").write_text(f"{limit}\n")
-        (cgroups / group / "memory.current").write_text(f"{used}\n")
-        (cgroups / group / "memory.stat").write_text("anon 9000\ninactive_file 2000\n")
+    for group, limit in ((cgroups / "memory", str(2**63 - 4096)), (cgroups / "memory" / "one", "30000")):
+        group.mkdir(parents=True)
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (group / "memory.usage_in_bytes").write_text("12000\n")
+        (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 2000\n")
+    assert free_memory(proc, cgroups) == 20000
+    for group, limit in ((cgroups / "pods", "20000"), (cgroups / "pods" / "one", "max")):
+        group.mkdir(parents=True)
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.current").write_text("12000\n")
+        (group / "memory.stat").write_text("anon 9000\ninactive_file 2000\n")
     assert free_memory(proc, cgroups) == 10000
     (cgroups / "pods" / "one" / "memory.max").write_text("5000\n")
     assert free_memory(proc, cgroups) == 0, "it is over its limit"

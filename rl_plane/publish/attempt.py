@@ -44,9 +44,12 @@ OPENINGS = 8
 """So often receivers are gathered while workers join, as in a fleet that comes up: a second or so each time, in which
 other ranks may wait."""
 
-ROOM = 3
-"""Times the weights have to be free in memory before `auto` makes a copy of them: a transport may keep one too, and as
-much is left to the trainer's next step."""
+ROOM, LEFT = 3, 1
+"""Times the weights have to be free in memory before `auto` makes a copy of them, since a transport may keep one too,
+and as much of deltas; and beside the copy, or it goes: the steps of a trainer take memory that its first version can't
+see."""
+TRIES = 3
+"""After so many versions in a row that were compared and went whole all the same, `auto` leaves it."""
 
 T = TypeVar("T")
 
@@ -410,15 +413,13 @@ class AttemptByCopy(Attempt):
     def _pays(self, taken: Taken) -> bool:
         """Where a delta saves time, and the copy leaves room for what else this machine does."""
         self._way.ready_sender()
-        if not self._way.slow:
+        if not self._way.slow or self._copy.in_vain >= TRIES:
             return False
         nbytes = sum(spec.nbytes for _, spec in taken.specs)
         free = free_memory()
-        if self._copy.specs or free >= ROOM * nbytes:
+        if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
             return True
-        log.info(
-            "%s goes whole: a delta wants a copy of %d bytes, of %d free", self._publication.version, nbytes, free
-        )
+        log.info("%s goes whole: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes)
         return False
 
     def _committed(self) -> dict[str, Any]:
@@ -438,24 +439,36 @@ class AttemptByCopy(Attempt):
             log.info("the fleet serves %s already", self._publication.version)
             self._copy.forget()  # its source may have gone with the trainer before: a delta needs one
             return {}
+        copy, deltas = self._copy, change.deltas
+        chain_bytes = copy.chain_bytes
         try:
-            if change.deltas is not None and self._is_kept(change.base):
+            if deltas is not None and self._goes_on(deltas) and self._is_kept(change.base):
+                copy.chain_bytes += sum(map(len, deltas.values()))
                 try:
                     delta = {"encoding": "delta", "base": change.base, "digest": change.digest}
-                    deltas = change.deltas
                     reply = self._sent(lambda: as_tensors(deltas), delta)
+                    copy.in_vain = 0
                     if _says_not_at_base(reply["workers"]):
-                        self._copy.forget()  # a full version brings back who was left out
+                        copy.forget()  # a full version brings back who was left out
                     return reply
                 except PlaneError as error:
                     if not _not_at_base(error):
                         raise
                     log.info("%s is sent whole: %s", self._publication.version, error)
-            return self._sent(self._copy.whole, {"digest": change.digest})
+            copy.chain_bytes = 0
+            reply = self._sent(copy.whole, {"digest": change.digest})
+            copy.in_vain += change.base is not None
+            return reply
         except BaseException:
             if not self.committed:
-                self._copy.take_back(change)
+                copy.take_back(change)
+                copy.chain_bytes = chain_bytes
             raise
+
+    def _goes_on(self, deltas: Mapping[str, bytes]) -> bool:
+        """Whoever comes late fetches the chain of deltas, and what it is fetched from holds it: no more of it than of
+        the whole version."""
+        return self._copy.chain_bytes + sum(map(len, deltas.values())) <= self._copy.nbytes
 
     def _is_served(self, digest: str) -> bool:
         """Under the publication's label, asked anew: since it was asked first, another version may have come."""

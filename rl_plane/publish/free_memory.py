@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes; 0 where it can't be known. Of control groups version 2 is read (docs.kernel.org, cgroup-v2, memory)."""
+def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> float:
+    """Bytes; 0 where it can't be known. Of control groups both versions are read (docs.kernel.org: cgroup-v2, and
+    cgroup-v1/memory)."""
     try:
-        free = _numbers(proc / "meminfo")["MemAvailable:"] << 10
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        free: float = _numbers(proc / "meminfo")["MemAvailable:"] << 10
+        groups = [line.split(":", 2)[1:] for line in (proc / "self" / "cgroup").read_text().splitlines()]
     except (OSError, KeyError):
         return 0
-    group = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    around = [group, *group.parents]
-    for one in around[: around.index(cgroups) + 1]:
-        try:
-            limit = int((one / "memory.max").read_text())
-            # Files that were read count as used, and go when room is wanted.
-            used = int((one / "memory.current").read_text()) - _numbers(one / "memory.stat")["inactive_file"]
-        except (OSError, KeyError, ValueError):  # `max`, or there is none
-            continue
-        free = min(free, max(0, limit - used))
+    for controllers, path in groups:
+        if controllers == "":
+            free = min(free, _room(cgroups, path, "memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            free = min(free, _room(cgroups / "memory", path, *names))
     return free
+
+
+def _room(root: Path, path: str, limit: str, usage: str, reclaimed: str) -> float:
+    """Of the group and those around it. In a container its own may be the root of what it sees."""
+    group, room = root / path.lstrip("/"), math.inf
+    around = [group, *group.parents]
+    for one in around[: around.index(root) + 1]:
+        # What has none is not limited, or says `max`. Files that were read count as used, and go when room is wanted.
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            used = int((one / usage).read_text()) - _numbers(one / "memory.stat")[reclaimed]
+            room = min(room, max(0, int((one / limit).read_text()) - used))
+    return room
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -66,6 +66,8 @@ class GroupSender:
         import_torch()  # or it is Unsupported
         self.backend: str = backend
         self._device = gpu(_here(device)) if backend == "nccl" else None
+        self.slow = False if backend == "nccl" else None
+        """From GPU to GPU: to be compared, weights would have to come to the host first."""
         self.fingerprint = ""
         """Of the fleet that is in the group."""
         self._host = host

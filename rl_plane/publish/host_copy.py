@@ -20,8 +20,9 @@ class Change:
 
     digest: str
     base: str | None = None
+    """None: there was nothing to compare with."""
     deltas: Mapping[str, bytes] | None = None
-    """By tensor, of those that have changed. None: they don't pay, or there was nothing to compare with."""
+    """By tensor, of those that have changed. None: they don't pay."""
     before: Mapping[str, str] = field(default_factory=dict)
     """The tensors' digests in `base`."""
 
@@ -32,6 +33,10 @@ class HostCopy:
     def __init__(self) -> None:
         self.digest: str | None = None
         """Of the version that it holds; None: of none."""
+        self.chain_bytes = 0
+        """Of the deltas since the last version that went whole."""
+        self.in_vain = 0
+        """So many versions in a row were compared, and went whole all the same."""
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
@@ -50,7 +55,7 @@ class HostCopy:
         base, self.digest, self._half_changed = self.digest, None, False
         before = dict(self._digests)
         deltas: dict[str, bytes] | None = None if base is None else {}
-        room = sum(spec.nbytes for spec in specs.values()) // 2
+        room = self.nbytes // 2
         try:
             for name, tensor in in_order(taken.specs, taken.tensors):
                 if deltas is None:
@@ -75,7 +80,7 @@ class HostCopy:
             lines.append(config_line(taken.adapter_config))
         self.digest = tensors_digest(lines)
         if deltas is None:
-            return Change(self.digest)
+            return Change(self.digest, base)
         if not deltas:  # a version is never of no tensors
             name, spec = taken.specs[0]
             deltas[name] = delta.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
@@ -89,6 +94,10 @@ class HostCopy:
             delta.apply(blob, place, width, name)
             self._half_changed = False
         return blob
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs.values())
 
     def forget(self) -> None:
         """The next version is compared with none, and so goes whole."""

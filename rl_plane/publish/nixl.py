@@ -115,12 +115,10 @@ class NixlSender:
         regions = [region for bucket in lent.values() for region in bucket if region[1]]
         if not regions:
             return ()
-        before, self._loan = self._loan, None
-        if before is not None and before.regions == regions:
-            registered = before.registered
+        if self._loan is not None and self._loan.regions == regions:
+            registered = self._loan.registered
         else:
-            if before is not None:  # nobody reads it any more
-                self._live_agent().deregister_memory(before.registered)
+            self._return_loan()
             try:
                 registered = self._live_agent().register_memory(_described(regions), "DRAM")
             except Exception as error:  # nixl's errors have no root of their own
@@ -140,6 +138,8 @@ class NixlSender:
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         version = self._with_area(self._open_version())
+        if not version.lent:
+            self._return_loan()
         version.offered = version.manifest if digests is None else version.manifest.digested(digests)
         self._offer(version)
 
@@ -177,6 +177,12 @@ class NixlSender:
 
     def __exit__(self, *_: object) -> None:
         self.destroy()
+
+    def _return_loan(self) -> None:
+        """Of a version before, which nobody reads any more."""
+        loan, self._loan = self._loan, None
+        if loan is not None:
+            self._live_agent().deregister_memory(loan.registered)
 
     def _offer(self, version: _Version) -> None:
         assert version.offered is not None, "finish comes first"

@@ -71,6 +71,7 @@ class ObjectStoreSender:
 
     backend = BACKEND
     receivers_from: ClassVar[Literal["open", "finish"]] = "finish"
+    slow = True
 
     def __init__(
         self,

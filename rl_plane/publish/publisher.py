@@ -70,13 +70,13 @@ class WeightPublisher:
         update. `encoding` `delta`: only what has changed, where that is less than half and the workers keep the version
         before (they are told to); for it the publisher keeps a copy of the base weights in host memory, and the tensors
         may change as soon as they are in it. `auto`: that where some worker is on another machine, or the way is
-        `object_store`, and this one has memory for it; but `full` with `cast`, `staging` `none`, or `nccl`.
-        `bucket_bytes` None: what is best for the transport. `workers`, `wait_s`:
-        for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that of
-        torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as it
-        is now under that label. Where every worker serves an update of that label already, the source is read into host
-        memory, and sent from there only if it is another version, or if the fleet has changed meanwhile. `stays` False:
-        this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy."""
+        `object_store`, and this one has memory for it; but `full` with `cast`, `staging` `none`, `keep_staged`
+        False, or `nccl`, and where it was in vain. `bucket_bytes` None: what is best for the transport. `workers`,
+        `wait_s`: for how many to wait, and how long. `progress`: called on the publisher's threads. `rank` None: that
+        of torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as
+        it is now under that label. Where every worker serves an update of that label already, the source is read into
+        host memory, and sent from there only if it is another version, or if the fleet has changed meanwhile. `stays`
+        False: this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -90,10 +90,11 @@ class WeightPublisher:
             raise InvalidRequest(
                 f"encoding is {str(encoding)[:64]!r}", field="encoding", fix="use auto, full, or delta"
             )
-        whole = cast or (policy or {}).get("staging") == "none"
+        asked = policy or {}
+        whole = cast or asked.get("staging") == "none" or asked.get("keep_staged") is False
         if encoding == "delta" and whole:
             raise InvalidRequest(
-                "what changes bits in a staged copy goes with neither cast nor staging none",
+                "what changes a staged copy that is kept goes with neither cast, staging none nor keep_staged false",
                 field="encoding",
                 fix="leave encoding out, or those",
             )

@@ -91,12 +91,6 @@ def none_can_be_made(refused: Mapping[str, PlaneError]) -> PlaneError:
     )
 
 
-def is_slow(backend: str, *, colocated: bool) -> bool:
-    """Do bytes take longer by it than to compare them with those before? From GPU to GPU they don't, and would have to
-    come to the host's memory first."""
-    return backend == "object_store" or (not colocated and backend != "nccl")
-
-
 def make_sender(backend: str, around: Surroundings) -> Sender:
     sender: Sender = installed()[backend].load()(around)
     return sender

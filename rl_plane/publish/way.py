@@ -11,14 +11,7 @@ from rl_plane.bodies import parse_body
 from rl_plane.errors import PlaneError
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.sender import Sender, Surroundings, members
-from rl_plane.publish.senders import (
-    candidates,
-    installed,
-    is_passed_over,
-    is_slow,
-    make_sender,
-    none_can_be_made,
-)
+from rl_plane.publish.senders import candidates, installed, is_passed_over, make_sender, none_can_be_made
 from rl_plane.sync import call_bound_s
 from rl_plane.update_bodies import UpdateWeights
 
@@ -68,7 +61,7 @@ class Way:
         self.backend: str | None = None
         """What the last version went by."""
         self.slow = False
-        """Is it, for the fleet of that moment?"""
+        """Do bytes take longer by it, to the fleet of that moment, than to compare them with those before?"""
         self._sender: Sender | None = None
         self._colocated = True
         """Were all workers on this machine when it was made?"""
@@ -123,7 +116,7 @@ class Way:
         refused: dict[str, PlaneError] = {}
         for backend in backends:
             if self._sender is not None and backend == self.backend and not far:
-                self.slow = is_slow(backend, colocated=colocated)
+                self.slow = _is_slow(self._sender, colocated)
                 return self._sender
             try:
                 sender = make_sender(backend, around)  # what it refuses leaves the one before
@@ -137,7 +130,7 @@ class Way:
             elif self._sender is not None:
                 self._sender.destroy()  # nothing that it brought was committed
             self._sender, self.backend, self._colocated = sender, backend, colocated
-            self.slow = is_slow(backend, colocated=colocated)
+            self.slow = _is_slow(sender, colocated)
             return sender
         raise none_can_be_made(refused)
 
@@ -153,3 +146,8 @@ class Way:
                 sender.destroy()
         self._sender = self._replaced = None
         self.fleet.close()
+
+
+def _is_slow(sender: Sender, colocated: bool) -> bool:
+    told: bool | None = getattr(sender, "slow", None)
+    return not colocated if told is None else told
