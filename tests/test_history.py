@@ -485,6 +485,9 @@ async def test_asked_again_it_is_no_success_where_fewer_serve_than_its_policy_as
             await ask()
     doomed.kill()
     await until_gone(plane, client, doomed.instance_id)
+    if calls == 2:
+        with pytest.raises(Conflict, match="is committed as step_1"):
+            await client.run("prepare_weights_update", body, "id-1")
     with pytest.raises(Conflict, match="step_1 is committed, but 1 workers serve it") as caught:
         await ask()
     assert [row["instance_id"] for row in caught.value.facts["workers"]] == [other.instance_id]

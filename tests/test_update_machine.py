@@ -1112,6 +1112,12 @@ def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: De
     assert driver.outcome().excluded == []
 
 
+def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
+    driver = Driver(Call("prepare", "u1", body()), R1)
+    assert "is committed as one" in driver.error(Conflict).message
+    assert driver.phases == ["survey", *FINISH]
+
+
 def test_completed_again_it_is_its_own_policy_that_counts() -> None:
     one = Answered([state("a", V1), state("b", V0), state("c", V0)])
     assert Driver(Call("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
