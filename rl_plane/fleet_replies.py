@@ -115,7 +115,7 @@ def updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[s
 
 def answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
     """What an update was answered with, again: nobody is asked for it."""
-    if entry.version is None or (entry.error is not None and not entry.try_again):
+    if entry.version is None or entry.error is not None:
         raise entry.first_error()
     return {
         **head(call, call.view.snapshot()),

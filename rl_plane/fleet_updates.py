@@ -14,9 +14,10 @@ from rl_plane.errors import InvalidRequest, Locked, PlaneError, StaleFence, Upda
 from rl_plane.fleet_replies import Call, answered, ended, head, updated
 from rl_plane.history import (
     Journal,
+    UpdateEntry,
     before_of,
     first_answer,
-    pushed_buckets,
+    is_answered,
     read_entry,
     read_history,
     request_hash,
@@ -51,14 +52,26 @@ class FleetUpdates:
         policy = body.policy
         # Asked twice at once, by way of two frontends: the second waits for the first.
         same_wait_s = policy.prepare_timeout_s + 2 * policy.commit_timeout_s
+        pin = snapshot.fingerprint if pinned else None
+        asked_for = Coordination("update", call.request_id, body, pin, before=before)
+        return await self._once(call, request, asked_for, body.model_dump(), asked.rollback, same_wait_s)
+
+    async def _once(
+        self,
+        call: Call,
+        request: str,
+        asked_for: Coordination,
+        body: Mapping[str, Any],
+        rollback: update_bodies.Rollback | None = None,
+        same_wait_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Coordinates it, or, asked again, gives the first answer; one that was decided and not answered goes on."""
         try:
             async with self._client.lock(call.view, update_id=call.request_id, same_wait_s=same_wait_s) as held:
-                journal = self._journal(call, held, body.model_dump(), request, asked.rollback)
-                if call.may_repeat and (entry := await journal.first_answer(goes_on=True)) is not None:
+                journal = self._journal(call, held, body, request, rollback)
+                if call.may_repeat and (entry := await journal.first_answer()) is not None:
                     return answered(call, entry)
                 try:
-                    pin = snapshot.fingerprint if pinned else None
-                    asked_for = Coordination("update", call.request_id, body, pin, before=before)
                     return await self._committed(call, held, journal, asked_for)
                 except PlaneError as error:
                     await journal.failed(error)
@@ -71,10 +84,13 @@ class FleetUpdates:
             raise
 
     async def _first_answer(self, call: Call, request: str) -> dict[str, Any] | None:
+        entry = await self._first_entry(call, request)
+        return answered(call, entry) if entry is not None else None
+
+    async def _first_entry(self, call: Call, request: str) -> UpdateEntry | None:
         if not call.may_repeat:
             return None
-        entry = await first_answer(self._client.bus, call.view.subjects.state, call.request_id, request)
-        return answered(call, entry) if entry is not None else None
+        return await first_answer(self._client.bus, call.view.subjects.state, call.request_id, request)
 
     async def _with_source(
         self, call: Call, asked: update_bodies.UpdateCall, snapshot: Snapshot
@@ -142,7 +158,7 @@ class FleetUpdates:
             body = body.model_copy(update={"transport": transport})
         async with self._client.lock(call.view, update_id=call.request_id) as held:
             journal = self._journal(call, held, body.model_dump(), asked)
-            if call.may_repeat and (entry := await journal.first_answer()) is not None:
+            if (entry := await self._first_entry(call, asked)) is not None:
                 raise ended(entry)
             start = time.monotonic()
             try:
@@ -219,7 +235,8 @@ class FleetUpdates:
             # The first call may have ended while this one waited for it.
             if session is None and (first := await self._completed(call, update_id)) is not None:
                 return first
-            pushed = pushed_buckets(session.body["transport"]) if session is not None and session.armed else None
+            journal = await self._prepared_journal(call, held, session, update_id)
+            pushed = journal.entry.num_buckets if journal is not None else None
             asked = call.body.get("num_buckets")
             if session is not None and asked is not None and asked != pushed:
                 raise InvalidRequest(
@@ -228,9 +245,12 @@ class FleetUpdates:
                     field="num_buckets",
                     fix="send what the manifest lists, or abort_weights_update",
                 )
-            journal = await self._prepared_journal(call, held, session)
             asked_for = Coordination(
-                "complete", update_id or "", digest=call.body.get("digest"), version=call.body.get("version")
+                "complete",
+                update_id or "",
+                digest=call.body.get("digest"),
+                version=call.body.get("version"),
+                min_ready=journal.entry.min_ready if journal is not None else 1,
             )
             try:
                 reply = await self._committed(call, held, journal, asked_for)
@@ -241,9 +261,10 @@ class FleetUpdates:
         return _with_buckets(reply, pushed)
 
     async def _completed(self, call: Call, update_id: str | None) -> dict[str, Any] | None:
-        """The first answer, or its error again; None: that update has not ended."""
-        entry = await read_entry(self._client.bus, call.view.subjects.state, update_id) if update_id else None
-        if entry is None or not entry.final:
+        """The first answer, or its error again; None: that update has not ended, or was not answered."""
+        bus, state = self._client.bus, call.view.subjects.state
+        entry = await read_entry(bus, state, update_id) if update_id else None
+        if entry is None or not await is_answered(bus, state, entry):
             return None
         if entry.outcome == "aborted" and await self._session(call, update_id) is not None:
             return None  # it is there still, and may go well
@@ -254,9 +275,17 @@ class FleetUpdates:
         session = await read_session(self._client.bus, call.view.subjects.state)
         return session if session is not None and update_id in (None, session.update_id) else None
 
-    async def _prepared_journal(self, call: Call, held: HeldLock, session: UpdateSession | None) -> Journal | None:
+    async def _prepared_journal(
+        self, call: Call, held: HeldLock, session: UpdateSession | None, update_id: str | None = None
+    ) -> Journal | None:
+        """`update_id`: of one that waits no more, and was decided perhaps."""
         if session is None:
-            return None
+            if not update_id:
+                return None
+            call.request_id = update_id
+            journal = self._journal(call, held, {}, "")
+            await journal.go_on()
+            return journal
         call.request_id = session.update_id
         body = update_bodies.UpdateWeights.model_validate(session.body)
         journal = self._journal(call, held, body.model_dump(), request_hash(body.model_dump()))
@@ -309,15 +338,8 @@ class FleetUpdates:
         if (first := await self._first_answer(call, request)) is not None:
             return first
         await self.whole(call)
-        async with self._client.lock(call.view, update_id=call.request_id) as held:
-            journal = self._journal(call, held, {"version": "initial"}, request)
-            if call.may_repeat and (entry := await journal.first_answer()) is not None:
-                return answered(call, entry)
-            try:
-                return await self._committed(call, held, journal, Coordination("new_run", call.request_id))
-            except PlaneError as error:
-                await journal.failed(error)
-                raise
+        asked_for = Coordination("new_run", call.request_id)
+        return await self._once(call, request, asked_for, {"version": "initial"})
 
     async def finish(self) -> None:
         """Finishes or drops what a dead coordinator has left; nothing, while one is alive."""

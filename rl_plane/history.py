@@ -70,7 +70,7 @@ class UpdateEntry:
     version: WeightVersion | None = None
     """None: nothing was committed."""
     error: Mapping[str, Any] | None = None
-    """Its wire form, without `workers`."""
+    """Its wire form, without `workers`. Of a committed one: too few served it, or nobody was told how many."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """`prepare_s`, `gate_s`, `commit_s`, `open_s`."""
     workers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -96,6 +96,8 @@ class UpdateEntry:
     """So many were pushed; None: the workers fetched it."""
     step: int | None = None
     """The trainer's, as its request said it."""
+    min_ready: int = 1
+    """Its policy's: so many have to serve it, whoever asks again."""
     request: str = ""
     """A hash of what was asked: another request under the same id is a mistake. Empty: not known."""
 
@@ -127,7 +129,7 @@ class UpdateEntry:
 
     def to_wire(self) -> dict[str, Any]:
         wire = self._fields()
-        del wire["request"], wire["before"]
+        del wire["request"], wire["before"], wire["min_ready"]
         always = ("version", "transport", "ended_at")
         return {key: value for key, value in wire.items() if value is not None or key in always}
 
@@ -140,8 +142,21 @@ class UpdateEntry:
         """Its error was of the moment (503): asked again, it may go well."""
         return self.error is not None and isinstance(error_from_wire(dict(self.error)), Unavailable)
 
+    @property
+    def untold(self) -> bool:
+        """Committed, and nobody could be answered how many workers serve it."""
+        return self.outcome == "committed" and self.try_again
+
     def first_error(self) -> PlaneError:
-        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves."""
+        """What the caller was answered, again: of an aborted update, or of one that hardly any worker serves. Of an
+        untold one: that it can't be answered any more."""
+        if self.untold:
+            return Conflict(
+                f"{self.label} was committed, and another one since; how many workers served it is not known",
+                version=self.version.to_wire() if self.version is not None else None,
+                fix="don't send it again: read the state",
+                repeated=True,
+            )
         error = error_from_wire(dict(self.error or UpdateAborted("it was aborted").to_wire()))
         if self.workers:
             error.facts["workers"] = self.rows()
@@ -372,23 +387,28 @@ class Journal:
             rollback=rollback,
             num_buckets=pushed_buckets(body.get("transport")),
             step=body.get("step"),
+            min_ready=(body.get("policy") or {}).get("min_ready", 1),
             request=request,
         )
 
-    async def first_answer(self, *, goes_on: bool = False) -> UpdateEntry | None:
-        """How an update under this id has ended; None: it has not, and may run now. The lock is ours, so one that
-        is unfinished has lost its coordinator. `goes_on`: the caller will carry out what was decided, or ask how it
-        stands, and answer after that."""
+    @property
+    def entry(self) -> UpdateEntry:
+        """As it was last written, or is to be."""
+        return self._entry
+
+    async def first_answer(self) -> UpdateEntry | None:
+        """As the function of this name. The lock is ours, so one that is unfinished has lost its coordinator: it runs
+        now, or goes on from its decision."""
         found = await first_answer(self._bus, self._state, self._entry.update_id, self._entry.request)
-        if found is not None:
-            return found
+        if found is None:
+            await self.go_on()
+        return found
+
+    async def go_on(self) -> None:
+        """With the update's own entry, if it was decided: the answer is still to come."""
         record = await read_record(self._bus, self._state)
-        if record is None or record.update_id != self._entry.update_id:
-            return None
-        if goes_on:
+        if record is not None and record.update_id == self._entry.update_id:
             await self.take_up()
-            return None
-        return from_record(record, await read_entry(self._bus, self._state, record.update_id))
 
     async def begin(self, record: DecisionRecord | None) -> None:
         """Work begins. `record`: the committed version, which may become the one before."""
@@ -398,18 +418,22 @@ class Journal:
         self._begun = True
 
     async def _settle(self, record: DecisionRecord | None) -> None:
-        """The record's own entry is final before another decision overwrites the record."""
+        """The record's own entry is final before another decision overwrites the record. By the record alone: what its
+        workers were before the decision tells nothing of who serves it."""
         if record is None:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
         if entry is None or not entry.final or entry.version != record.made:
             settled = from_record(record, entry)
+            if record.update_id:  # else it is sequence 0, which nobody has asked for
+                untold = Unavailable("its coordinator ended before it could tell how many workers serve it")
+                settled = replace(settled, error=untold.to_wire(), workers={})
             await self._held.put(history_key(record.update_id), settled.encode())
 
     async def take_up(self) -> None:
-        """Goes on with an update that another call has prepared, or a dead coordinator has decided."""
+        """Goes on with an update that another call has prepared, or that was decided and not answered."""
         found = await read_entry(self._bus, self._state, self._entry.update_id)
-        if found is not None and not found.final:
+        if found is not None and (found.untold or not found.final):
             self._entry = found
             self._begun = True
 
@@ -441,6 +465,7 @@ class Journal:
         await self._end(
             replace(
                 from_record(record, self._entry),
+                error=None,
                 version=version,
                 workers=_outcomes(rows),
                 excluded=list(excluded),
@@ -486,7 +511,7 @@ class Journal:
 
 
 async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) -> UpdateEntry | None:
-    """The final entry of this request id; None: there is none, or it failed by an error of the moment.
+    """The entry of this request id, whose answer is given again; None: there is none, and the update may run or go on.
     InvalidRequest: the id was used for something else."""
     entry = await read_entry(bus, state, update_id)
     if entry is None:
@@ -499,7 +524,16 @@ async def first_answer(bus: Bus, state: Bucket, update_id: str, request: str) ->
         )
     if entry.outcome == "aborted" and entry.try_again:
         return None
-    return entry if entry.final else None
+    return entry if await is_answered(bus, state, entry) else None
+
+
+async def is_answered(bus: Bus, state: Bucket, entry: UpdateEntry) -> bool:
+    """Is what it says the last word? Not of an untold update while its version is the committed one: its workers can
+    be asked."""
+    if not entry.untold:
+        return entry.final
+    record = await read_record(bus, state)
+    return record is None or record.update_id != entry.update_id
 
 
 def _outcomes(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -315,7 +315,10 @@ class UpdateMachine:
         """The second half: decides and commits what was prepared. What is pushed is waited for first."""
         session, base, outcome = yield from self._survey()
         if self._is_decided(session, base):
-            policy = UpdateWeights.model_validate(session.body).policy if session is not None else UpdatePolicy()
+            if session is not None:
+                policy = UpdateWeights.model_validate(session.body).policy
+            else:
+                policy = UpdatePolicy(min_ready=self.call.min_ready)
             return (yield from self._asked_again(base, outcome, policy))
         session = self._expected(session)
         body = UpdateWeights.model_validate(session.body)

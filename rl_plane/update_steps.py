@@ -246,5 +246,7 @@ class Call:
     """To feed an update."""
     pause_mode: PauseMode | None = None
     """To feed an update: in place of its policy's."""
+    min_ready: int = 1
+    """To complete an update that was decided: its policy's, which its session does not tell any more."""
     before: Source | None = None
     """To go back to a version that was sent as a delta: the source of the one that it changed."""

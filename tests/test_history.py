@@ -431,7 +431,7 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, error: PlaneError
 ) -> None:
     client = await plane.client()
-    plane.spawn()
+    ids = plane.spawn_copies(2)
     with monkeypatch.context() as patch:
         ends_at(patch, "gate", error)
         with pytest.raises(type(error)):
@@ -443,11 +443,112 @@ async def test_an_error_after_the_decision_is_a_commit_all_the_same(
         error.code,
     )
     again = client.run("update_weights", update_of(plane.model(1), "step_1"), "id-1")
-    if isinstance(error, Unavailable):  # of the moment: now the version is known
-        assert (await again)["version"] == entry["version"]
+    if isinstance(error, Unavailable):  # of the moment: now it is carried out, and noted
+        reply = await again
+        assert reply["version"] == entry["version"]
+        assert [(row["instance_id"], row["status"]) for row in reply["workers"]] == [(key, "ok") for key in ids]
+        noted = (await told(client))[0]
+        assert ("error" in noted, sorted(noted["workers"])) == (False, ids)
     else:
         with pytest.raises(Conflict, match="0 workers serve it"):
             await again
+
+
+ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down"), id="503")]
+"""How a coordinator may end after its decision, with nobody told who serves it."""
+
+
+async def until_gone(plane: Plane, client: RlClient, instance_id: str) -> None:
+    view = await client.view()
+    await plane.until(lambda: view.member(instance_id) is None)
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_asked_again_it_is_no_success_where_fewer_serve_than_its_policy_asks_for(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int
+) -> None:
+    client = await plane.client()
+    doomed, other = plane.spawn_many(2)
+    body = {**update_of(plane.model(1), "step_1"), "policy": {"min_ready": 2}}
+    if calls == 2:
+        await client.run("prepare_weights_update", body, "id-1")
+
+    async def ask() -> dict[str, Any]:
+        if calls == 2:
+            return await client.run("complete_weights_update", {"update_id": "id-1"})
+        return await client.run("update_weights", body, "id-1")
+
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await ask()
+    doomed.kill()
+    await until_gone(plane, client, doomed.instance_id)
+    if calls == 2:
+        with pytest.raises(Conflict, match="is committed as step_1"):
+            await client.run("prepare_weights_update", body, "id-1")
+    with pytest.raises(Conflict, match="step_1 is committed, but 1 workers serve it") as caught:
+        await ask()
+    assert [row["instance_id"] for row in caught.value.facts["workers"]] == [other.instance_id]
+    noted = (await told(client))[0]
+    assert (noted["outcome"], noted["error"]["code"]) == ("committed", "conflict")
+    with pytest.raises(Conflict, match="1 workers serve it") as caught:
+        await ask()
+    assert caught.value.facts["repeated"] is True
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_asked_again_what_nobody_was_told_of_is_no_success_once_another_is_committed(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    plane.spawn_copies(2)
+    body = update_of(plane.model(1), "step_1")
+    if calls == 2:
+        await one.run("prepare_weights_update", body, "id-1")
+
+    async def ask(client: RlClient) -> dict[str, Any]:
+        if calls == 2:
+            return await client.run("complete_weights_update", {"update_id": "id-1"})
+        return await client.run("update_weights", body, "id-1")
+
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await ask(one)
+    await two.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
+    before = await served(two)
+    for client in (one, two):
+        with pytest.raises(Conflict, match="step_1 was committed, and another one since") as caught:
+            await ask(client)
+        assert (caught.value.facts["version"]["label"], caught.value.facts["repeated"]) == ("step_1", True)
+    assert await served(two) == before
+    with pytest.raises(Conflict, match="is committed as step_1"):
+        await one.run("prepare_weights_update", body, "id-1")
+    entry = next(entry for entry in await told(two) if entry["update_id"] == "id-1")
+    assert (entry["outcome"], entry["version"]["sequence"]) == ("committed", 1)
+    assert entry["error"]["code"] == "unavailable"
+
+
+async def test_asked_again_while_another_has_only_begun_the_workers_are_asked(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    ids = plane.spawn_copies(2)
+    body = update_of(plane.model(1), "step_1")
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", _Dies())
+        with pytest.raises(_Dies):
+            await one.run("update_weights", body, "id-1")
+    with pytest.raises(InvalidRequest):
+        await two.run("update_weights", update_of(Path("/etc"), "bad"), "id-2")
+    assert (await told(two))[1]["error"]["code"] == "unavailable", "noted by the one that has begun"
+    again = await two.run("update_weights", body, "id-1")
+    assert [(row["instance_id"], row["status"]) for row in again["workers"]] == [(key, "ok") for key in ids]
+    entry = (await told(two))[0]
+    assert (entry["update_id"], "error" in entry, sorted(entry["workers"])) == ("id-1", False, ids)
 
 
 @pytest.mark.parametrize("decided", [True, False])

@@ -17,6 +17,7 @@ from rl_plane.errors import Conflict, InvalidRequest, NotFound, PlaneError
 from rl_plane.nats_server import NatsServer
 from tests.faults import Told, generate
 from tests.test_frontend_generation import ask, error_of, frontend, tokens_under
+from tests.test_history import ENDS, ends_at
 from tests.test_plane_adapters import adapter, load
 from tests.test_plane_update import all_serve, states, update_of
 from worker.engines.fake import fake_token
@@ -174,6 +175,27 @@ async def test_a_fleet_that_was_trained_goes_back_to_its_own_model(plane: Plane)
     labels = [status["version"]["label"] for status in told.events if status["admission"]["open"]]
     assert set(labels) <= {"step_1", "initial"}
     assert (await client.run("update_weights", update_of(plane.model(2), "step_1")))["version"]["sequence"] == 1
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_asked_again_a_new_run_that_nobody_was_told_of_goes_on(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    ids = plane.spawn_copies(2)
+    await one.list_workers()
+    await one.run("update_weights", update_of(plane.model(1), "step_1"))
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await one.run("new_run", {}, "the-new-run")
+    begun = await two.run("new_run", {}, "the-new-run")
+    assert (begun["version"]["sequence"], begun["version"]["digest"]) == (0, model_digest(plane.model(0)))
+    assert [(row["instance_id"], row["status"]) for row in begun["workers"]] == [(key, "ok") for key in ids]
+    assert await all_serve(two, "initial")
+    assert (await one.run("weight_version"))["version"] == begun["version"]
+    again = await one.run("new_run", {}, "the-new-run")
+    assert (again["version"], len(again["workers"])) == (begun["version"], 2), "noted"
 
 
 async def test_two_that_begin_a_run_at_once_begin_one_after_the_other(plane: Plane) -> None:

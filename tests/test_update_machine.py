@@ -1112,6 +1112,19 @@ def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: De
     assert driver.outcome().excluded == []
 
 
+def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
+    driver = Driver(Call("prepare", "u1", body()), R1)
+    assert "is committed as one" in driver.error(Conflict).message
+    assert driver.phases == ["survey", *FINISH]
+
+
+def test_completed_again_it_is_its_own_policy_that_counts() -> None:
+    one = Answered([state("a", V1), state("b", V0), state("c", V0)])
+    assert Driver(Call("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
+    error = Driver(Call("complete", "u1", min_ready=2), R1_OPEN, watch=one).error(Conflict)
+    assert "1 workers serve it" in error.message
+
+
 def test_finish_does_only_that() -> None:
     driver = Driver(Call("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS]))
     assert driver.outcome().excluded == ["a", "b", "c"]
