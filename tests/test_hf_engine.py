@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 PENALTIES = [(1.5, 0.0, 1.0), (0.0, 1.5, 1.0), (0.0, 0.0, 1.7), (-0.2, 0.5, 1.3)]
 """frequency, presence, repetition"""
-BOUND_S = 20.0
+BOUND_S = 60.0
 """More than anything here takes on a busy machine."""
 
 

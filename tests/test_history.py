@@ -325,7 +325,7 @@ async def test_what_did_not_begin_leaves_no_entry_and_may_be_asked_again(plane: 
 
 async def test_a_duplicate_waits_for_the_one_in_flight_elsewhere(plane: Plane) -> None:
     one, two = await plane.client("one"), await plane.client("two")
-    plane.spawn(stage_delay_s=3)
+    plane.spawn(stage_delay_s=6)
     body = update_of(plane.model(1), "step_1")
     first = asyncio.create_task(one.run("update_weights", body, "id-1"))
 

@@ -83,6 +83,7 @@ class Cuda:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    gc.collect()  # what earlier tests have left
     open_before = sorted(os.listdir("/proc/self/fd"))
     cuda = Cuda()
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: cuda.share(storage))

@@ -38,8 +38,9 @@ BOUND_S = 30.0
 """Far less than anybody waits for one that lives, far more than any step takes."""
 
 BUCKETS = 6
-BOUNDS = {"silent_receiver_s": 1.0, "other_receivers_s": 1.0}
-POLICY = {"on_prepare_failure": "exclude", "prepare_timeout_s": 3.0}
+BOUNDS = {"silent_receiver_s": 2.0, "other_receivers_s": 2.0}
+"""Where a worker does not come, or stands still."""
+POLICY = {"on_prepare_failure": "exclude", "prepare_timeout_s": 6.0}
 
 Point = Literal["open", "first", "middle", "last", "taken", "prepared"]
 HOLDS: dict[Point, tuple[int, ...]] = {
@@ -95,8 +96,9 @@ class Bench:
         holds = [] if case is None else HOLDS[case.point]
         child = case is not None and case.forked
         layout = "packed" if case is None else case.layout
+        bounds = BOUNDS if case is not None and case.victim == "worker" else {}
         self.trainer.publish(
-            model, workers, bucket_bytes=BUCKET_BYTES, holds=holds, child=child, layout=layout, **BOUNDS
+            model, workers, bucket_bytes=BUCKET_BYTES, holds=holds, child=child, layout=layout, **bounds
         )
         return self.trainer, model
 

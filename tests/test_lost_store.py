@@ -89,15 +89,18 @@ async def test_a_lost_decision_is_written_back(own_nats: tuple[NatsServer, Plane
     server, plane = own_nats
     client = await plane.client()
     ids = plane.spawn_copies(2)
-    view = await client.view()
     await client.run("update_weights", update_of(plane.model(1), "step_1"))
     older = copied(server, plane)
     await until_back(plane, client, 2, "step_1", 1)
     committed = (await client.run("update_weights", update_of(plane.model(2), "step_2")))["version"]
     for _ in range(3):  # joins and deaths that the older store knows nothing of
         plane.spawn().kill()
-    await plane.until(lambda: len(view.snapshot()) == 2)
-    epoch = view.snapshot().epoch
+
+    async def all_left() -> bool:
+        return len(await client.list_workers()) == 2
+
+    await plane.until(all_left)
+    epoch = (await client.list_workers()).epoch
     lose(server, plane, older if store == "older" else None)
     await until_back(plane, client, 2, "step_2", 2)
     assert (await client.run("weight_version"))["version"] == committed

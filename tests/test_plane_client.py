@@ -71,23 +71,23 @@ async def test_each_of_a_fan_outs_rows_tells_of_its_own_worker(plane: Plane) -> 
     client = await plane.client()
     hung.stop()
     dead.process.kill()
-    out = await client.call_all("state", timeout_s=1)
+    out = await client.call_all("state", timeout_s=3)
     rows = {row.instance_id: row for row in out.rows}
     assert rows[fine.instance_id].status == "ok"
     assert isinstance(rows[hung.instance_id].error, DeadlineExceeded)
     assert dead.instance_id not in rows or isinstance(rows[dead.instance_id].error, WorkerLost)
-    assert out.elapsed_s < 3
+    assert out.elapsed_s < 6
 
 
 async def test_a_dead_one_is_told_at_once_and_not_after_the_time_out(plain_plane: Plane) -> None:
     fine, dead = plain_plane.spawn_many(2)
     client = await plain_plane.client()
     dead.kill()
-    out = await client.call_all("state", timeout_s=20)
+    out = await client.call_all("state", timeout_s=60)
     rows = {row.instance_id: row for row in out.rows}
     assert rows[fine.instance_id].status == "ok"
     assert dead.instance_id not in rows or rows[dead.instance_id].lost
-    assert out.elapsed_s < 5
+    assert out.elapsed_s < 20
 
 
 async def test_a_selection_is_asked_in_its_order_and_once(plane: Plane) -> None:
@@ -129,7 +129,7 @@ async def test_a_pinned_fleet_that_changes_under_the_call_is_told(plane: Plane) 
     pinned = await client.wait_for(2, 10)
     fine.stop()
     call = asyncio.create_task(
-        client.call_all("state", epoch=pinned.epoch, fingerprint=pinned.fingerprint, timeout_s=3)
+        client.call_all("state", epoch=pinned.epoch, fingerprint=pinned.fingerprint, timeout_s=5)
     )
     doomed.kill()
     with pytest.raises(MembershipChanged) as caught:
@@ -249,13 +249,13 @@ async def test_retries_ask_only_who_has_not_answered_and_keep_the_id(plane: Plan
     await deaf.start()
     await prompt.start()
     await client.wait_for(2, 5)
-    out = await client.call_all("state", timeout_s=0.3, retries=2, request_id="the-id")
+    out = await client.call_all("state", timeout_s=2, retries=2, request_id="the-id")
     assert {row.instance_id: row.body for row in out.rows} == {slow: {"n": 2}, quick: {"n": 1}}
     assert deaf.heard == ["the-id", "the-id"]
     assert prompt.heard == ["the-id"]
     out = await client.call_all("state", workers=[slow], timeout_s=0.2, retries=1)
     assert isinstance(out.rows[0].error, DeadlineExceeded)
-    assert len(deaf.heard) == 4
+    await plane.until(lambda: len(deaf.heard) == 4)
 
 
 @pytest.mark.parametrize("change", ["it has died", "it has lost its connection"])
@@ -293,7 +293,7 @@ async def test_a_reply_that_cannot_be_read_is_that_workers_error(plane: Plane) -
     await server.bus.subscribe(server.subjects().rl_direct(bad), nonsense)
     await server.bus.flush()
     await client.wait_for(1, 5)
-    out = await client.call_all("state", timeout_s=2)
+    out = await client.call_all("state", timeout_s=30)
     assert out.rows[0].error is not None
     assert out.rows[0].error.code == "engine_failed"
 
@@ -379,7 +379,7 @@ async def test_an_unreachable_server_is_told_within_the_bound(url: str) -> None:
     start = time.monotonic()
     with pytest.raises(BusUnreachable) as caught:
         await RlClient.connect(url, wait_s=1)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < rl_plane.bus.CONNECT_TIMEOUT_S
     assert url in caught.value.message
     assert caught.value.facts["fix"]
 
@@ -536,7 +536,7 @@ async def test_liveness_and_ready_ask_the_engines(plane: Plane) -> None:
     assert (await fleet.run("ready"))["ready"]
     stuck = plane.spawn(hang_liveness="true")
     await fleet.client.wait_for(2, 10)
-    fleet.liveness_timeout_s = 0.5
+    fleet.liveness_timeout_s = 2
     for op in ("liveness", "ready"):
         with pytest.raises(PlaneError) as caught:
             await fleet.run(op)

@@ -98,12 +98,14 @@ async def test_tokens_are_labelled_by_the_version_that_made_them(plane: Plane) -
         await ask(one)
         await ask(two)
         callers = [asyncio.create_task(caller(http)) for http in (one, two, one, two)]
+        await plane.until(lambda: seen)
         new = (await client.run("update_weights", rolling(plane, 1)))["version"]
         for http in (one, two) * 3:
             reply = await ask(http, max_tokens=2, return_token_ids=True)
             (choice,) = reply["choices"]
             assert reply["nvext"]["weight_version"] == new
             assert choice["token_ids"] == tokens_under(new["digest"], 0, 2)
+        await plane.until(lambda: new["digest"] in seen)
         answered.set()
         assert all(await asyncio.gather(*callers))
     assert seen == {old["digest"], new["digest"]}

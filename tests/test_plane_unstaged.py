@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 PROMPT = [5, 6, 7]
-HEAL_S = 20.0
+HEAL_S = 40.0
 
 
 def unstaged(plane: Plane, seed: int, **policy: Any) -> dict[str, Any]:
@@ -289,7 +289,7 @@ async def test_an_aborted_one_heals(plane: Plane) -> None:
 async def test_a_worker_that_is_killed_in_the_middle_heals(plane: Plane) -> None:
     fleet = await plane.fleet()
     client = fleet.client
-    doomed, other = plane.spawn_many(2, stage_delay_s=1)
+    doomed, other = plane.spawn(stage_delay_s=600), plane.spawn()
     await client.wait_for(2)
     told = await Told.follow(client)
     task = await while_preparing(plane, fleet, unstaged(plane, 1))

@@ -74,7 +74,7 @@ async def generated(
     stream = await receiver.open(client.subjects().generate(instance_id), f"r{time.monotonic_ns()}", body)
     tokens: list[int] = []
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for message in stream.messages():
                 if "delta" in message:
                     tokens += message["delta"]["token_ids"]
@@ -292,7 +292,7 @@ async def test_two_updates_at_once_do_not_mix(plane: Plane) -> None:
 
 async def test_an_update_under_a_longer_one_is_locked_with_a_retry_time(plane: Plane) -> None:
     one, two = await plane.fleet(), await plane.fleet()
-    plane.spawn(stage_delay_s=4)
+    plane.spawn(stage_delay_s=8)
     slow = asyncio.create_task(one.run("update_weights", update_of(plane.model(1), "one")))
     view = await one.client.view()
     await plane.until(lambda: _locked(one.client))
@@ -406,7 +406,7 @@ async def while_preparing(plane: Plane, fleet: Fleet, body: dict[str, Any]) -> a
 
 async def test_a_death_while_preparing_aborts_the_update(plane: Plane) -> None:
     fleet = await plane.fleet()
-    doomed, *_ = plane.spawn_many(3, stage_delay_s=2)
+    doomed, *_ = plane.spawn(stage_delay_s=600), *plane.spawn_many(2)
     task = await while_preparing(plane, fleet, update_of(plane.model(1), "one"))
     doomed.kill()
     with pytest.raises(UpdateAborted) as caught:
@@ -420,7 +420,7 @@ async def test_a_death_while_preparing_aborts_the_update(plane: Plane) -> None:
 
 async def test_a_death_while_preparing_can_be_excluded(plane: Plane) -> None:
     fleet = await plane.fleet()
-    doomed, *others = plane.spawn_many(3, stage_delay_s=2)
+    doomed, *others = plane.spawn(stage_delay_s=600), *plane.spawn_many(2)
     body = update_of(plane.model(1), "one", on_prepare_failure="exclude")
     task = await while_preparing(plane, fleet, body)
     doomed.kill()
@@ -455,7 +455,7 @@ async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(plane
     async def healed() -> bool:
         return len(await states(fleet.client)) == 3 and await all_serve(fleet.client, "one")
 
-    await plane.until(healed, 20)
+    await plane.until(healed, 40)
 
 
 @pytest.mark.parametrize("op", ["prepare_update", "follow_record", "commit_update"])
@@ -526,7 +526,7 @@ async def coordinator_that_dies(plane: Plane, body: dict[str, Any], at: str) -> 
     gated."""
     arguments = [plane.url, plane.namespace, at, json.dumps(body)]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", _COORDINATOR, *arguments)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await process.wait() == -signal.SIGKILL
 
 
@@ -538,7 +538,7 @@ async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane
     async def dropped() -> bool:
         return all(state["staged"] is None for state in (await states(fleet.client)).values())
 
-    await plane.until(dropped, 15)
+    await plane.until(dropped, 30)
     assert await all_serve(fleet.client, "initial")
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert (reply["version"]["sequence"], reply["version"]["label"]) == (1, "two")
@@ -548,7 +548,7 @@ async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody takes the lock that its coordinator has lost."""
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 3)
     fleet, late = await plane.fleet(), await plane.fleet("late")
     plane.spawn_copies(4)
     await fleet.client.wait_for(4)
@@ -565,12 +565,12 @@ async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
         return all(state["staged"] is None for state in (await states(fleet.client)).values())
 
     updating = asyncio.create_task(late.run("update_weights", update_of(plane.model(1), "one")))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await on_its_way.wait()
         await fleet.client.bus.flush()
         written.clear()
         assert not await dropped()
-        await plane.until(dropped, 15)
+        await plane.until(dropped, 30)
         go_on.set()
         with pytest.raises(StaleFence):
             await updating
@@ -595,7 +595,7 @@ async def test_after_the_decision_the_workers_finish_without_their_coordinator(p
     fleet = await plane.fleet()
     plane.spawn_copies(2)
     await coordinator_that_dies(plane, update_of(plane.model(1), "one"), at)
-    await plane.until(lambda: all_serve(fleet.client, "one"), 20)
+    await plane.until(lambda: all_serve(fleet.client, "one"), 40)
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert reply["version"]["sequence"] == 2
 
@@ -606,7 +606,7 @@ async def test_workers_left_gated_obey_the_next_coordinator(plane: Plane) -> Non
     await coordinator_that_dies(plane, update_of(plane.model(1), "one"), "commit_update")
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert reply["version"]["sequence"] == 2
-    await plane.until(lambda: all_serve(fleet.client, "two"), 15)
+    await plane.until(lambda: all_serve(fleet.client, "two"), 30)
 
 
 # ---- pause, admission ----
@@ -729,7 +729,7 @@ async def test_an_engine_that_a_cut_off_resume_has_reached_is_paused_for_a_swap(
 async def test_a_pause_ends_with_its_lease(plane: Plane) -> None:
     fleet = await plane.fleet()
     plane.spawn()
-    await fleet.run("pause", {"lease_s": 1})
+    await fleet.run("pause", {"lease_s": 3})
     assert await paused(fleet.client) == [True]
 
     async def running() -> bool:

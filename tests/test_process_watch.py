@@ -30,7 +30,7 @@ from worker.engines.process_watch import (
 )
 from worker.engines.sglang_process import SglangProcess
 
-BOUND_S = 10.0
+BOUND_S = 30.0
 
 
 @pytest.fixture

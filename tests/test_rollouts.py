@@ -246,7 +246,7 @@ async def test_the_rest_are_parked_with_their_tokens_and_go_on() -> None:
 
 async def test_when_the_time_is_over_there_are_fewer() -> None:
     answers = Answers({0})
-    got = await gather_enough(four(), answers.call, answers.stop, enough=4, timeout_s=0.05)
+    got = await gather_enough(four(), answers.call, answers.stop, enough=4, timeout_s=0.5)
     assert (keys(got.finished), keys(got.parked)) == ([0], [1, 2, 3])
 
 
@@ -290,6 +290,11 @@ async def test_what_a_frontend_gives_back_as_it_ends_goes_on_at_the_next() -> No
     got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
     assert ([one.token_ids for one in got.finished], got.failed) == ([[1, 2, 3]], [])
     assert asked == [[5], [5, 1, 2]]
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """By us: what asyncio says of an earlier test may come at any time."""
+    return [one.getMessage() for one in caplog.records if one.name.startswith("rl_plane")]
 
 
 REQUEST: Any = httpx.Request("POST", "http://127.0.0.1:8000")
@@ -337,7 +342,7 @@ async def test_what_nobody_takes_until_the_time_is_over_is_parked(
 
     got = await gather_enough(four(), call, Answers(set()).stop, enough=4, timeout_s=0.05)
     assert (keys(got.parked), got.finished, got.failed) == ([0, 1, 2, 3], [], [])
-    (told,) = caplog.messages  # once, however many there were
+    (told,) = warned(caplog)  # once, however many there were
     assert "ConnectionRefusedError: nobody listens" in told
 
 
@@ -357,7 +362,7 @@ async def test_another_reason_that_nobody_takes_it_is_told_too(
 
     got = await gather_enough([Rollout([5], 3)], call, Answers(set()).stop, enough=1, timeout_s=10)
     assert ([one.token_ids for one in got.finished], got.failed, told) == ([[1, 2, 3]], [], [])
-    assert [text.partition("again: ")[2] for text in caplog.messages] == [
+    assert [text.partition("again: ")[2] for text in warned(caplog)] == [
         "ConnectionRefusedError: it is away",
         "ConnectTimeout: it is far away",
         "UnsupportedProtocol: ftp",
@@ -393,9 +398,9 @@ async def test_what_has_ended_is_kept_where_nobody_can_be_told_to_stop(
     async def stop() -> None:
         raise error
 
-    got = await gather_enough(four(), call, stop, enough=3, timeout_s=0.05)
+    got = await gather_enough(four(), call, stop, enough=3, timeout_s=0.5)
     assert (keys(got.finished), keys(got.parked), got.failed) == ([0, 1], [2, 3], [])
-    assert f"{type(error).__name__}: {error}" in caplog.messages[-1]
+    assert f"{type(error).__name__}: {error}" in warned(caplog)[-1]
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), Conflict("one of eight engines hangs")])
@@ -439,7 +444,7 @@ async def test_a_stop_that_never_answers_holds_nobody(
     async with asyncio.timeout(10):
         got = await gather_enough(four(), answers.call, stop, enough=1, timeout_s=10)
     assert (keys(got.finished), keys(got.parked), got.failed) == ([0], [1, 2, 3], [])
-    assert "TimeoutError" in caplog.messages[-1]
+    assert "TimeoutError" in warned(caplog)[-1]
 
 
 @pytest.mark.parametrize(

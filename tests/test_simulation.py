@@ -11,7 +11,9 @@ import pytest
 from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import GUARDS
 
-pytestmark = pytest.mark.slow
+BOUND_S = 570
+"""It takes a core 40 s, of few that others use too."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BOUND_S + 30)]
 
 ROOT = Path(__file__).parent.parent
 SEEDS = 150
@@ -19,7 +21,7 @@ SEEDS = 150
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.sim", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BOUND_S, check=False)
 
 
 def test_seeds_are_clean_and_take_every_transition() -> None:

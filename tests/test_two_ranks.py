@@ -49,8 +49,8 @@ __all__ = ["client", "http"]
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
-DEATH_S = 2.0
-"""How soon a death must be noticed."""
+DEATH_S = 4.0
+"""How soon a death must be noticed: before an engine that does not answer would be (DEFAULT_LIVENESS_TIMEOUT_S)."""
 RANKS: dict[str, dict[str, Any]] = {"vllm": {"tensor_parallel_size": 2}, "sglang": {"tp_size": 2}}
 PROCESSES = {"vllm": "VLLM::Worker", "sglang": "sglang::scheduler"}
 """So begin the names of those that have the model."""
