@@ -71,7 +71,7 @@ PROMPT = [5, 6, 7]
 TOKENS = 10
 LONG_PROMPT = 700
 """More than one step of `hf` prefills."""
-LONG = 200
+LONG = 400
 """Tokens of a stream that lives through something."""
 MOVES = 6
 """How often one choice goes on elsewhere: each engine goes on after each other."""

@@ -35,7 +35,7 @@ START_S = 240.0
 PROMPT = list(range(3, 60))
 """More than a block of a cache: the second request finds some of it there."""
 TOKENS = 12
-LONG = 400
+LONG = 800
 """Tokens of a choice that is still running when its worker is killed."""
 
 
