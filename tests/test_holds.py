@@ -17,7 +17,7 @@ from worker.dispatcher import Handler
 from worker.holds import VARIABLE, with_holds
 
 ME = "0123456789abcdef"
-BOUND_S = 5.0
+BOUND_S = 30.0
 GATE = replace(first_record("blake3:1"), open=False)
 
 

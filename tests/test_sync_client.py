@@ -24,7 +24,7 @@ from rl_plane.sync import CallBounds, SyncRlClient, call_bound_s
 from worker.engines.fake import make_fake_model
 
 WORKERS = 2
-BOUND_S = 10.0
+BOUND_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_close_ends_what_waits_and_again_does_nothing(nats_url: str) -> None:
         time.sleep(0.1)  # it waits by now; were it not so, it would raise the same
         fleet.close()
         with pytest.raises(BusUnreachable, match="has been closed"):
-            waiting.result(5)
+            waiting.result(BOUND_S)
     fleet.close()
     with pytest.raises(BusUnreachable, match="has been closed"):
         fleet.state()

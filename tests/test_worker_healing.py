@@ -44,7 +44,7 @@ async def checksum_of(client: RlClient, instance_id: str) -> str:
     return str(row.body["ranks"][0]["checksum"])
 
 
-async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 10.0) -> None:
+async def until_open(plane: Plane, client: RlClient, instance_id: str, label: str, bound_s: float = 30.0) -> None:
     async def at_it() -> bool:
         state = await state_of(client, instance_id)
         return bool(state["admission"]["open"]) and state["applied_weight_version"] == label
@@ -243,7 +243,7 @@ async def test_a_stream_that_the_worker_gave_up_ends_with_an_error(plane: Plane)
     await client.bus.nc.publish(subject, msgpack.packb({"kind": "abort", "id": "r1"}))
 
     async def read_on() -> None:
-        async with asyncio.timeout(3 * CREDIT_INTERVAL_S):
+        async with asyncio.timeout(10 * CREDIT_INTERVAL_S):
             async for _ in messages:
                 pass
 
@@ -304,7 +304,7 @@ async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(pla
     view = await fleet.client.view()
     for op, pause_state in (("pause", "paused"), ("resume", "running")):
         two.stop()
-        assert await view.wait_until(lambda now: len(now) == 1, 24)
+        assert await view.wait_until(lambda now: len(now) == 1, 40)
         await fleet.run(op)
         two.go_on()
         await fleet.client.wait_for(2, 20)
@@ -313,7 +313,7 @@ async def test_a_worker_that_was_away_does_as_the_fleet_does_when_it_is_back(pla
             rows = (await fleet.client.call_all("state")).rows
             return [row.body.get("pause_state") for row in rows] == [wanted, wanted]
 
-        await plane.until(all_do, 10)
+        await plane.until(all_do, 30)
 
 
 NO_PAUSE = """
