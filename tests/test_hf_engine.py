@@ -989,12 +989,11 @@ async def test_closing_ends_what_runs(start: Start, models: Models) -> None:
 async def test_a_swap_in_mid_stream_takes_effect_between_two_tokens(start: Start, models: Models) -> None:
     engine = await start(models.witness[1])
     engine.set_version(version(0))
+    stagings = [await stage(engine, models.witness[1 + round_ % 2]) for round_ in range(1, 4)]
     runs = [Run(engine, ask([n + 20], max_tokens=400)) for n in range(4)]
-    for round_ in range(1, 4):
+    for round_, staged in enumerate(stagings, 1):
         for one in runs:
             await one.reach(60 * round_)
-        weights = 1 + round_ % 2
-        staged = await stage(engine, models.witness[weights])
         await engine.pause("keep", clear_cache=False)
         assert await engine.swap(staged, version(round_)) is True
         await engine.liveness()
