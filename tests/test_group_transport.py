@@ -63,7 +63,7 @@ MANY_BYTES = 16 << 20
 """More than a socket holds."""
 IN_THE_MIDDLE_S = 1.0
 """Time to begin to send; a trainer that has not even begun would prove less, not something else."""
-SETTLE_S = 30.0
+SETTLE_S = 60.0
 LONG_S = 600.0
 """Longer than the test may take."""
 OF_A_DEATH = "is gone|broke off|could not begin"

@@ -30,7 +30,7 @@ ENDLESS = 8000
 """More than a worker makes while an update comes."""
 START_S = 120.0
 """Processes that import torch side by side on two cores, among other tests."""
-HEAL_S = 30.0
+HEAL_S = 60.0
 
 
 def chain(start: int, count: int, base: int, adapter: int | None = None) -> list[int]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-BACK_S = 30.0
+BACK_S = 60.0
 """Reconnects, registrations and leases after a restart of the server."""
 
 

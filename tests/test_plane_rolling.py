@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
-FINISH_S = 30.0
+FINISH_S = 60.0
 
 
 def rolling(plane: Plane, seed: int, **policy: Any) -> dict[str, Any]:

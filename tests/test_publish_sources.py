@@ -37,7 +37,7 @@ from worker.tiny_model import make_tiny_model  # noqa: E402
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-RANKS_S = 150.0
+RANKS_S = 300.0
 """Two processes that import torch beside other tests."""
 
 

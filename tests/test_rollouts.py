@@ -575,6 +575,7 @@ Stopper = Callable[[], Awaitable[object]]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["pause", "abort_requests"])
 async def test_parked_rollouts_go_on_under_the_next_weights(plane: Plane, op: str) -> None:
     pytest.importorskip("peft")

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from rl_plane.fleet import Fleet
     from tests.conftest import Plane
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PACKAGE = Path(__file__).parent.parent / "examples" / "http_transport"
-INSTALL_S = 60.0
+INSTALL_S = 120.0
 START_S = 150.0
-PUBLISH_S = 60.0
+PUBLISH_S = 120.0
 
 
 def install(package: Path, into: Path) -> None:
