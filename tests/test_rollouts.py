@@ -340,7 +340,7 @@ async def test_what_nobody_takes_until_the_time_is_over_is_parked(
     async def call(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         raise ConnectionRefusedError("nobody listens")
 
-    got = await gather_enough(four(), call, Answers(set()).stop, enough=4, timeout_s=0.05)
+    got = await gather_enough(four(), call, Answers(set()).stop, enough=4, timeout_s=0.2)
     assert (keys(got.parked), got.finished, got.failed) == ([0, 1, 2, 3], [], [])
     (told,) = warned(caplog)  # once, however many there were
     assert "ConnectionRefusedError: nobody listens" in told

@@ -79,7 +79,7 @@ async def test_a_joiner_takes_the_committed_version_before_it_is_admitted(plane:
         seen.append((state["admission"]["open"], state["applied_weight_version"]))
         return bool(state["admission"]["open"])
 
-    await plane.until(watched, 20)
+    await plane.until(watched, 40)
     assert all(version == "step_1" for is_open, version in seen if is_open)
     assert await checksum_of(client, joiner.instance_id) == await checksum_of(client, first.instance_id)
 
@@ -261,7 +261,7 @@ async def test_a_joiner_that_heals_while_the_fleet_updates_ends_at_the_newest(pl
     reply = await fleet.run("update_weights", update_of(plane.model(2), "step_2"))
     assert reply["version"]["label"] == "step_2"
     for one in (first, joiner):
-        await until_open(plane, fleet.client, one.instance_id, "step_2", 15)
+        await until_open(plane, fleet.client, one.instance_id, "step_2", 30)
     versions = {
         WeightVersion.from_wire(row.body["version"]) for row in (await fleet.client.call_all("state")).rows
     }
@@ -345,7 +345,7 @@ async def test_an_engine_that_does_not_pause_loses_nothing_until_it_does(plane: 
     await plane.until((plane.tmp / "call2").exists)
     assert (await state_of(client, slow.instance_id))["applied_weight_version"] == "initial"
     (plane.tmp / "go").touch()  # for the third one
-    await until_open(plane, client, slow.instance_id, "step_1", 20)
+    await until_open(plane, client, slow.instance_id, "step_1", 30)
     await stream.until(spans=2)
     assert [span["version"] for span in stream.spans] == ["initial", "step_1"]
     stream.stop()
@@ -374,7 +374,7 @@ async def test_a_deadline_in_the_middle_of_the_thaw_leaves_no_frozen_engine(plan
     await plane.until((plane.tmp / "resumes").exists)
     await asyncio.wait([calling])
     (plane.tmp / "go").touch()
-    await until_open(plane, client, slow.instance_id, "step_1", 20)
+    await until_open(plane, client, slow.instance_id, "step_1", 30)
     assert await generated(client, slow.instance_id, [5, 6], 3)
 
 
