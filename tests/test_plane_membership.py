@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 EVENT_S = 10.0
 """Many times what an advisory, a purge and its feed take on a busy machine."""
-SWEEP_S = 20.0
-"""Ten times the sweep's bound."""
-HUNG_S = 40.0
-"""Five times the bound within which a hung worker is found."""
+SWEEP_S = 6.0
+"""Three times the sweep's bound."""
+HUNG_S = 24.0
+"""Three times the bound within which a hung worker is found."""
 
 
 @asynccontextmanager
