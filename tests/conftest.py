@@ -174,7 +174,7 @@ class Plane:
         return Fleet(await self.client(name))
 
     async def until(
-        self, holds: Callable[[], object] | Callable[[], Awaitable[object]], bound_s: float = 10.0
+        self, holds: Callable[[], object] | Callable[[], Awaitable[object]], bound_s: float = 30.0
     ) -> Any:
         """Waits for a truth that makes no event, and gives it; fails after the bound."""
         give_up = time.monotonic() + bound_s

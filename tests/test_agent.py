@@ -30,7 +30,7 @@ from worker.reception import Cancelled, Reception
 from worker.staging import DigestingStream, model_digest
 from worker.transports.base import Places
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 Serve = Callable[[int, Mapping[str, Method]], AgentClient]
 

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,6 +20,8 @@ from rl_plane.cli.settings import SETTINGS
 ID_A, ID_B = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
 DIGEST = "blake3:" + "ab" * 32
 VERSION = {"run": "r", "sequence": 3, "label": "step_3", "digest": DIGEST}
+SILENT_S = 60.0
+"""So long nobody waits for a facade that has a `delay`."""
 HEAD = {"status": "ok", "epoch": 7, "fingerprint": "f" * 16, "elapsed_s": 0.25}
 
 
@@ -66,7 +67,7 @@ class Facade:
                         "headers": dict(self.headers),
                     }
                 )
-                facade.delay.wait(10)
+                facade.delay.wait(SILENT_S)
                 self.send_response(facade.status)
                 for key, value in facade.headers.items():
                     self.send_header(key, value)
@@ -379,7 +380,5 @@ def test_a_silent_facade_is_not_waited_for_longer_than_told(
     facade: Facade, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facade.delay.clear()
-    start = time.monotonic()
     assert main.run(["state", "--timeout-s", "0.3"]) == 1
-    assert time.monotonic() - start < 3
     assert "within 0.3 s" in capsys.readouterr().err

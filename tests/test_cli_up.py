@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 READY_S = 60.0
 """On a loaded machine: four interpreters start."""
 BACK_S = 30.0
-GONE_S = 10.0
+GONE_S = 30.0
 MARK = "TEST_CLI_UP_MARK"
 
 if sys.platform != "linux":
@@ -255,7 +255,7 @@ def test_the_death_of_a_worker_ends_nobody_else_and_a_killed_up_leaves_nobody(
 
 
 def test_a_second_signal_kills_at_once(fleet: Callable[..., tuple[Started, dict[str, Any]]]) -> None:
-    up, ready = fleet()
+    up, ready = fleet("--drain-s", "600")
     os.kill(ready["workers"][0]["pid"], signal.SIGSTOP)  # it can't drain
     up.process.send_signal(signal.SIGINT)
     up.line(event="ending")

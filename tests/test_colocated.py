@@ -109,7 +109,7 @@ async def test_running_requests_wait_for_all_memory_whatever_is_resumed(plane: P
 async def test_a_wait_lets_no_frozen_request_run_while_memory_is_released(plane: Plane) -> None:
     one = plane.spawn(token_delay_s=0.01)
     fleet = await plane.fleet()
-    stream = Stream(fleet.client, one.instance_id, PROMPT, 60)
+    stream = Stream(fleet.client, one.instance_id, PROMPT, TOKENS)
     await stream.until(tokens=3)
     await fleet.run("pause", {"mode": "keep"})
     await fleet.run("release_memory", {"tags": ["kv_cache"]})

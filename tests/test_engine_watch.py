@@ -137,8 +137,8 @@ SLOW = """
 import asyncio, worker.engines.fake as fake
 options["liveness_timeout_s"] = {timeout_s}
 async def liveness(self):
-    Path({folder!r}, "asked {name}").touch()
     while not Path({folder!r}, "answer {name}").exists():
+        Path({folder!r}, "stands {name}").touch()
         await asyncio.sleep(0.01)
     await really(self)
     Path({folder!r}, "answered {name}").touch()
@@ -155,10 +155,9 @@ async def test_a_slow_round_trip_closes_whose_time_out_is_shorter_alone(plane: P
         return plane.spawn(patch=patch)
 
     def stands(name: str) -> Callable[[], object]:
-        """From here on: what was asked before has been answered."""
+        """From here on."""
         (plane.tmp / f"answer {name}").unlink()
-        (plane.tmp / f"asked {name}").unlink(missing_ok=True)
-        return (plane.tmp / f"asked {name}").exists
+        return (plane.tmp / f"stands {name}").exists
 
     async def reasons(worker: Spawned) -> list[str]:
         admission = (await client.call(worker.instance_id, "state")).body["admission"]

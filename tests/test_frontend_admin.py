@@ -16,6 +16,7 @@ from frontend.process import started
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import FLEET_OPS
+from worker.holds import VARIABLE
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -327,12 +328,13 @@ async def test_a_hung_worker_is_told_of_and_delays_nobody(plane: Plane, rl: http
     one, two = plane.spawn_many(2)
     two.stop()
     try:
-        response = await rl.get("liveness?min_workers=2")
+        # Side by side, as the fleet forgets a worker that is silent for long.
+        response, state = await asyncio.gather(rl.get("liveness?min_workers=2"), rl.get("state"))
         error = error_of(response, 503)
         rows = {row["instance_id"]: row["status"] for row in response.json()["workers"]}
         assert rows == {one.instance_id: "ok", two.instance_id: "error"}
         assert error["alive"] is False
-        reply = (await rl.get("state")).json()
+        reply = state.json()
         assert {row["status"] for row in reply["workers"]} == {"ok", "error"}
         assert (reply["status"], reply["ready"]) == ("ok", False)
     finally:
@@ -368,7 +370,7 @@ async def test_equal_updates_at_once_are_one(plane: Plane, rl: httpx.AsyncClient
 async def test_a_client_that_leaves_does_not_stop_its_update(plane: Plane, rl: httpx.AsyncClient) -> None:
     plane.spawn(stage_delay_s=0.5)
     with pytest.raises(httpx.ReadTimeout):
-        await rl.post("update_weights", json=update_of(plane, 1), timeout=0.2)
+        await rl.post("update_weights", json=update_of(plane, 1), timeout=httpx.Timeout(30, read=0.2))
 
     async def applied() -> bool:
         return bool((await rl.get("state")).json()["applied_weight_version"] == "step_1")
@@ -376,19 +378,20 @@ async def test_a_client_that_leaves_does_not_stop_its_update(plane: Plane, rl: h
     await plane.until(applied)
 
 
-async def test_another_update_meanwhile_is_told_to_come_back(plane: Plane, rl: httpx.AsyncClient) -> None:
-    worker = plane.spawn(stage_delay_s=4)
+async def test_another_update_meanwhile_is_told_to_come_back(
+    plane: Plane, rl: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = plane.tmp / "holds"
+    holds.mkdir()
+    monkeypatch.setenv(VARIABLE, str(holds))
+    worker = plane.spawn()
+    (holds / "prepare_update.after").touch()
     first = asyncio.create_task(rl.post("update_weights", json=update_of(plane, 1)))
-    fleet = await plane.fleet()
-
-    async def begun() -> bool:
-        (row,) = (await fleet.client.call_all("state", workers=[worker.instance_id])).rows
-        return bool(row.body["fence"])
-
-    await plane.until(begun)
+    await plane.until((holds / f"reached.prepare_update.after.{worker.instance_id}").exists)
     response = await rl.post("update_weights", json=update_of(plane, 2))
     assert error_of(response, 503)["code"] == "locked"
     assert int(response.headers["retry-after"]) >= 1
+    (holds / "prepare_update.after").unlink()
     assert (await first).json()["version"]["label"] == "step_1"
 
 

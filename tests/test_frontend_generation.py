@@ -433,7 +433,7 @@ async def test_nobody_there_or_nobody_open(plane: Plane, http: httpx.AsyncClient
 async def test_an_update_under_way_labels_each_token(plane: Plane, http: httpx.AsyncClient) -> None:
     plane.spawn(token_delay_s=0.02)
     old = (await ask(http, max_tokens=1))["nvext"]["weight_version"]
-    body = {"prompt_token_ids": PROMPT, "max_tokens": 60, "stream": True, "return_token_ids": True}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 200, "stream": True, "return_token_ids": True}
     async with http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.aiter_lines()
         tokens = (await next_event(lines))["choices"][0]["token_ids"]
@@ -444,7 +444,7 @@ async def test_an_update_under_way_labels_each_token(plane: Plane, http: httpx.A
     first, second = last["choices"][0]["weight_versions"]
     assert (first["digest"], second["digest"]) == (old["digest"], new["digest"])
     assert tokens == tokens_under(old["digest"], 0, first["end"]) + tokens_under(
-        new["digest"], second["start"], 60
+        new["digest"], second["start"], 200
     )
     assert last["nvext"]["weight_version"] is None
     assert (await ask(http))["nvext"]["weight_version"] == new
@@ -686,19 +686,20 @@ async def test_a_caller_that_leaves_ends_its_request(plane: Plane, http: httpx.A
     await ask(http, max_tokens=1)
     client = await plane.client()
     body = {"prompt_token_ids": PROMPT, "max_tokens": 2000, "n": 3}
+    leaves = httpx.Timeout(30, read=0.3)
     async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         lines = response.aiter_lines()  # what nobody keeps is collected, and closes the response
         await next_event(lines)
         await until_running(plane, client, worker.instance_id, 3)
     await until_running(plane, client, worker.instance_id, 0)
     with pytest.raises(httpx.ReadTimeout):
-        await http.post("/v1/completions", json=body, timeout=0.3)
+        await http.post("/v1/completions", json=body, timeout=leaves)
     await until_running(plane, client, worker.instance_id, 0)
     # Before the first token too, where a stream has not begun its reply.
     fleet = await plane.fleet()
     await fleet.run("pause")
     with pytest.raises(httpx.ReadTimeout):
-        await http.post("/v1/completions", json={**body, "stream": True}, timeout=0.3)
+        await http.post("/v1/completions", json={**body, "stream": True}, timeout=leaves)
     await until_running(plane, client, worker.instance_id, 0)
 
 
@@ -773,7 +774,7 @@ async def until_leaving(http: httpx.AsyncClient) -> httpx.Response:
 
 async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
     plane.spawn(token_delay_s=0.05)
-    body = {"prompt_token_ids": PROMPT, "max_tokens": 60, "stream": True, "return_token_ids": True}
+    body = {"prompt_token_ids": PROMPT, "max_tokens": 120, "stream": True, "return_token_ids": True}
     async with frontend_process(plane, drain_s=30) as (process, http, _):
         digest = (await ask(http, max_tokens=1))["nvext"]["weight_version"]["digest"]
         async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -786,7 +787,7 @@ async def test_sigterm_lets_what_is_under_way_end(plane: Plane) -> None:
             assert (await http.get("/health")).status_code == 503
             while (event := await next_event(lines)) != "[DONE]":
                 tokens += event["choices"][0]["token_ids"]
-        assert tokens == tokens_under(digest, 0, 60)
+        assert tokens == tokens_under(digest, 0, 120)
         async with asyncio.timeout(ENDS_S):
             assert await process.wait() == 0
 
@@ -925,23 +926,22 @@ async def test_a_frontend_that_hears_no_status_asks(plane: Plane, monkeypatch: p
         await waiting
 
 
-async def test_choices_under_way_are_bounded(
-    plane: Plane, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_choices_under_way_are_bounded(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontend.generation.MAX_IN_FLIGHT", 1)
-    # Those that wait for a first worker are among them.
-    two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
-    (refused,), (waiting,) = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
-    error_of(refused.result(), 429)
-    assert error_of(await http.post("/tokenize", json={"prompt": "hi"}), 429)["code"] == "overloaded"
-    plane.spawn()
-    assert (await waiting).status_code == 200
-    for stream in (False, True):
-        response = await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "stream": stream})
-        error = error_of(response, 429)
-        assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
-        assert response.headers["retry-after"] == "1"
-    await ask(http)
+    async with frontend(plane, admission_wait_s=60) as http:
+        # Those that wait for a first worker are among them.
+        two = {asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"})) for _ in range(2)}
+        (refused,), (waiting,) = await asyncio.wait(two, return_when=asyncio.FIRST_COMPLETED)
+        error_of(refused.result(), 429)
+        assert error_of(await http.post("/tokenize", json={"prompt": "hi"}), 429)["code"] == "overloaded"
+        plane.spawn()
+        assert (await waiting).status_code == 200
+        for stream in (False, True):
+            response = await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "stream": stream})
+            error = error_of(response, 429)
+            assert (error["code"], error["type"]) == ("overloaded", "rate_limit_error")
+            assert response.headers["retry-after"] == "1"
+        await ask(http)
 
 
 # ---- adapters ----
@@ -1022,4 +1022,4 @@ async def test_a_frontend_that_was_killed_delays_no_update(plane: Plane) -> None
     await view.bus.close()
     begun = time.monotonic()
     await update(plane, 1)
-    assert time.monotonic() - begun < SERVING_LEASE_S / 2
+    assert time.monotonic() - begun < SERVING_LEASE_S

@@ -138,7 +138,7 @@ async def test_who_delivers_tokens_is_listed_and_leaves_the_list(plane: Plane) -
 
 
 async def test_one_that_vanishes_leaves_the_list_by_itself(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_module, "KEY_TTL_S", 1)
+    monkeypatch.setattr(lease_module, "KEY_TTL_S", 3)
     client = await plane.client()
     view = await (await plane.client("frontend")).view()
     gone = FrontendLease(view, "0" * 16)

@@ -1086,11 +1086,11 @@ async def test_a_choice_that_keeps_its_demand_goes_on_across_an_update(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
     plane.spawn(token_delay_s=PACE_S)
-    async with Streaming(http, max_tokens=60, max_lag=1, min_version=0) as stream:
+    async with Streaming(http, max_tokens=200, max_lag=1, min_version=0) as stream:
         await stream.until(lambda stream: len(stream.tokens) >= 3)
         await update(plane, 1)
         await stream.end()
-    assert (len(stream.tokens), stream.last["finish_reason"], "cut" in stream.last) == (60, "length", False)
+    assert (len(stream.tokens), stream.last["finish_reason"], "cut" in stream.last) == (200, "length", False)
     assert [span["sequence"] for span in stream.spans] == [0, 1]
 
 
@@ -1113,7 +1113,7 @@ async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.Asyn
     workers = plane.spawn_many(3, token_delay_s=PACE_S)
     await ready(plane, 3)
     digest = (await ask(http))["nvext"]["weight_version"]["digest"]
-    body = {"max_tokens": 120, "seed": 5, "n": 1, "migrate": True}
+    body = {"max_tokens": 240, "seed": 5, "n": 1, "migrate": True}
     async with Streaming(http, **body) as stream:
         for count in (5, 40):  # two of the three die
             await stream.until(lambda stream, count=count: len(stream.tokens) >= count)  # type: ignore[misc]
@@ -1123,20 +1123,20 @@ async def test_a_choice_goes_on_at_another_worker(plane: Plane, http: httpx.Asyn
     assert stream.last["finish_reason"] == "length"
     makers = stream.last["instances"]
     assert [maker["start"] for maker in makers] == [0, *(maker["end"] for maker in makers[:-1])]
-    assert makers[-1]["end"] == 120
+    assert makers[-1]["end"] == 240
     assert len({maker["instance_id"] for maker in makers}) == 3
     assert stream.last["instance_id"] == makers[-1]["instance_id"]
     assert stream.tokens == continued_under(digest, [maker["end"] - maker["start"] for maker in makers])
-    assert len(stream.logprobs) == 120
+    assert len(stream.logprobs) == 240
     (span,) = stream.spans
-    assert (span["digest"], span["start"], span["end"]) == (digest, 0, 120)
+    assert (span["digest"], span["start"], span["end"]) == (digest, 0, 240)
 
 
 async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: httpx.AsyncClient) -> None:
     workers = plane.spawn_many(2, token_delay_s=PACE_S)
     await ready(plane, 2)
     client = await plane.client()
-    asked = {"max_tokens": 80, "n": 4, "nvext": {"migrate": True}, "return_token_ids": True, "prompt_logprobs": 1}
+    asked = {"max_tokens": 240, "n": 4, "nvext": {"migrate": True}, "return_token_ids": True, "prompt_logprobs": 1}
     asking = asyncio.create_task(ask(http, **asked))
     doomed = workers[0]
 
@@ -1151,9 +1151,9 @@ async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: http
     assert len(moved) == 2
     for choice in reply["choices"]:
         (span,) = choice["weight_versions"]
-        parts = [maker["end"] - maker["start"] for maker in choice.get("instances", [])] or [80]
+        parts = [maker["end"] - maker["start"] for maker in choice.get("instances", [])] or [240]
         assert choice["token_ids"] == continued_under(span["digest"], parts)
-        assert len(choice["logprobs"]["token_logprobs"]) == 80
+        assert len(choice["logprobs"]["token_logprobs"]) == 240
         assert len(choice["prompt_logprobs"]) == len(PROMPT)
         assert choice["instance_id"] == workers[-1].instance_id
     assert reply["prompt_token_ids"] == PROMPT
@@ -1163,11 +1163,11 @@ async def test_whole_replies_and_every_choice_go_on_too(plane: Plane, http: http
 async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
     plane: Plane, http: httpx.AsyncClient
 ) -> None:
-    doomed, other = plane.spawn_many(2, token_delay_s=PACE_S)
+    doomed, other = plane.spawn(token_delay_s=PACE_S), plane.spawn()
     await ready(plane, 2)
     fleet = await plane.fleet()
     await fleet.run("disable", {"workers": [other.instance_id]})
-    body = {"max_tokens": 40, "migrate": True}
+    body = {"max_tokens": 200, "migrate": True}
     async with Streaming(http, **body) as stream, Streaming(http, **body, one_version=True) as pure:
         for one in (stream, pure):
             await one.until(lambda one: len(one.tokens) >= 5)
@@ -1179,10 +1179,10 @@ async def test_both_versions_are_told_where_the_weights_changed_on_the_way(
     old, made = stream.spans[0]["digest"], stream.spans[0]["end"]
     assert [(span["digest"], span["start"], span["end"]) for span in stream.spans] == [
         (old, 0, made),
-        (new["digest"], made, 40),
+        (new["digest"], made, 200),
     ]
     assert [maker["start"] for maker in stream.last["instances"]] == [0, made]
-    after = [fake_token(new["digest"], PROMPT + stream.tokens[:made], at) for at in range(40 - made)]
+    after = [fake_token(new["digest"], PROMPT + stream.tokens[:made], at) for at in range(200 - made)]
     assert stream.tokens == tokens_under(old, 0, made) + after
     assert pure.error is not None
     assert (pure.error["code"], pure.error["field"]) == ("demand_unmet", "one_version")

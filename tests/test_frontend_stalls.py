@@ -297,6 +297,7 @@ async def test_what_one_message_could_not_carry_comes_in_several(
         prompt = [5 + number % 500 for number in range(MANY)]
         asked |= {"prompt_token_ids": prompt, "max_tokens": 2}
         async with http.stream("POST", "/v1/completions", json=asked) as response:
-            first = await next_event(response.aiter_lines())
+            lines = response.aiter_lines()
+            first = await next_event(lines)
         assert first["prompt_token_ids"] == prompt
         assert first["choices"][0]["token_ids"]

@@ -9,6 +9,7 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ class Answer:
     def __str__(self) -> str:
         told = self.version and self.version["sequence"]
         return f"{self.status} {self.code or 'ok'} {told} {self.error.get('message', '')}".strip()
+
+
+def _name(process: psutil.Process) -> str:
+    """Nothing of one that has ended since it was found: an engine that starts has some for a moment."""
+    with suppress(psutil.NoSuchProcess):
+        return str(process.name())
+    return ""
 
 
 class RealFleet(KeptFleet):
@@ -149,7 +157,7 @@ class RealFleet(KeptFleet):
         self._doom(self._child(instance_id).pid)
         _, *children = self._doomed
         named = tuple(prefix + name for prefix in VITAL)
-        (child,) = [child for child in children if child.name().startswith(named)]
+        (child,) = [child for child in children if _name(child).startswith(named)]
         self.note(f"the test kills {child.name()} ({child.pid}) of {instance_id}")
         child.kill()
 
