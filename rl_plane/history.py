@@ -97,7 +97,7 @@ class UpdateEntry:
     step: int | None = None
     """The trainer's, as its request said it."""
     min_ready: int = 1
-    """Its policy's: so many have to serve it, whoever asks again."""
+    """Its policy's, for a `complete` that comes again and does not know it."""
     request: str = ""
     """A hash of what was asked: another request under the same id is a mistake. Empty: not known."""
 
@@ -197,6 +197,11 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
         base=source.base,
         before=source.before.to_wire() if source.before is not None else None,
     )
+
+
+def _untold(record: DecisionRecord, entry: UpdateEntry | None) -> UpdateEntry:
+    error = Unavailable("its coordinator ended before it could tell how many workers serve it")
+    return replace(from_record(record, entry), error=error.to_wire(), workers={})
 
 
 def _target_in(record: DecisionRecord) -> dict[str, Any] | None:
@@ -409,9 +414,12 @@ class Journal:
         record = await read_record(self._bus, self._state)
         if record is not None and record.update_id == self._entry.update_id:
             await self.take_up()
+            self._entry = _untold(record, self._entry)
 
     async def begin(self, record: DecisionRecord | None) -> None:
         """Work begins. `record`: the committed version, which may become the one before."""
+        if self._entry.untold:  # the store had lost a later decision, which the workers have told
+            raise self._entry.first_error()
         await self._settle(record)
         label = self._entry.label or str(record.sequence + 1 if record else 1)
         await self._write(replace(self._entry, label=label, began_at=time.time()))
@@ -424,10 +432,8 @@ class Journal:
             return
         entry = await read_entry(self._bus, self._state, record.update_id)
         if entry is None or not entry.final or entry.version != record.made:
-            settled = from_record(record, entry)
-            if record.update_id:  # else it is sequence 0, which nobody has asked for
-                untold = Unavailable("its coordinator ended before it could tell how many workers serve it")
-                settled = replace(settled, error=untold.to_wire(), workers={})
+            # Nobody has asked for sequence 0.
+            settled = _untold(record, entry) if record.update_id else from_record(record, entry)
             await self._held.put(history_key(record.update_id), settled.encode())
 
     async def take_up(self) -> None:
@@ -484,6 +490,8 @@ class Journal:
         except BusUnreachable:
             return
         decided = record is not None and record.update_id == entry.update_id
+        if self._entry.untold and not (decided and type(error) is Conflict):
+            return  # it is untold still: only too few who serve it are an answer
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
         await self._end(replace(ended, phases=phases))

@@ -315,7 +315,7 @@ class UpdateMachine:
         """The second half: decides and commits what was prepared. What is pushed is waited for first."""
         session, base, outcome = yield from self._survey()
         if self._is_decided(session, base):
-            if session is not None:
+            if session is not None and session.update_id == base.update_id:
                 policy = UpdateWeights.model_validate(session.body).policy
             else:
                 policy = UpdatePolicy(min_ready=self.call.min_ready)

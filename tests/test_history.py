@@ -40,7 +40,7 @@ from rl_plane.history import (
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, Source, UpdateSession
-from rl_plane.subjects import HISTORY_PREFIX
+from rl_plane.subjects import HISTORY_PREFIX, RECORD
 from rl_plane.update_steps import Event, Instruction, Settle, Write
 from rl_plane.versions import WeightVersion
 
@@ -530,6 +530,63 @@ async def test_asked_again_what_nobody_was_told_of_is_no_success_once_another_is
     entry = next(entry for entry in await told(two) if entry["update_id"] == "id-1")
     assert (entry["outcome"], entry["version"]["sequence"]) == ("committed", 1)
     assert entry["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_asked_again_it_takes_nobody_back_where_the_store_has_lost_a_later_decision(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException, calls: int
+) -> None:
+    """The workers tell that one."""
+    client = await plane.client()
+    plane.spawn_copies(2)
+    body, state = update_of(plane.model(1), "step_1"), client.subjects().state
+    if calls == 2:
+        await client.run("prepare_weights_update", body, "id-1")
+
+    async def ask() -> dict[str, Any]:
+        if calls == 2:
+            return await client.run("complete_weights_update", {"update_id": "id-1"})
+        return await client.run("update_weights", body, "id-1")
+
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await ask()
+    old = await client.bus.get(state, RECORD)
+    assert old is not None
+    assert old.value is not None
+    await client.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
+    before = await served(client)
+    await client.bus.put(state, RECORD, old.value)
+    with pytest.raises(Conflict):
+        await ask()
+    assert await served(client) == before
+    entry = next(entry for entry in await told(client) if entry["update_id"] == "id-1")
+    assert (entry["outcome"], entry["version"]["sequence"]) == ("committed", 1)
+    with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
+        await ask()
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_asked_again_while_another_waits_to_be_completed_nothing_else_is_noted(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    client = await plane.client()
+    plane.spawn()
+    body = update_of(plane.model(1), "step_1")
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await client.run("update_weights", body, "id-1")
+    await client.run("prepare_weights_update", update_of(plane.model(2), "step_2"), "id-2")
+    with pytest.raises(Locked):
+        await client.run("update_weights", body, "id-1")
+    first, second = (await told(client))[:2]
+    assert (first["update_id"], second["update_id"]) == ("id-2", "id-1")
+    assert second["error"]["code"] == "unavailable"
+    await client.run("abort_weights_update", {"update_id": "id-2"})
+    assert (await client.run("update_weights", body, "id-1"))["version"]["label"] == "step_1"
 
 
 async def test_asked_again_while_another_has_only_begun_the_workers_are_asked(

@@ -1121,8 +1121,10 @@ def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
 def test_completed_again_it_is_its_own_policy_that_counts() -> None:
     one = Answered([state("a", V1), state("b", V0), state("c", V0)])
     assert Driver(Call("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
-    error = Driver(Call("complete", "u1", min_ready=2), R1_OPEN, watch=one).error(Conflict)
-    assert "1 workers serve it" in error.message
+    call = Call("complete", "u1", min_ready=2)
+    assert "1 workers serve it" in Driver(call, R1_OPEN, watch=one).error(Conflict).message
+    another = replace(SESSION, update_id="u2")
+    assert "1 workers serve it" in with_session(call, another, R1_OPEN, watch=one).error(Conflict).message
 
 
 def test_finish_does_only_that() -> None:

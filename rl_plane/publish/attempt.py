@@ -189,6 +189,11 @@ class Attempt:
         """By Ctrl-C, while it gathered."""
         return self._error is not None and not isinstance(self._error, Exception)
 
+    def give_up(self, error: BaseException) -> None:
+        """Ends it here, whatever it has come to."""
+        self._error = self._error or error
+        self.end()
+
     def read_and_end(self) -> None:
         self.read()
         self.end()
@@ -402,8 +407,12 @@ class AttemptByCopy(Attempt):
     def _send(self, taken: Taken) -> None:
         if not taken.specs:
             raise _no_tensors()
-        self._deltas = self._encoding == "delta" or (self._encoding == "auto" and self._pays(taken))
-        if self._deltas or self._unless is not None:
+        compares = self._unless is not None
+        # To be compared only, it needs no sender yet.
+        self._deltas = self._encoding == "delta" or (
+            self._encoding == "auto" and not compares and self._pays(taken)
+        )
+        if self._deltas or compares:
             self._joins = 0  # the source is not read again: what joins gets it from the copy
             self._change = self._copy.read(taken)
         else:
@@ -434,6 +443,7 @@ class AttemptByCopy(Attempt):
 
     def _committed_from_copy(self, change: Change) -> dict[str, Any]:
         if self._error is not None:
+            self._copy.take_back(change)
             raise self._error
         if change.digest == self._unless and self._is_served(change.digest):
             log.info("the fleet serves %s already", self._publication.version)

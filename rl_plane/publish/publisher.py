@@ -167,9 +167,9 @@ class WeightPublisher:
             try:
                 attempt.read()
             finally:  # also when Ctrl-C comes on its way out
-                _begin(publication, attempt.end)
+                _begin(attempt, attempt.end)
         else:
-            _begin(publication, attempt.read_and_end)
+            _begin(attempt, attempt.read_and_end)
         if wait or attempt.interrupted:
             publication.result()
         return publication
@@ -196,6 +196,7 @@ class WeightPublisher:
         """Waits for what is under way, then frees what the transport held."""
         if self._previous is not None:
             self._previous.settle(self._told.bound_s())
+        self._copy = HostCopy()  # what is under way yet has its own reference
         if self._way is not None:
             self._way.close()
 
@@ -220,11 +221,11 @@ class WeightPublisher:
         publication.end()
 
 
-def _begin(publication: Publication, work: Callable[[], object]) -> None:
+def _begin(attempt: Attempt, work: Callable[[], object]) -> None:
     try:
         on_thread(work)
     except RuntimeError as error:  # no thread can be had; the next version is not to wait for this one
-        publication.end(error=error)
+        attempt.give_up(error)
         raise
 
 
