@@ -19,6 +19,7 @@ from rl_plane.buffers import fresh
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
 from rl_plane.group_place import FORM_AGAIN, Place
 from rl_plane.lifelines import Lifelines, connected
+from rl_plane.own_address import own_address
 from rl_plane.tasks import never
 
 if TYPE_CHECKING:
@@ -377,7 +378,8 @@ def _make(place: Place, store: Any, timeout_s: float) -> Any:
     dist = import_torch().distributed
     timeout = timedelta(seconds=timeout_s)
     if place.backend == "gloo":
-        return dist.ProcessGroupGloo(store, place.rank, place.world_size, timeout)
+        how = timeout if "GLOO_SOCKET_IFNAME" in os.environ else _gloo_options(place, timeout)
+        return dist.ProcessGroupGloo(store, place.rank, place.world_size, how)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with _environment:
@@ -391,6 +393,16 @@ def _make(place: Place, store: Any, timeout_s: float) -> Any:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+def _gloo_options(place: Place, timeout: timedelta) -> Any:
+    """torch's own choice is what this machine's name resolves to, which is often an address of the loopback: others do
+    not reach that."""
+    gloo = import_torch().distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=own_address(place.master_address, place.master_port))]
+    return options
 
 
 def _has_ended(work: Any, device: Any) -> bool:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.publish import WeightPublisher
+from rl_plane.publish import Progress, WeightPublisher
 from rl_plane.publish.senders import installed
 from rl_plane.publish.sources import DirectorySource, Taken
 
@@ -73,7 +73,7 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
     how |= {"transport": backend, "bucket_bytes": BUCKET_BYTES}
     if backend == "filesystem":
         how["root"] = plane.tmp / "weights" / "published"
-    shelf = Shelf(mixed.base(2))
+    shelf, sent = Shelf(mixed.base(2)), list[Progress]()
     publisher = WeightPublisher(shelf, plane.url, encoding="delta", **how)
 
     async def published(label: str, encoding: str) -> None:
@@ -84,13 +84,18 @@ async def bring(mixed: Mixed, client: RlClient, http: httpx.AsyncClient, backend
 
     try:
         await published(f"{backend} 2", "full")
-        shelf.directory, shelf.broken = stepped(mixed), True
+        shelf.directory = stepped(mixed)
+        await published("stepped", "delta")
+    finally:
+        await asyncio.to_thread(publisher.close)
+    publisher = WeightPublisher(shelf, plane.url, encoding="full", progress=sent.append, **how)
+    try:
+        shelf.directory, shelf.broken = mixed.tiny(1), True
         with pytest.raises(RuntimeError, match="out of memory"):
             await publisher.publish_async("broken")
-        await proven(http, mixed, f"{backend} 2", mixed.base(2))
+        assert max(one.buckets for one in sent) > 0
+        await proven(http, mixed, "stepped", stepped(mixed))
         shelf.broken = False
-        await published("stepped", "delta")
-        shelf.directory = mixed.tiny(1)
         await published("tiny 1", "full")
     finally:
         await asyncio.to_thread(publisher.close)

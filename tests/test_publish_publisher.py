@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import json
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.attempt as attempts
+import rl_plane.publish.host_copy as host_copy
 import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
 from rl_plane.client import RlClient
@@ -41,6 +43,7 @@ from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
 from rl_plane.publish.free_memory import free_memory
+from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
 from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
@@ -50,7 +53,7 @@ from tests.conftest import Plane
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import make_fake_adapter
+from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
@@ -530,6 +533,60 @@ async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> No
     await asyncio.to_thread(publisher.close)
 
 
+def test_what_was_in_vain_is_tried_again_later() -> None:
+    copy = HostCopy()
+    copy.in_vain = TRIES - 1
+    assert copy.is_tried()
+    for _ in range(2):
+        copy.in_vain += 1
+        assert [copy.is_tried() for _ in range(AGAIN)] == [False] * AGAIN
+        assert copy.is_tried()
+
+
+async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that nobody can read beforehand refuse it."""
+    plane.spawn()
+
+    def refused(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(host_copy, "fresh", refused)
+    publisher = WeightPublisher(plane.model(1), await plane.client(), transport="object_store")
+    await publisher.publish_async("one")
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    assert not publisher._copy.specs
+    await asyncio.to_thread(publisher.close)
+
+
+async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is too little for a copy, there is too little for one more."""
+    nixl = pytest.importorskip("rl_plane.publish.nixl")
+    plane.spawn()
+    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
+    source = Changing()
+    publisher = WeightPublisher(source, plane.url, transport="nixl", options={"host": "127.0.0.1"}, **how)
+    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
+    source.path = plane.model(1)
+    await publisher.publish_async("one")
+    assert publisher._way is not None
+    sender, make, lent = publisher._way._sender, nixl.Memory, []
+    assert sender._loan is not None  # type: ignore[union-attr]
+
+    def memory(*given: Any) -> Any:
+        lent.append(sender._loan)  # type: ignore[union-attr]
+        return make(*given)
+
+    monkeypatch.setattr(attempts, "free_memory", lambda: 0)
+    monkeypatch.setattr(nixl, "Memory", memory)
+    source.path = plane.model(2)
+    await publisher.publish("two", wait=False).wait()
+    assert lent == [None]
+    assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
+    await asyncio.to_thread(publisher.close)
+
+
 async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
     plane.spawn()
     sent, publisher = await publish_changed(plane, 1.0, 4, transport="object_store")
@@ -553,10 +610,19 @@ async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
         ({"policy": {"staging": "none"}}, "full"),
         ({"cast": True}, "full"),
         ({"stays": False}, "full"),
+        ({"stays": False, "encoding": "delta"}, "delta"),
     ],
 )
 def test_where_deltas_may_go(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
     assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._encoding == encoding
+
+
+def test_adapters_go_whole(tmp_path: Path) -> None:
+    adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
+    assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._encoding == "full"
+    with pytest.raises(InvalidRequest, match="go whole") as caught:
+        WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a", encoding="delta")
+    assert caught.value.facts["field"] == "encoding"
 
 
 def test_how_much_memory_is_free(tmp_path: Path) -> None:
@@ -601,9 +667,21 @@ async def test_a_publication_that_gets_no_thread_has_ended(
         patch.setattr(publishers, "on_thread", no_thread)
         with pytest.raises(RuntimeError, match="new thread"):
             await publisher.publish_async("one")
+    if not gathered:  # and what is under way is waited for all the same
+        held = publisher._source = Held(plane.model(2))
+        before = publisher.publish("before", wait=False)
+        await asyncio.to_thread(held.begun.wait, BOUND_S)
+        with monkeypatch.context() as patch:
+            patch.setattr(publishers, "on_thread", no_thread)
+            with pytest.raises(RuntimeError, match="new thread"):
+                publisher.publish("between", wait=False)
+        assert publisher._previous is before
+        held.go.set()
+        await before.wait()
+        publisher._source = DirectorySource(plane.model(1))
     async with asyncio.timeout(BOUND_S):
         await publisher.publish_async("two")
-    assert await served(plane) == {("two", model_digest(plane.model(1)), 1)}
+    assert await served(plane) == {("two", model_digest(plane.model(1)), 1 if gathered else 2)}
     await asyncio.to_thread(publisher.close)
 
 

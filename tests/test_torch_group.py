@@ -22,6 +22,7 @@ from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from rl_plane.group_place import Place
 from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest, pack
+from rl_plane.own_address import own_address
 from rl_plane.publish.group import GroupSender
 from rl_plane.torch_group import CHUNK_BYTES, Group, import_torch
 from rl_plane.versions import TensorSpec
@@ -40,6 +41,34 @@ def group_with(store: Any) -> Group:
     group.place = PLACE
     group.why_dropped = ""
     return group
+
+
+@pytest.mark.parametrize("interface", [None, "lo"])
+def test_gloo_is_reached_where_the_trainer_is(interface: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at what the machine's name resolves to, often an address of the loopback."""
+    if interface is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    else:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)  # then torch makes it
+    dist = import_torch().distributed
+    make, made = dist.ProcessGroupGloo.create_device, []
+
+    def create_device(**how: Any) -> Any:
+        made.append(how)
+        return make(**how)
+
+    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", create_device)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    place = replace(PLACE, master_port=store.port, world_size=1, rank=0)
+    torch_group._make(place, store, BOUND_S).abort()
+    assert made == ([{"hostname": "127.0.0.1"}] if interface is None else [])
+
+
+def test_this_machines_address_is_of_the_network_that_is_meant() -> None:
+    assert own_address("127.0.0.1", 1) == "127.0.0.1"
+    assert own_address("localhost", 1) in ("127.0.0.1", "::1")
+    with pytest.raises(OSError, match=r".+"):
+        own_address("nobody.invalid", 1)
 
 
 def is_closed(line: socket.socket) -> bool:

@@ -48,8 +48,6 @@ ROOM, LEFT = 3, 1
 """Times the weights have to be free in memory before `auto` makes a copy of them, since a transport may keep one too,
 and as much of deltas; and beside the copy, or it goes: the steps of a trainer take memory that its first version can't
 see."""
-TRIES = 3
-"""After so many versions in a row that were compared and went whole all the same, `auto` leaves it."""
 
 T = TypeVar("T")
 
@@ -422,13 +420,18 @@ class AttemptByCopy(Attempt):
     def _pays(self, taken: Taken) -> bool:
         """Where a delta saves time, and the copy leaves room for what else this machine does."""
         self._way.ready_sender()
-        if not self._way.slow or self._copy.in_vain >= TRIES:
+        if not self._way.slow or not self._copy.is_tried():
             return False
         nbytes = sum(spec.nbytes for _, spec in taken.specs)
         free = free_memory()
+        why: object = f"{free:.0f} bytes are free beside it"
         if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
-            return True
-        log.info("%s goes whole: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes)
+            try:
+                self._copy.make_room(taken)
+                return True
+            except (MemoryError, OSError) as error:  # by a limit of another kind
+                why = error
+        log.info("%s goes whole, without a copy of %d bytes: %s", self._publication.version, nbytes, why)
         return False
 
     def _committed(self) -> dict[str, Any]:

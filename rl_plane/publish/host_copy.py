@@ -11,6 +11,11 @@ from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.publish.sources import Taken
 from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, config_line, tensor_digest, tensors_digest
 
+TRIES = 3
+"""After so many versions in a row that were compared and went whole all the same, `auto` leaves it, """
+AGAIN = 32
+"""and looks again after so many more."""
+
 Named = Iterator[tuple[str, HostTensor]]
 
 
@@ -36,7 +41,7 @@ class HostCopy:
         self.chain_bytes = 0
         """Of the deltas since the last version that went whole."""
         self.in_vain = 0
-        """So many versions in a row were compared, and went whole all the same."""
+        """So many versions in a row went whole though they were compared, or, after TRIES, without."""
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, memoryview] = {}
         self._digests: dict[str, str] = {}
@@ -47,11 +52,8 @@ class HostCopy:
     def read(self, taken: Taken) -> Change:
         """Brings a version in, and says what is other than before. When this raises, the copy is as it was, or of no
         version."""
-        specs = dict(taken.specs)
-        if specs != self.specs:
-            self._places.clear()  # before the new ones: there is room for one
-            self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
-            self.specs, self.digest = specs, None
+        self.make_room(taken)
+        specs = self.specs
         base, self.digest, self._half_changed = self.digest, None, False
         before = dict(self._digests)
         deltas: dict[str, bytes] | None = None if base is None else {}
@@ -86,6 +88,14 @@ class HostCopy:
             deltas[name] = delta.nothing(spec.nbytes, DTYPE_BYTES[spec.dtype])
         return Change(self.digest, base, deltas, before)
 
+    def make_room(self, taken: Taken) -> None:
+        """For a version of these tensors. MemoryError or OSError: there is none."""
+        specs = dict(taken.specs)
+        if specs != self.specs:
+            self.drop()  # before the new ones: there is room for one
+            self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
+            self.specs = specs
+
     def _compared(self, name: str, tensor: Tensor) -> bytes | None:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
         blob = delta.encode(place, raw_bytes(tensor), width)
@@ -94,6 +104,14 @@ class HostCopy:
             delta.apply(blob, place, width, name)
             self._half_changed = False
         return blob
+
+    def is_tried(self) -> bool:
+        """Asked for each version: is it to be compared?"""
+        if self.in_vain >= TRIES:
+            self.in_vain += 1
+        if self.in_vain > TRIES + AGAIN:
+            self.in_vain = TRIES - 1
+        return self.in_vain < TRIES
 
     @property
     def nbytes(self) -> int:

@@ -130,7 +130,10 @@ class NixlSender:
         return lent.keys()
 
     def buffer(self, number: int) -> memoryview:
-        return self._with_area(self._open_version()).view(number)
+        version = self._open_version()
+        if not version.lent:
+            self._return_loan()  # before there is memory for this one
+        return self._with_area(version).view(number)
 
     def send(self, number: int) -> None:
         """It is there to be pulled once all are."""
@@ -138,8 +141,6 @@ class NixlSender:
 
     def finish(self, digests: Mapping[str, str] | None) -> None:
         version = self._with_area(self._open_version())
-        if not version.lent:
-            self._return_loan()
         version.offered = version.manifest if digests is None else version.manifest.digested(digests)
         self._offer(version)
 

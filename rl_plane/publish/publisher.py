@@ -98,7 +98,11 @@ class WeightPublisher:
                 field="encoding",
                 fix="leave encoding out, or those",
             )
-        self._encoding: Encoding = "full" if whole or adapter is not None or not stays else encoding
+        if encoding == "delta" and adapter is not None:
+            raise InvalidRequest("adapters go whole", field="encoding", fix="leave it out")
+        if encoding == "auto" and (whole or adapter is not None or not stays):
+            encoding = "full"
+        self._encoding: Encoding = encoding
         self._copy = HostCopy()
         self._told = Told(
             transport,
@@ -169,7 +173,11 @@ class WeightPublisher:
             finally:  # also when Ctrl-C comes on its way out
                 _begin(attempt, attempt.end)
         else:
-            _begin(attempt, attempt.read_and_end)
+            try:
+                _begin(attempt, attempt.read_and_end)
+            except RuntimeError:
+                self._previous = previous  # it has not waited for that one
+                raise
         if wait or attempt.interrupted:
             publication.result()
         return publication

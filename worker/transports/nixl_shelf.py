@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from rl_plane.manifest import Manifest, pack
 from rl_plane.nats_socket import DEFAULT_PORT
+from rl_plane.own_address import own_address
 from rl_plane.publish.nixl import NixlSender, address_of
 from rl_plane.publish.nixl_desk import Desk
 from rl_plane.publish.nixl_wire import make_agent
@@ -57,7 +57,4 @@ class Shelf:
 def address_towards(nats_url: str) -> str:
     """This machine's, on the network on which it reaches NATS: there the other workers are too."""
     where = urlsplit(nats_url if "://" in nats_url else f"nats://{nats_url}")
-    there = socket.getaddrinfo(where.hostname or "", where.port or DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(there[0], socket.SOCK_DGRAM) as connection:
-        connection.connect(there[4])  # sends nothing
-        return str(connection.getsockname()[0])
+    return own_address(where.hostname or "", where.port or DEFAULT_PORT)
