@@ -160,6 +160,8 @@ class FleetUpdates:
             journal = self._journal(call, held, body.model_dump(), asked)
             if (entry := await self._first_entry(call, asked)) is not None:
                 raise ended(entry)
+            if call.may_repeat:
+                await journal.settle_own()
             start = time.monotonic()
             try:
                 prepared = await Coordinator(self._client, call.view, held, journal).run(
@@ -257,6 +259,8 @@ class FleetUpdates:
             except PlaneError as error:
                 if journal is not None:
                     await journal.failed(error)
+                    if journal.entry.untold and isinstance(error, UpdateAborted):
+                        raise journal.entry.first_error() from error  # another one is committed since
                 raise
         return _with_buckets(reply, pushed)
 

@@ -411,15 +411,23 @@ class Journal:
 
     async def go_on(self) -> None:
         """With the update's own entry, if it was decided: the answer is still to come."""
-        record = await read_record(self._bus, self._state)
-        if record is not None and record.update_id == self._entry.update_id:
+        if await self.settle_own():
             await self.take_up()
-            self._entry = _untold(record, self._entry)
+
+    async def settle_own(self) -> bool:
+        """Was it decided? Then its entry says so from now on, whatever the workers tell of later ones: the store may
+        have lost those."""
+        record = await read_record(self._bus, self._state)
+        if record is None or record.update_id != self._entry.update_id:
+            return False
+        await self._settle(record)
+        return True
 
     async def begin(self, record: DecisionRecord | None) -> None:
         """Work begins. `record`: the committed version, which may become the one before."""
-        if self._entry.untold:  # the store had lost a later decision, which the workers have told
-            raise self._entry.first_error()
+        found = await read_entry(self._bus, self._state, self._entry.update_id)
+        if found is not None and found.untold:  # the store had lost a later decision, which the workers have told
+            raise found.first_error()
         await self._settle(record)
         label = self._entry.label or str(record.sequence + 1 if record else 1)
         await self._write(replace(self._entry, label=label, began_at=time.time()))

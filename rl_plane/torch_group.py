@@ -378,7 +378,7 @@ def _make(place: Place, store: Any, timeout_s: float) -> Any:
     dist = import_torch().distributed
     timeout = timedelta(seconds=timeout_s)
     if place.backend == "gloo":
-        how = timeout if "GLOO_SOCKET_IFNAME" in os.environ else _gloo_options(place, timeout)
+        how = timeout if os.environ.get("GLOO_SOCKET_IFNAME") else _gloo_options(place, timeout)
         return dist.ProcessGroupGloo(store, place.rank, place.world_size, how)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -556,13 +557,19 @@ async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeyp
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
     assert not publisher._copy.specs
     await asyncio.to_thread(publisher.close)
+    where: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+    begin = functools.partial(WeightPublisher, plane.model(1), plane.url, initial="one", **where)
+    await asyncio.to_thread((await asyncio.to_thread(begin)).close)
+    assert {(label, digest) for label, digest, _ in await served(plane)} == {("one", model_digest(plane.model(1)))}
 
 
 async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where there is too little for a copy, there is too little for one more."""
-    nixl = pytest.importorskip("rl_plane.publish.nixl")
+    pytest.importorskip("nixl")
+    nixl = importlib.import_module("rl_plane.publish.nixl")
+
     plane.spawn()
     how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
     source = Changing()

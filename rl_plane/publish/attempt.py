@@ -405,12 +405,13 @@ class AttemptByCopy(Attempt):
     def _send(self, taken: Taken) -> None:
         if not taken.specs:
             raise _no_tensors()
-        compares = self._unless is not None
-        # To be compared only, it needs no sender yet.
-        self._deltas = self._encoding == "delta" or (
-            self._encoding == "auto" and not compares and self._pays(taken)
-        )
-        if self._deltas or compares:
+        self._deltas = self._encoding == "delta"
+        by_copy = self._deltas
+        if self._unless is not None:  # to be compared alone, it needs no sender yet
+            by_copy = by_copy or self._has_room(taken)
+        elif self._encoding == "auto":
+            by_copy = self._deltas = self._pays(taken)
+        if by_copy:
             self._joins = 0  # the source is not read again: what joins gets it from the copy
             self._change = self._copy.read(taken)
         else:
@@ -424,15 +425,18 @@ class AttemptByCopy(Attempt):
             return False
         nbytes = sum(spec.nbytes for _, spec in taken.specs)
         free = free_memory()
-        why: object = f"{free:.0f} bytes are free beside it"
         if free >= (LEFT if self._copy.specs else ROOM) * nbytes:
-            try:
-                self._copy.make_room(taken)
-                return True
-            except (MemoryError, OSError) as error:  # by a limit of another kind
-                why = error
-        log.info("%s goes whole, without a copy of %d bytes: %s", self._publication.version, nbytes, why)
+            return self._has_room(taken)
+        log.info("%s goes whole: %.0f bytes are free beside a copy of %d", self._publication.version, free, nbytes)
         return False
+
+    def _has_room(self, taken: Taken) -> bool:
+        try:
+            self._copy.make_room(taken)
+            return True
+        except (MemoryError, OSError) as error:  # by a limit that `free_memory` does not know
+            log.info("%s goes whole, without a copy: %s", self._publication.version, error)
+            return False
 
     def _committed(self) -> dict[str, Any]:
         change = self._change
