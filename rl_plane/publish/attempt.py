@@ -440,10 +440,8 @@ class AttemptByCopy(Attempt):
 
     def _committed(self) -> dict[str, Any]:
         change = self._change
-        if change is None:
-            return super()._committed()
         try:
-            return self._committed_from_copy(change)
+            return super()._committed() if change is None else self._committed_from_copy(change)
         finally:
             if not self._deltas:
                 self._copy.drop()
