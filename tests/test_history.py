@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -458,6 +459,25 @@ ENDS = [pytest.param(_Dies(), id="dies"), pytest.param(Unavailable("NATS is down
 """How a coordinator may end after its decision, with nobody told who serves it."""
 
 
+async def asked(
+    client: RlClient, body: dict[str, Any], calls: int, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> Callable[[RlClient], Awaitable[dict[str, Any]]]:
+    """An update by one call or by two, which ends so after its decision; what asks again."""
+    if calls == 2:
+        await client.run("prepare_weights_update", body, "id-1")
+
+    async def ask(client: RlClient) -> dict[str, Any]:
+        if calls == 2:
+            return await client.run("complete_weights_update", {"update_id": "id-1"})
+        return await client.run("update_weights", body, "id-1")
+
+    with monkeypatch.context() as patch:
+        ends_at(patch, "gate", end)
+        with pytest.raises(type(end)):
+            await ask(client)
+    return ask
+
+
 async def until_gone(plane: Plane, client: RlClient, instance_id: str) -> None:
     view = await client.view()
     await plane.until(lambda: view.member(instance_id) is None)
@@ -471,30 +491,19 @@ async def test_asked_again_it_is_no_success_where_fewer_serve_than_its_policy_as
     client = await plane.client()
     doomed, other = plane.spawn_many(2)
     body = {**update_of(plane.model(1), "step_1"), "policy": {"min_ready": 2}}
-    if calls == 2:
-        await client.run("prepare_weights_update", body, "id-1")
-
-    async def ask() -> dict[str, Any]:
-        if calls == 2:
-            return await client.run("complete_weights_update", {"update_id": "id-1"})
-        return await client.run("update_weights", body, "id-1")
-
-    with monkeypatch.context() as patch:
-        ends_at(patch, "gate", end)
-        with pytest.raises(type(end)):
-            await ask()
+    ask = await asked(client, body, calls, monkeypatch, end)
     doomed.kill()
     await until_gone(plane, client, doomed.instance_id)
     if calls == 2:
         with pytest.raises(Conflict, match="is committed as step_1"):
             await client.run("prepare_weights_update", body, "id-1")
     with pytest.raises(Conflict, match="step_1 is committed, but 1 workers serve it") as caught:
-        await ask()
+        await ask(client)
     assert [row["instance_id"] for row in caught.value.facts["workers"]] == [other.instance_id]
     noted = (await told(client))[0]
     assert (noted["outcome"], noted["error"]["code"]) == ("committed", "conflict")
     with pytest.raises(Conflict, match="1 workers serve it") as caught:
-        await ask()
+        await ask(client)
     assert caught.value.facts["repeated"] is True
 
 
@@ -506,18 +515,7 @@ async def test_asked_again_what_nobody_was_told_of_is_no_success_once_another_is
     one, two = await plane.client("one"), await plane.client("two")
     plane.spawn_copies(2)
     body = update_of(plane.model(1), "step_1")
-    if calls == 2:
-        await one.run("prepare_weights_update", body, "id-1")
-
-    async def ask(client: RlClient) -> dict[str, Any]:
-        if calls == 2:
-            return await client.run("complete_weights_update", {"update_id": "id-1"})
-        return await client.run("update_weights", body, "id-1")
-
-    with monkeypatch.context() as patch:
-        ends_at(patch, "gate", end)
-        with pytest.raises(type(end)):
-            await ask(one)
+    ask = await asked(one, body, calls, monkeypatch, end)
     await two.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
     before = await served(two)
     for client in (one, two):
@@ -542,18 +540,7 @@ async def test_asked_again_it_takes_nobody_back_where_the_store_has_lost_a_later
     client = await plane.client()
     plane.spawn_copies(2)
     body, state = update_of(plane.model(1), "step_1"), client.subjects().state
-    if calls == 2:
-        await client.run("prepare_weights_update", body, "id-1")
-
-    async def ask() -> dict[str, Any]:
-        if calls == 2:
-            return await client.run("complete_weights_update", {"update_id": "id-1"})
-        return await client.run("update_weights", body, "id-1")
-
-    with monkeypatch.context() as patch:
-        ends_at(patch, "gate", end)
-        with pytest.raises(type(end)):
-            await ask()
+    ask = await asked(client, body, calls, monkeypatch, end)
     keys = [RECORD, *([history_key("id-1")] if lost == "all of it" else [])]
     old = {key: await client.bus.get(state, key) for key in keys}
     await client.run("update_weights", update_of(plane.model(2), "step_2"), "id-2")
@@ -566,12 +553,12 @@ async def test_asked_again_it_takes_nobody_back_where_the_store_has_lost_a_later
         with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
             await client.run("prepare_weights_update", body, "id-1")
     with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
-        await ask()
+        await ask(client)
     assert await served(client) == before
     found = next(entry for entry in await told(client) if entry["update_id"] == "id-1")
     assert (found["outcome"], found["version"]["sequence"]) == ("committed", 1)
     with pytest.raises(Conflict, match="step_1 was committed, and another one since"):
-        await ask()
+        await ask(client)
     assert await served(client) == before
 
 

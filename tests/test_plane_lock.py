@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -170,14 +172,21 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
     assert await live_fence(two.bus, state) == (await two.bus.last_sequence(state), False), "given back once"
 
 
+async def loser_and_next(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RlClient, RlClient, Callable[[], None]]:
+    """Locks last for a second, as one is to be lost, until the function is called: the next ones last as ever."""
+    as_ever = functools.partial(monkeypatch.setattr, rl_plane.lock, "LOCK_TTL_S", rl_plane.lock.LOCK_TTL_S)
+    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+    return await plane.client("one"), await plane.client("two"), as_ever
+
+
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhile(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     """Not `told`: what tells that the lock was lost has gone, as it does after a while."""
-    lasts = rl_plane.lock.LOCK_TTL_S
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two, as_ever = await loser_and_next(plane, monkeypatch)
     view, state = await two.view(), one.subjects().state
     base = first_record("model")
     await one.bus.put(state, RECORD, base.encode(), last=0)
@@ -193,7 +202,7 @@ async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhi
         deciding = asyncio.create_task(stale.replace(RECORD, decision, entry.sequence))
         try:
             await on_its_way.wait()
-            monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", lasts)  # of the next one's
+            as_ever()
             await plane.until(is_free)
             if not told:
                 await two.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
@@ -215,9 +224,7 @@ async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhi
 async def test_a_holder_whose_decision_may_come_yet_does_not_give_the_lock_back(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lasts = rl_plane.lock.LOCK_TTL_S
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
-    one, two = await plane.client("one"), await plane.client("two")
+    one, two, as_ever = await loser_and_next(plane, monkeypatch)
     view, state = await two.view(), one.subjects().state
     base = first_record("model")
     last = await one.bus.put(state, RECORD, base.encode(), last=0)
@@ -234,7 +241,7 @@ async def test_a_holder_whose_decision_may_come_yet_does_not_give_the_lock_back(
         with pytest.raises(BusUnreachable):
             await held.replace(RECORD, decision, last)
         monkeypatch.setattr(one.bus, "put", put)
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", lasts)  # of the next ones'
+    as_ever()
     async with two.lock(view, wait_s=10) as held:
         assert held.took_over
         with pytest.raises(WrongSequence):

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.attempt as attempts
+import rl_plane.publish.attempt_by_copy as by_copy
 import rl_plane.publish.host_copy as host_copy
 import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
@@ -325,7 +326,7 @@ async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pyte
     await client.run("update_weights", body)
     models[4].rename(plane.tmp / "away")
     with monkeypatch.context() as patch:
-        patch.setattr(attempts.AttemptByCopy, "_is_kept", lambda *_: True)
+        patch.setattr(by_copy.AttemptByCopy, "_is_kept", lambda *_: True)
         await publish(5, "full")
     await publish(6, "delta")
     # Somebody else has published meanwhile.
@@ -431,12 +432,12 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
         await publish("full", kept=True)
         await publish("delta", kept=True)
         nbytes = publisher._copy.nbytes
-        patch.setattr(attempts, "free_memory", lambda: nbytes)
+        patch.setattr(by_copy, "free_memory", lambda: nbytes)
         await publish("delta", kept=True)  # the copy is there already
-        patch.setattr(attempts, "free_memory", lambda: nbytes - 1)
+        patch.setattr(by_copy, "free_memory", lambda: nbytes - 1)
         await publish("full", kept=False)
         assert not publisher._copy.specs
-        patch.setattr(attempts, "free_memory", lambda: 3 * nbytes)
+        patch.setattr(by_copy, "free_memory", lambda: 3 * nbytes)
         await publish("full", kept=True)
     await publish("full", kept=False)
     assert not publisher._copy.specs
@@ -444,7 +445,7 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
 
     publisher = WeightPublisher(source, client, transport="object_store")
     with monkeypatch.context() as patch:
-        patch.setattr(attempts, "free_memory", lambda: 0)
+        patch.setattr(by_copy, "free_memory", lambda: 0)
         await publish("full", kept=False)
     await publish("full", kept=True)
     await publish("delta", kept=True)
@@ -585,7 +586,7 @@ async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
         lent.append(sender._loan)  # type: ignore[union-attr]
         return make(*given)
 
-    monkeypatch.setattr(attempts, "free_memory", lambda: 0)
+    monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
     monkeypatch.setattr(nixl, "Memory", memory)
     source.path = plane.model(2)
     await publisher.publish("two", wait=False).wait()

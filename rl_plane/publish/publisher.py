@@ -23,7 +23,8 @@ from typing import Any, get_args
 
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.publish.attempt import JOINS, Attempt, AttemptByCopy, drain, on_thread
+from rl_plane.publish.attempt import JOINS, Attempt, drain, on_thread
+from rl_plane.publish.attempt_by_copy import AttemptByCopy
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
