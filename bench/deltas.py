@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,8 +31,7 @@ class DeltaTimes:
     """Of the delta in the full version's bytes."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """`plain`: a read of the full version from the page cache, into memory that was used before, as the delta's is.
-    `encode`, `apply`: of the delta. `compared`: of the two versions, by as many threads as `encode` has, and nothing
-    else: no code that must read both takes less."""
+    `encode`, `apply`: of the delta."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -58,10 +56,8 @@ def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
         round_ = DeltaTimes(nbytes)
         with round_.timed("plain"):
             plain_read(path, read)
-        with round_.timed("compared"):
-            _compare(old, new)
-        with round_.timed("encode"):
-            blobs = [delta.encode(old[place], new[place], WIDTH) or b"" for place in places]
+        with round_.timed("encode"), ThreadPoolExecutor(delta.THREADS) as threads:
+            blobs = [delta.encode(old[place], new[place], WIDTH, threads) or b"" for place in places]
         with round_.timed("apply"):
             for blob, place in zip(blobs, places, strict=True):
                 delta.apply(blob, old[place], WIDTH)
@@ -74,17 +70,3 @@ def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
                 times.seconds.setdefault(what, []).append(seconds)
     path.unlink()
     return times
-
-
-def _compare(old: memoryview, new: memoryview) -> None:
-    words = len(old) // delta.WORD
-    one, other = (np.frombuffer(data, "<u8", words) for data in (old, new))
-    starts = iter(range(0, words, delta.WORDS))
-
-    def compare(differ: np.ndarray[Any, Any]) -> None:
-        for start in starts:
-            part = one[start : start + delta.WORDS]
-            np.not_equal(part, other[start : start + delta.WORDS], out=differ[: len(part)])
-
-    with ThreadPoolExecutor(delta.THREADS) as threads:
-        list(threads.map(compare, [np.empty(delta.WORDS, bool) for _ in range(delta.THREADS)]))

@@ -10,18 +10,21 @@ At one changed element in a hundred, a delta of bf16 weights has 2 % of their by
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.errors import InvalidWeights
+from rl_plane.errors import InvalidWeights, Unsupported
 
 if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+    _Scan = Callable[[Array, Array, Array, Array], tuple[int, int]]
 
 MAGIC = b"RLD1"
 _HEADER = struct.Struct("<4sB3xQQ")
@@ -29,16 +32,20 @@ _HEADER = struct.Struct("<4sB3xQQ")
 REACH = 1 << 16
 """Elements that one entry moves on by, at most."""
 WORD = 8
-WORDS = 1 << 18
-"""Compared at once. With fewer, numpy's steps are so short that threads do little but hand the interpreter's lock to
-one another; with more, what one step writes has left the cache when the next one reads it."""
-PARALLEL_WORDS = 1 << 21
+BLOCK_WORDS = 64
+"""Of each block it is found first which of its words have changed, a bit for each."""
+BLOCK_BYTES = BLOCK_WORDS * WORD
+PART_WORDS = 1 << 19
+"""Compared by one thread at a time: enough to be worth its while, and little enough that all end together."""
+PARALLEL_BYTES = 1 << 24
 """From so many on a tensor is compared by several threads; below, they cost more than they save."""
 THREADS = min(4, os.cpu_count() or 1)
-"""More than the cores only hand the lock around, and more than some wait for memory."""
+"""More than some wait for memory."""
 ENTRIES = 1 << 14
 """Applied at once: what they change stays in a core's cache between reading and writing."""
 WIDTHS = frozenset({1, 2, 4, 8})
+DE_BRUIJN = 0x022FDD63CC95386D
+"""Of 64 bits: each window of six is another one (https://en.wikipedia.org/wiki/De_Bruijn_sequence)."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -54,123 +61,132 @@ def nothing(nbytes: int, width: int) -> bytes:
     return _HEADER.pack(MAGIC, width, nbytes // width, 0)
 
 
-def encode(old: Bytes, new: Bytes, width: int) -> bytes | None:
-    """From one to the other, as long as it and in elements of `width` bytes. None: nothing has changed."""
+def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) -> bytes | None:
+    """From one to the other, as long as it and in elements of `width` bytes; of a large one `threads` take their parts,
+    THREADS - 1 of them. None: nothing has changed. Unsupported without numba."""
     import numpy as np
 
     nbytes = len(memoryview(old))
     if len(memoryview(new)) != nbytes or width not in WIDTHS or nbytes % width:
         raise ValueError(f"{len(memoryview(new))} bytes beside {nbytes}, in elements of {width}")
-    kind, words = np.dtype(f"<u{width}"), nbytes // WORD
-    before, after = (np.frombuffer(data, "<u8", words) for data in (old, new))
-
-    starts = range(0, words, WORDS)
-    parts: list[_Part | None] = [None] * len(starts)
-    jobs = enumerate(starts)
+    scan, kind = _compiled(width), np.dtype(f"<u{width}")
+    whole = nbytes - nbytes % BLOCK_BYTES
+    before, after = (np.frombuffer(data, "<u8", whole // WORD) for data in (old, new))
+    pairs = [
+        (before[start : start + PART_WORDS], after[start : start + PART_WORDS])
+        for start in range(0, len(before), PART_WORDS)
+    ]
+    if nbytes > whole:  # made a block by what is the same in both
+        ends = (bytes(memoryview(data)[whole:]).ljust(BLOCK_BYTES, b"\0") for data in (old, new))
+        before, after = (np.frombuffer(end, "<u8") for end in ends)
+        pairs.append((before, after))
+    most = max((len(one) for one, _ in pairs), default=0) * (WORD // width)
+    found: list[_Found | None] = [None] * len(pairs)
+    jobs = enumerate(pairs)
 
     def compare() -> None:
-        for number, start in jobs:
-            part = slice(start, start + WORDS)
-            parts[number] = _changes(before[part], after[part], kind, start * (WORD // width))
+        gaps, values = np.empty(most, np.uint16), np.empty(most, kind)
+        for number, (one, other) in jobs:
+            entries, left = scan(one, other, gaps, values)
+            found[number] = _Found(gaps[:entries].copy(), values[:entries].copy(), left)
 
-    helpers = THREADS - 1 if words >= PARALLEL_WORDS else 0
-    with ThreadPoolExecutor(max(helpers, 1), "rl-plane-delta") as threads:
-        helping = [threads.submit(compare) for _ in range(helpers)]
-        compare()
-        for one in helping:
-            one.result()
-    if rest := (nbytes - words * WORD) // width:
-        old_end, new_end = (np.frombuffer(data, kind, rest, words * WORD) for data in (old, new))
-        where = np.flatnonzero(old_end != new_end)
-        if len(where):
-            changed = old_end[where] ^ new_end[where]
-            parts.append(_part(where, changed, words * (WORD // width)))
-    return _joined([part for part in parts if part is not None], nbytes, width)
+    helpers = THREADS - 1 if threads is not None and nbytes >= PARALLEL_BYTES else 0
+    helping = [threads.submit(compare) for _ in range(helpers)] if threads is not None else []
+    compare()
+    for helper in helping:
+        helper.result()
+    return _joined([part for part in found if part is not None], nbytes, width)
 
 
-def _changes(one: Array, other: Array, kind: np.dtype[Any], start: int) -> _Part | None:
-    """Of two arrays of 64-bit words, whose first element is the tensor's `start`th."""
-    import numpy as np
+def import_numba() -> Any:
+    """Or it is Unsupported."""
+    try:
+        import numba
+    except (ImportError, OSError) as error:  # for a newer numpy or Python than it knows, too
+        raise Unsupported(
+            f"versions are compared by numba, which can't be imported: {str(error)[:300]}",
+            field="encoding",
+            fix="pip install 'rl-plane[publish]', or publish with encoding='full'",
+        ) from error
+    return numba
 
-    # numpy's search takes its time for each candidate: first eight words are one, then the words of those that differ,
-    # then the elements of those.
-    differ = np.empty(-(-len(one) // 8) * 8, bool)
-    differ[len(one) :] = False
-    np.not_equal(one, other, out=differ[: len(one)])
-    eights = differ.view("<u8")
-    (found,) = (eights != 0).nonzero()
-    if not len(found):
-        return None
-    (within,) = eights.take(found).view(bool).nonzero()
-    found <<= 3
-    words = found.take(within >> 3)
-    within &= 7
-    words |= within
-    values = one.take(words)
-    values ^= other.take(words)
-    values = values.view(kind)
-    (inside,) = (values != 0).nonzero()
-    values = values.take(inside)
-    lanes = WORD // kind.itemsize
-    shift = lanes.bit_length() - 1
-    of = inside >> shift
-    first, last = ((int(words[of[at]]) << shift) + int(inside[at]) % lanes for at in (0, -1))
-    # In 16 bits, a quarter of the memory. They wrap around as often as the positions do, or a way is too long for one.
-    where = words.astype(np.uint16)
-    where <<= shift
-    where = where.take(of)
-    where |= inside.astype(np.uint16) & np.uint16(lanes - 1)
-    before, after = where[:-1], where[1:]
-    if np.count_nonzero(after <= before) != last // REACH - first // REACH:
-        return _part((words.take(of) << shift) + inside % lanes, values, start)
-    gaps = np.empty_like(where)
-    gaps[0] = 0  # not known yet
-    np.subtract(after, before, out=gaps[1:])
-    gaps[1:] -= 1
-    return _Part(start + first, start + last, gaps, values)
+
+@functools.cache
+def _compiled(width: int) -> _Scan:
+    """Two versions of some blocks, and room for as many gaps and values as they have elements: how many entries were
+    found, and how many elements follow the last of them."""
+    numba = import_numba()
+    u64 = numba.uint64
+    lane_bits, lanes = u64(8 * width), u64(WORD // width)
+    lane_starts, lane = u64(64 - 8 * width), u64((1 << 8 * width) - 1)
+    # A public way to the number of zeros below the lowest bit: that bit times a sequence of de Bruijn, whose first six
+    # bits are then other for each. The compiler knows it and takes the processor's own instruction.
+    places = tuple(sorted(range(64), key=lambda place: (DE_BRUIJN << place) % (1 << 64) >> 58))
+
+    lowest = numba.njit(lambda bits: u64(places[((bits & (~bits + u64(1))) * u64(DE_BRUIJN)) >> u64(58)]))
+
+    def scan(one: Array, other: Array, gaps: Array, values: Array) -> tuple[int, int]:
+        entries, following = u64(0), u64(0)  # the element after the last entry's
+        for start in range(u64(0), u64(len(one)), u64(BLOCK_WORDS)):
+            before, after = one[start : start + u64(BLOCK_WORDS)], other[start : start + u64(BLOCK_WORDS)]
+            changed = u64(0)
+            for number in range(u64(BLOCK_WORDS)):  # by vector instructions, as its bounds are known
+                changed |= u64(before[number] != after[number]) << number
+            while changed != 0:
+                number = lowest(changed)
+                changed &= changed - u64(1)
+                bits = before[number] ^ after[number]
+                while bits != 0:
+                    at = lowest(bits) & lane_starts
+                    value = (bits >> at) & lane
+                    bits ^= value << at
+                    element = (start + number) * lanes + at // lane_bits
+                    gap = element - following
+                    while gap >= u64(REACH):
+                        gaps[entries], values[entries] = REACH - 1, 0
+                        entries += u64(1)
+                        gap -= u64(REACH)
+                    gaps[entries], values[entries] = gap, value
+                    entries += u64(1)
+                    following = element + u64(1)
+        return entries, len(one) * lanes - following
+
+    # A signature compiles now rather than at the first call, and once for all kinds of memory.
+    array, u16, values_kind = numba.types.Array, numba.uint16, getattr(numba, f"uint{8 * width}")
+    read = array(u64, 1, "C", readonly=True, aligned=False)
+    signature = numba.types.UniTuple(numba.int64, 2)(read, read, u16[::1], values_kind[::1])
+    compiled: _Scan = numba.njit(signature, nogil=True, error_model="numpy")(scan)
+    return compiled
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Entries of a run of elements."""
+class _Found:
+    """In one part."""
 
-    first: int
-    last: int
     gaps: Array
-    """The first is not known before the part in front of it is."""
     values: Array
+    left: int
+    """Elements after its last entry, or all of them."""
 
 
-def _part(where: Array, values: Array, start: int) -> _Part:
-    """`where`: from `start` on, however far from one another."""
+def _joined(parts: list[_Found], nbytes: int, width: int) -> bytes | None:
     import numpy as np
 
-    steps = np.diff(where, prepend=where[0] - 1)
-    bridges = (steps - 1) // REACH
-    entry = np.arange(len(steps)) + np.cumsum(bridges)  # of each change, among all
-    gaps = np.full(entry[-1] + 1, REACH - 1, np.uint16)
-    gaps[entry] = (steps - 1) % REACH
-    padded = np.zeros(len(gaps), values.dtype)
-    padded[entry] = values
-    return _Part(start + int(where[0]), start + int(where[-1]), gaps, padded)
-
-
-def _joined(parts: list[_Part], nbytes: int, width: int) -> bytes | None:
-    import numpy as np
-
-    if not parts:
-        return None
     gaps: list[Any] = []
     values: list[Any] = []
-    last = -1
+    before = 0  # elements between the last entry and this part
     for part in parts:
-        bridges, part.gaps[0] = divmod(part.first - last - 1, REACH)
-        if bridges:
-            gaps.append(np.full(bridges, REACH - 1, np.uint16))
-            values.append(np.zeros(bridges, part.values.dtype))
-        gaps.append(part.gaps)
-        values.append(part.values)
-        last = part.last
+        if len(part.gaps):
+            bridges, part.gaps[0] = divmod(int(part.gaps[0]) + before, REACH)
+            if bridges:
+                gaps.append(np.full(bridges, REACH - 1, np.uint16))
+                values.append(np.zeros(bridges, part.values.dtype))
+            gaps.append(part.gaps)
+            values.append(part.values)
+            before = 0
+        before += part.left
+    if not gaps:
+        return None
     entries = sum(map(len, gaps))
     head = _HEADER.pack(MAGIC, width, nbytes // width, entries)
     padding = bytes(_values_at(entries) - len(head) - 2 * entries)

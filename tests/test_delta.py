@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -63,7 +64,9 @@ def test_a_delta_brings_the_new_version_and_again_the_old_one(width: int, elemen
 
 
 def test_long_ways_between_two_changes() -> None:
-    for gap in (1, delta.REACH - 1, delta.REACH, delta.REACH + 1, 2 * delta.REACH, 5 * delta.REACH + 3):
+    part = delta.PART_WORDS * delta.WORD // 2
+    reaches = (delta.REACH - 1, delta.REACH, delta.REACH + 1, 2 * delta.REACH, 5 * delta.REACH + 3)
+    for gap in (1, *reaches, part - 1, part, part + delta.REACH, 2 * part + 7):
         for at in ([gap], [0, gap], [3, 3 + gap, 4 + gap, 4 + 2 * gap]):
             old = bytes(2 * (at[-1] + 2))
             new = changed(old, at, 2)
@@ -73,17 +76,29 @@ def test_long_ways_between_two_changes() -> None:
 
 
 def test_large_tensors_are_compared_by_threads() -> None:
-    elements = delta.PARALLEL_WORDS * 4 + 3
+    elements = delta.PARALLEL_BYTES // 2 + 3
     source = np.random.default_rng(1)
     old = source.integers(0, 1 << 16, elements, dtype=np.uint16)
     new = old.copy()
     at = source.choice(elements, elements // 100, replace=False)
     new[at] ^= source.integers(1, 1 << 16, len(at), dtype=np.uint16)
-    blob = delta.encode(old.data.cast("B"), new.data.cast("B"), 2)
+    with ThreadPoolExecutor() as threads:
+        blob = delta.encode(old.data.cast("B"), new.data.cast("B"), 2, threads)
     assert blob is not None
+    assert blob == delta.encode(old.data.cast("B"), new.data.cast("B"), 2)
     assert len(blob) <= 0.03 * old.nbytes
     delta.apply(blob, old.data.cast("B"), 2)
     assert np.array_equal(old, new)
+
+
+def test_memory_may_begin_anywhere_and_be_read_only() -> None:
+    old = random.Random(7).randbytes(4097)
+    new = changed(old, [1, 600, 4096], 1)
+    for start in (0, 1, 3):
+        before, after = memoryview(old)[start:], memoryview(bytearray(new))[start:]
+        buffer = bytearray(before)
+        delta.apply(delta.encode(before, after, 1) or b"", buffer, 1)
+        assert buffer == after
 
 
 def test_nothing_has_changed() -> None:

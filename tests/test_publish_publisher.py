@@ -407,7 +407,7 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
     """Across machines, or by objects; not within one."""
     plane.spawn()
     models = [plane.model(1)]
-    for number in range(1, 10):
+    for number in range(1, 11):
         models.append(nudged(plane, models[-1], number))
     client, source = await plane.client(), Changing()
     rest = iter(enumerate(models))
@@ -439,6 +439,8 @@ async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
         assert not publisher._copy.specs
         patch.setattr(by_copy, "free_memory", lambda: 3 * nbytes)
         await publish("full", kept=True)
+        patch.setitem(sys.modules, "numba", None)  # as if it weren't installed
+        await publish("full", kept=False)
     await publish("full", kept=False)
     assert not publisher._copy.specs
     await asyncio.to_thread(publisher.close)

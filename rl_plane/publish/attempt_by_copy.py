@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plane.errors import NotAtBase, PlaneError
+from rl_plane.delta import import_numba
+from rl_plane.errors import NotAtBase, PlaneError, Unsupported
 from rl_plane.publish.attempt import JOINS, Attempt
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import Change, HostCopy, as_tensors
@@ -66,6 +67,11 @@ class AttemptByCopy(Attempt):
         """Where a delta saves time, and the copy leaves room for what else this machine does."""
         self._way.ready_sender()
         if not self._way.slow or not self._copy.is_tried():
+            return False
+        try:
+            import_numba()
+        except Unsupported as error:
+            log.info("%s goes whole: %s", self._publication.version, error)
             return False
         nbytes = sum(spec.nbytes for _, spec in taken.specs)
         free = free_memory()

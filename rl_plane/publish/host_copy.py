@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rl_plane import delta
@@ -58,12 +59,13 @@ class HostCopy:
         before = dict(self._digests)
         deltas: dict[str, bytes] | None = None if base is None else {}
         room = self.nbytes // 2
+        threads = ThreadPoolExecutor(delta.THREADS, "rl-plane-delta")
         try:
             for name, tensor in in_order(taken.specs, taken.tensors):
                 if deltas is None:
                     copy_into(self._places[name], tensor)
                 else:
-                    blob = self._compared(name, tensor)
+                    blob = self._compared(name, tensor, threads)
                     if blob is None:
                         continue  # its digest is known
                     deltas[name] = blob
@@ -76,6 +78,8 @@ class HostCopy:
                 self._take_back(deltas)
                 self.digest, self._digests = base, before
             raise
+        finally:
+            threads.shutdown()
         self._adapter_config = taken.adapter_config
         lines = [(name, spec, self._digests[name]) for name, spec in specs.items()]
         if taken.adapter_config is not None:
@@ -96,9 +100,9 @@ class HostCopy:
             self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
             self.specs = specs
 
-    def _compared(self, name: str, tensor: Tensor) -> bytes | None:
+    def _compared(self, name: str, tensor: Tensor, threads: Executor) -> bytes | None:
         place, width = self._places[name], DTYPE_BYTES[self.specs[name].dtype]
-        blob = delta.encode(place, raw_bytes(tensor), width)
+        blob = delta.encode(place, raw_bytes(tensor), width, threads)
         if blob is not None:
             self._half_changed = True
             delta.apply(blob, place, width, name)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from rl_plane.delta import import_numba
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.publish.attempt import JOINS, Attempt, drain, on_thread
@@ -101,6 +102,8 @@ class WeightPublisher:
             )
         if encoding == "delta" and adapter is not None:
             raise InvalidRequest("adapters go whole", field="encoding", fix="leave it out")
+        if encoding == "delta":
+            import_numba()
         if encoding == "auto" and (whole or adapter is not None or not stays):
             encoding = "full"
         self._encoding: Encoding = encoding
