@@ -14,7 +14,7 @@ import functools
 import os
 import struct
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,9 @@ def encode(old: Bytes, new: Bytes, width: int, threads: Executor | None = None) 
             entries, left = scan(one, other, gaps, values)
             found[number] = _Found(gaps[:entries].copy(), values[:entries].copy(), left)
 
-    helpers = THREADS - 1 if threads is not None and nbytes >= PARALLEL_BYTES else 0
-    helping = [threads.submit(compare) for _ in range(helpers)] if threads is not None else []
+    helping: list[Future[None]] = []
+    if threads is not None and nbytes >= PARALLEL_BYTES:
+        helping = [threads.submit(compare) for _ in range(THREADS - 1)]
     compare()
     for helper in helping:
         helper.result()
@@ -122,7 +123,6 @@ def _compiled(width: int) -> _Scan:
     # A public way to the number of zeros below the lowest bit: that bit times a sequence of de Bruijn, whose first six
     # bits are then other for each. The compiler knows it and takes the processor's own instruction.
     places = tuple(sorted(range(64), key=lambda place: (DE_BRUIJN << place) % (1 << 64) >> 58))
-
     lowest = numba.njit(lambda bits: u64(places[((bits & (~bits + u64(1))) * u64(DE_BRUIJN)) >> u64(58)]))
 
     def scan(one: Array, other: Array, gaps: Array, values: Array) -> tuple[int, int]:
