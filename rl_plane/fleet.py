@@ -378,6 +378,8 @@ class Fleet:
             snapshot = await call.view.barrier()
             check_engines(call, snapshot)
             places = group_places(snapshot, call.body)
+            if not own:  # it takes the place of the group that there was, by which another trainer may send now
+                await self._updates.check_none_waits(call, held)
             start = time.monotonic()
             body = {**call.body, **places}
             rows = await self.client.ask(call.view, snapshot.members, "init_transport", body, held=held)

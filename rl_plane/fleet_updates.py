@@ -351,6 +351,11 @@ class FleetUpdates:
         async with self._client.lock(view, 0.0) as held:
             await Coordinator(self._client, view, held).run(Coordination("finish", ""))
 
+    async def check_none_waits(self, call: Call, held: HeldLock) -> None:
+        """Locked while a prepared update waits; one that nobody can complete any more is dropped."""
+        if await self._session(call, None) is not None:
+            await Coordinator(self._client, call.view, held).run(Coordination("finish", ""))
+
 
 def _complete_wait_s(waiting: UpdateSession | None) -> float:
     """What was sent is not sent again, or nameless, because the fleet is taken for a moment: as long as bytes are

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+import rl_plane.publish.attempt as attempt_module
 import rl_plane.publish.attempt as attempts
 import rl_plane.publish.attempt_by_copy as by_copy
 import rl_plane.publish.host_copy as host_copy
@@ -243,6 +244,49 @@ class Held:
             yield from taken.tensors
 
         return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
+
+
+async def test_another_trainers_group_takes_no_update_that_is_sent(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a while; the one that is sent is committed."""
+    pytest.importorskip("torch")
+    plane.spawn_many(2)
+    monkeypatch.setattr(attempt_module, "OTHERS_S", 0.0)
+    how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
+    client, fleet = await plane.client(), await plane.fleet()
+    held = Held(plane.model(1))
+    first, second = WeightPublisher(held, fleet, **how), WeightPublisher(plane.model(2), client, **how)
+    sending = first.publish("one", wait=False)
+    assert await asyncio.to_thread(held.begun.wait, BOUND_S)
+    with pytest.raises(Locked, match="is prepared and waits"):
+        await second.publish_async("two")
+    held.go.set()
+    await sending.wait()
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    monkeypatch.undo()
+    await second.publish_async("two")
+    assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
+    for publisher in (first, second):
+        await asyncio.to_thread(publisher.close)
+
+
+async def test_two_trainers_form_their_groups_in_turn(plane: Plane) -> None:
+    """Each takes the place of the other's: before anything is sent, the other forms its own anew."""
+    pytest.importorskip("torch")
+    plane.spawn_many(2)
+
+    async def publish(who: str, number: int) -> None:
+        client = await plane.client()
+        publisher = WeightPublisher(plane.model(number), client, transport="gloo", bucket_bytes=1500, workers=2)
+        try:
+            for version in range(4):
+                await publisher.publish_async(f"{who} {version}")
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+    await asyncio.gather(publish("one", 1), publish("two", 2))
+    assert {sequence for _, _, sequence in await served(plane)} == {8}
 
 
 async def test_a_sender_that_keeps_is_told_what_is_committed(

@@ -35,6 +35,8 @@ ATTEMPTS = 3
 """An update whose answer was lost, which found the fleet locked, or which lost the lock on its way, is asked again
 under its id."""
 AGAIN_S = 1.0
+OTHERS_S = 30.0
+"""How long another trainer's update, which is prepared and waits, is waited for."""
 JOINS = 1
 """So often all is sent again, since a worker has joined that can't get what was pushed: each time takes as long."""
 OPENINGS = 8
@@ -136,11 +138,14 @@ class Attempt:
             publication.tell("sending", buckets=number + 1, nbytes=sum(sizes[: number + 1]))
 
     def _opened(self, taken: Taken) -> tuple[Sender, Manifest]:
-        """For a worker that joins meanwhile it is opened anew: nothing was read yet, whatever the source."""
+        """For a worker that joins meanwhile, or where another trainer's group has taken the place of this one's, it is
+        opened anew: nothing was read yet, whatever the source."""
         for _ in range(OPENINGS - 1):
             try:
                 return self._open(taken)
-            except MembershipChanged as error:
+            except (MembershipChanged, InvalidRequest) as error:
+                if isinstance(error, InvalidRequest) and error.facts.get("field") != "transport.group":
+                    raise
                 log.info("%s is opened once more: %s", self._publication.version, error)
             if self._prepared:
                 self._withdraw()  # whose answer was lost, say
@@ -164,12 +169,12 @@ class Attempt:
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
         if isinstance(sender, DeviceSender):
             sender.device = taken.device
-        self._body["transport"] = sender.open(manifest)
+        self._body["transport"] = _when_free(lambda: sender.open(manifest))
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
-            self._run("prepare_weights_update", body, self._prepared)
+            _when_free(lambda: self._run("prepare_weights_update", body, self._prepared))
         elif sender.receivers_from == "open":
             self._update = self._ask()
         return sender, manifest
@@ -374,6 +379,17 @@ def _sent(act: Callable[[], T]) -> T:
         return act()
     except Exception as error:
         raise _SendFailed(str(error)) from error
+
+
+def _when_free(act: Callable[[], T]) -> T:
+    until = time.monotonic() + OTHERS_S
+    while True:
+        try:
+            return act()
+        except Locked:
+            if time.monotonic() > until:
+                raise
+        time.sleep(AGAIN_S)
 
 
 def _named(error: BaseException) -> BaseException:
