@@ -25,6 +25,7 @@ import rl_plane.publish.attempt as attempt_module
 import rl_plane.publish.attempt as attempts
 import rl_plane.publish.attempt_by_copy as by_copy
 import rl_plane.publish.host_copy as host_copy
+import rl_plane.publish.ipc as ipc
 import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
 from rl_plane.client import RlClient
@@ -244,6 +245,28 @@ class Held:
             yield from taken.tensors
 
         return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
+
+
+async def test_who_died_before_it_came_is_not_waited_for(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the fleet and the update: the others get it meanwhile."""
+    shape = {"tensors": 8, "nbytes": 1000}
+    plane.spawn_many(2, model=plane.model(0, **shape))
+    looks = 0
+
+    def one_more_at_first(workers: Any) -> int:
+        nonlocal looks
+        looks += 1
+        return world_size(workers) + (looks == 1)
+
+    monkeypatch.setattr(ipc, "world_size", one_more_at_first)
+    defaults: dict[str, Any] = ipc.IpcSender.__init__.__kwdefaults__  # type: ignore[assignment]
+    monkeypatch.setitem(defaults, "other_receivers_s", 10 * BOUND_S)
+    how: dict[str, Any] = {"transport": "ipc", "bucket_bytes": 1500, "workers": 2}
+    publisher = WeightPublisher(plane.model(1, **shape), await plane.client(), **how)
+    async with asyncio.timeout(BOUND_S):
+        await publisher.publish_async("one")
+    assert await served(plane) == {("one", model_digest(plane.model(1, **shape)), 1)}
+    await asyncio.to_thread(publisher.close)
 
 
 async def test_another_trainers_group_takes_no_update_that_is_sent(

@@ -41,7 +41,8 @@ Layout = Literal["packed", "tensors"]
 
 
 class IpcSender:
-    """A Sender. `receivers`: how many will come to an update, asked when it is opened: each rank of each engine is one.
+    """A Sender. `receivers`: how many will come to an update, asked when it is opened, and while one is late: each rank
+    of each engine is one.
     `on_gpus`: whether all of them have GPUs. Buffers in host memory stay for the next update, those of a GPU don't.
     `layout` `tensors`: what is lent is not packed, and receivers are answered from the first of `lend`, `buffer`,
     `send` and `finish` on."""
@@ -81,9 +82,6 @@ class IpcSender:
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         self.close()
-        receivers = self._receivers()
-        if receivers < 1:
-            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
         self._at = self.device if self.device.startswith("cuda") and self._on_gpus() else None
         if self._at is None and self.device.startswith("cuda") and not self._told_of_host:
             self._told_of_host = True
@@ -91,7 +89,7 @@ class IpcSender:
                 "the weights on %s go by host memory, since not every worker's engine is on a GPU", self.device
             )
         self._update = Update(
-            manifest, receivers, self._first_receiver_s, self._other_receivers_s, self._silent_receiver_s
+            manifest, self._receivers, self._first_receiver_s, self._other_receivers_s, self._silent_receiver_s
         )
         if self._layout == "packed":
             self._begun()

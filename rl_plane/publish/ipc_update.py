@@ -9,13 +9,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-from rl_plane.errors import DeadlineExceeded, Unavailable
+from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, Unavailable
 from rl_plane.forks import not_for_children
 from rl_plane.manifest import Manifest
 from rl_plane.publish.ipc_cuda import GpuBuffers, Handle, given_up, seen
@@ -85,11 +85,12 @@ class Update:
     def __init__(
         self,
         manifest: Manifest,
-        expected: int,
+        alive: Callable[[], int],
         first_receiver_s: float,
         other_receivers_s: float,
         silent_receiver_s: float,
     ) -> None:
+        """`alive`: how many receivers there are, now and later on."""
         self.name = f"rl-plane-ipc-{secrets.token_hex(16)}"
         self.manifest = manifest
         self.buffers: HostBuffers | GpuBuffers | None = None
@@ -97,7 +98,9 @@ class Update:
         self.begun = False
         self._own: OwnTensors | None = None
         self._on_gpu = False
-        self._expected = expected
+        self._alive, self._expected = alive, alive()
+        if self._expected < 1:
+            raise InvalidRequest("nobody is to receive this", field="receivers", fix="say how many will come")
         self._other_receivers_s = other_receivers_s
         self._silent_receiver_s = silent_receiver_s
         self._come_until = time.monotonic() + first_receiver_s
@@ -161,14 +164,29 @@ class Update:
 
     def await_taken(self, turns: int, overwrites: bool = False) -> None:
         """Until every receiver that is still there has taken so many turns, and no other one can come."""
-        with self._changed:
-            while True:
+        look_at = time.monotonic() + LOOK_S
+        while True:
+            with self._changed:
                 self._check()
                 late_s = self._come_until - time.monotonic() if self._come < self._expected else 0.0
                 if late_s <= 0 and all(receiver.taken >= turns for receiver in self._receivers.values()):
                     self._begun_without = self._begun_without or overwrites
                     return
                 self._changed.wait(min(late_s, LOOK_S) if late_s > 0 else LOOK_S)
+            if late_s > 0 and self._come and time.monotonic() >= look_at:
+                self._look_who_is_late()
+                look_at = time.monotonic() + LOOK_S
+
+    def _look_who_is_late(self) -> None:
+        """One that has died before it came is not waited for."""
+        try:
+            alive = self._alive()
+        except PlaneError as error:
+            log.info("who is late is not known: %s", error)
+            return
+        with self._changed:
+            if len(self._receivers) + self._ended >= alive:
+                self._come_until = time.monotonic()
 
     def _check(self) -> None:
         if self._closed:
