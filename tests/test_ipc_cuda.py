@@ -418,6 +418,65 @@ def test_a_share_that_fails_is_told_to_its_receiver(
     assert cuda.held == []
 
 
+def test_both_sides_hear_what_fails_on_the_senders_thread(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it is: torch's BufferError is none of its RuntimeErrors."""
+    threads: list[str] = []
+
+    def refuse(whole: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        raise BufferError("Can't export tensors on a different CUDA device index")
+
+    monkeypatch.setattr(torch, "from_dlpack", refuse)
+    with own_sender_of(1, monkeypatch) as (sender, transport):
+        sender.lend(tensors())
+        sender.send(0)  # before anybody has come: its handles are made when somebody does
+        with pytest.raises(Unavailable, match="refused: Can't export tensors"):
+            pool.submit(receive, transport).result(BOUND_S)
+        with pytest.raises(Unavailable, match=r"no receiver is left.*Can't export tensors"):
+            sender.send(1)
+    assert threads == ["ipc sender"]
+    assert "BufferError" in caplog.text
+    assert cuda.held == []
+
+
+def test_both_sides_hear_why_a_gpu_gets_no_buffers(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    def refuse(buffers: Any, uuid: str) -> Any:
+        raise BufferError("no such buffer")
+
+    with sender_of(1) as (sender, transport):
+        monkeypatch.setattr(ipc_cuda.GpuBuffers, "shared", refuse)
+        with pytest.raises(Unavailable, match="refused: no such buffer"):
+            pool.submit(receive, transport).result(BOUND_S)
+        with pytest.raises(Unavailable, match=r"no receiver is left.*no such buffer"):
+            sender.send(0)
+
+
+def test_the_gpu_of_a_tensor_is_current_while_it_gets_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch exports from there alone."""
+    current: list[Any] = []
+    export = torch.from_dlpack
+
+    @contextmanager
+    def device_of(tensor: Any) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.clear()
+
+    def from_dlpack(whole: Any) -> Any:
+        assert [one.data_ptr() for one in current] == [whole.data_ptr()]
+        return export(whole)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    tensor = torch.arange(3.0)
+    alias = ipc_cuda.alias(tensor)
+    assert (alias.data_ptr(), alias.nbytes) == (tensor.data_ptr(), tensor.nbytes)
+
+
 @pytest.mark.parametrize(("nbytes", "start", "fits"), [(8, 0, True), (8, 4, True), (8, 5, False), (3, 0, False)])
 def test_a_tensor_lies_within_what_its_handle_opens(nbytes: int, start: int, fits: bool) -> None:
     wire = instead(1, nbytes)

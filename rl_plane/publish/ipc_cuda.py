@@ -197,11 +197,12 @@ def share(tensor: torch.Tensor) -> Handle:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage as uint8, as one of its own: torch keeps what it notes of a share until the storage goes, and a
-    trainer's weights never do."""
+    trainer's weights never do. torch lets this be done on the thread's current GPU only."""
     import torch
 
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    made: torch.Tensor = torch.from_dlpack(whole)
+    with torch.cuda.device_of(whole):
+        made: torch.Tensor = torch.from_dlpack(whole)
     return made
 
 

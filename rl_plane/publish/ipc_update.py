@@ -109,6 +109,8 @@ class Update:
         """A bucket that a receiver would begin with is overwritten."""
         self._ended = 0
         """Receivers that have everything."""
+        self._why_dropped = ""
+        """The last of those that have not."""
         self._turns: list[dict[str, Any]] = []
         self._receivers: dict[socket.socket, _Receiver] = {}
         self._closed = False
@@ -194,7 +196,9 @@ class Update:
         if self._receivers or self._ended:
             return
         if self._come >= self._expected or (self._come and time.monotonic() >= self._come_until):
-            raise Unavailable(f"no receiver is left: {self._come} came, and ended before they had everything")
+            raise Unavailable(
+                f"no receiver is left: {self._come} came, and ended before they had everything: {self._why_dropped}"
+            )
         if not self._come and time.monotonic() >= self._come_until:
             raise DeadlineExceeded(
                 "no receiver came", fix="are the workers on this machine, in its network namespace, of this user?"
@@ -275,10 +279,8 @@ class Update:
                 self._tell_turn(receiver, self._turns[receiver.told])
                 receiver.told += 1
                 receiver.since = time.monotonic()
-        except (OSError, RuntimeError, ValueError) as error:  # torch's and CUDA's are RuntimeErrors
-            with contextlib.suppress(OSError):
-                send_packet(receiver.connection, {"error": str(error)})
-            self._drop(receiver, str(error), gone=isinstance(error, ConnectionError))
+        except Exception as error:  # torch's are of many kinds
+            self._refuse(receiver, error)
 
     def _tell_turn(self, receiver: _Receiver, turn: dict[str, Any]) -> None:
         number = turn.get("bucket")
@@ -289,7 +291,7 @@ class Update:
             try:
                 wire = [one.to_wire() for one in handles]
                 send_packet(receiver.connection, {**turn, "starts": starts, "handles": wire})
-            except OSError:
+            except BaseException:
                 given_up(handles)  # it does not know of them
                 raise
             receiver.shares[number] = handles
@@ -331,11 +333,9 @@ class Update:
             handles = self.buffers.shared(gpu) if isinstance(self.buffers, GpuBuffers) else []
             receiver.shares[NO_TURN] = handles
             send_packet(receiver.connection, {"handles": [one.to_wire() for one in handles]})
-        except (OSError, RuntimeError, ValueError, Unavailable) as error:
+        except Exception as error:
             receiver.count_for_it()
-            with contextlib.suppress(OSError):
-                send_packet(receiver.connection, {"error": str(error)})
-            self._drop(receiver, str(error))
+            self._refuse(receiver, error)
             return
         receiver.named = True
         self._tell(receiver)
@@ -346,7 +346,17 @@ class Update:
             if (receiver.taken < receiver.told or not receiver.named) and receiver.since < limit:
                 self._drop(receiver, f"it was silent for {self._silent_receiver_s:g} s")
 
+    def _refuse(self, receiver: _Receiver, error: Exception) -> None:
+        """Tells it why it gets nothing more."""
+        why, gone = str(error) or type(error).__name__, isinstance(error, ConnectionError)
+        if not gone:
+            log.warning("a receiver gets nothing more: %s", repr(error))  # the error itself holds its frames
+        with contextlib.suppress(OSError):
+            send_packet(receiver.connection, {"error": why})
+        self._drop(receiver, why, gone)
+
     def _drop(self, receiver: _Receiver, why: str, gone: bool = False) -> None:
+        self._why_dropped = why
         if gone and receiver.shares:
             self._hear_closed(receiver)
             receiver.count_for_it()

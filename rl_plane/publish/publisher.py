@@ -18,13 +18,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from rl_plane.delta import import_numba
 from rl_plane.errors import InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.publish.attempt import JOINS, Attempt, drain, on_thread
+from rl_plane.publish.attempt import JOINS, Attempt, at_callers_gpu, drain, on_thread
 from rl_plane.publish.attempt_by_copy import AttemptByCopy
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
@@ -200,7 +201,8 @@ class WeightPublisher:
         """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile.
 
         Cancelled, the publication goes on: its tensors are still being read, until the next one ends, or `close`."""
-        publication = await asyncio.to_thread(self._publish, version, wait=False, lends=True)
+        publish = partial(self._publish, version, wait=False, lends=True)
+        publication = await asyncio.to_thread(at_callers_gpu(publish))
         await publication.wait()
         return publication
 
