@@ -54,6 +54,8 @@ of any group tells the heartbeat monitor of the process's first group, the engin
 takes longer than the group's time-out, and this ends the process. We look for errors and time by ourselves. The others
 are for versions of torch whose watchdog runs all the same."""
 _environment = threading.Lock()
+ONE_GPU = "Duplicate GPU"
+"""nccl's own words for two ranks on one."""
 DIGEST_BYTES = 32
 """What follows the last bucket when the manifest has no digests yet: the version's, or zeros for none."""
 
@@ -74,11 +76,13 @@ class Group:
         self._posting = threading.Lock()
         """Nobody who posts has torch's group last: to let go of it may take as long as an update."""
         self._lanes: list[torch.Tensor] = []
+        self._under_way: dict[int, torch.Tensor] = {}
+        """Of nccl, by id: what a kernel may still write to. What is let go of, torch lends to others at once."""
         self._connected = False
-        """By nccl, which does it in the first collective."""
+        """By nccl: see `_connect`."""
         self._lifelines = Lifelines.of_rank(place, join_timeout_s) if lifelines is None else lifelines
         try:
-            if lifelines is None:
+            if lifelines is None or place.device is not None:
                 self._form_within(place, join_timeout_s)
             else:
                 self._form(place, join_timeout_s)
@@ -90,8 +94,8 @@ class Group:
             self._start(self._watch)
 
     def _form_within(self, place: Place, join_timeout_s: float) -> None:
-        """On a thread of its own: the answer of a trainer's store that stands still is awaited without a bound, and
-        torch tries for the whole time to reach a trainer that has died meanwhile."""
+        """On a thread of its own: the answer of a trainer's store that stands still is awaited without a bound, as
+        nccl awaits the ranks, and torch tries for the whole time to reach a trainer that has died meanwhile."""
         ended = threading.Event()
         errors: list[Exception] = []
 
@@ -111,7 +115,9 @@ class Group:
         if self._lifelines is None:
             ended.wait(bound_s)
         else:
-            why = self._lifelines.watch(place.group, lambda: ended.is_set() or time.monotonic() > until, LOOK_S)
+            why = self._lifelines.watch(
+                place.group, lambda: ended.is_set() or time.monotonic() > until, LOOK_S, place.world_size
+            )
         with self._dropping:
             if not ended.is_set():
                 self.why_dropped = why or f"it was not formed within {bound_s:g} s"
@@ -127,12 +133,31 @@ class Group:
             if place.rank and place.form == "plane":
                 self._store.set("world_size", str(place.world_size))  # the trainer waits to be told
             self._torch_group: Any = _make(place, self._store, join_timeout_s)
+            if self._device is not None:
+                self._connect(place)
         except RuntimeError as error:
+            why = _said(error)
+            if ONE_GPU in why:
+                raise Unsupported(
+                    f"nccl has no two ranks on one GPU: {why}",
+                    field="transport.backend",
+                    fix="use ipc, or give each rank, the trainer's too, a GPU of its own",
+                ) from error
             raise Unavailable(
-                f"the group {place.group} was not formed within {join_timeout_s:g} s: {_first_line(error)}",
+                f"the group {place.group} was not formed within {join_timeout_s:g} s: {why}",
                 field="transport.group",
                 fix="is every worker alive? call init_transport again with a fresh group",
             ) from error
+
+    def _connect(self, place: Place) -> None:
+        """nccl's ranks come together now, as gloo's do: not in the first broadcast, where nobody could tell one that
+        is slow to come from a trainer that is slow to send. A trainer's own group may do so there: then the store's
+        time-out, by which nccl waits for rank 0, is the update's."""
+        if place.form == "torch":
+            self._store.set_timeout(timedelta(seconds=place.timeout_s))
+        else:
+            self._torch_group.eager_connect_single_device(self._device)
+            self._connected = True
 
     # ---- what is long, and no tensor ----
 
@@ -192,57 +217,72 @@ class Group:
                 self._lanes[number] = _bytes(needed)
         return self._lanes[: len(sizes)]
 
-    def broadcast(self, data: torch.Tensor) -> Broadcast:
-        """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended."""
+    def broadcast(self, data: torch.Tensor, cancelled: Callable[[], bool] = never) -> Broadcast:
+        """Begins to send the trainer's bytes to all. `data` is untouched by anybody else until it has ended.
+        `cancelled` is asked while the ranks of a trainer's own group connect."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._begin("broadcast", data, options)
+        return self._begin("broadcast", data, options, cancelled)
 
     def barrier(self) -> Broadcast:
         """Ends when every rank has come to it: then each has everything."""
         import torch
         import torch.distributed as dist
 
-        return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions())
+        return self._begin("allreduce", torch.zeros(1, dtype=torch.uint8), dist.AllreduceOptions(), never)
 
-    def _begin(self, what: str, data: torch.Tensor, options: Any) -> Broadcast:
+    def _begin(self, what: str, data: torch.Tensor, options: Any, cancelled: Callable[[], bool]) -> Broadcast:
         options.asyncOp = True
         options.timeout = timedelta(seconds=self.place.timeout_s)
-        there = data if self._device is None else data.to(self._device)
         with self._posting:
             if self._torch_group is None:
                 raise self._broke()
+            there, work = data, None
             try:
-                work = self._post(lambda: self._posted(what, there, options)) if data.numel() else None
+                if data.numel():
+                    there = self._placed(data)
+                    work = self._post(what, there, options, cancelled)
             except RuntimeError as error:
-                self.drop(f"rank {self.place.rank} could not begin a {what}: {_first_line(error)}")
+                self.drop(f"rank {self.place.rank} could not begin a {what}: {_said(error)}")
                 raise self._broke() from error
         return Broadcast(self, work, data, there)
 
-    def _posted(self, what: str, there: torch.Tensor, options: Any) -> Any:
-        return getattr(self._torch_group, what)([there], options)
+    def _placed(self, data: torch.Tensor) -> torch.Tensor:
+        """Where nccl takes it. A receiver's bytes are yet to come."""
+        if self._device is None:
+            return data
+        if self.place.rank == 0:
+            there = data.to(self._device, copy=True)
+        else:
+            there = import_torch().empty_like(data, device=self._device)
+        self._under_way[id(there)] = there
+        return there
 
-    def _post(self, begin: Callable[[], Any]) -> Any:
+    def _post(self, what: str, there: torch.Tensor, options: Any, cancelled: Callable[[], bool]) -> Any:
         """On a thread of its own while nccl connects the ranks: it waits without a bound for one that does not come."""
         if self._device is None or self._connected:
-            return begin()
-        ended = threading.Event()
+            return getattr(self._torch_group, what)([there], options)
+        torch_group, ended = self._torch_group, threading.Event()
         begun: list[Any] = []
         errors: list[Exception] = []
 
         def work() -> None:
             try:
-                begun.append(begin())
+                begun.append(getattr(torch_group, what)([there], options))
             except Exception as error:
                 errors.append(error)
             ended.set()
+            if self.why_dropped:
+                _abort(torch_group)  # as long as it connects there is nothing that an abort would end
 
         self._start(work)
         until = time.monotonic() + self.place.timeout_s
         while not ended.wait(LOOK_S):
             self.check()
+            if cancelled():
+                raise self._given_up("the connecting of the ranks")
             if time.monotonic() > until:
                 self.drop(f"rank {self.place.rank} has waited for the ranks to connect for too long")
                 raise DeadlineExceeded(
@@ -254,24 +294,29 @@ class Group:
         self._connected = True
         return begun[0]
 
-    def wait(self, work: Any, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
+    def wait(self, sent: Broadcast, what: str, deadline: float, cancelled: Callable[[], bool]) -> None:
         """`deadline`: monotonic seconds. Whatever it raises, the group is dropped."""
-        while not _has_ended(work, self._device):
-            if self.why_dropped:
-                raise self._broke()
-            if cancelled():
-                self.drop(f"rank {self.place.rank} gave up at {what}")
-                raise EngineFailed("staging was cancelled")
-            if time.monotonic() > deadline:
-                self.drop(f"rank {self.place.rank} has waited for {what} for too long")
-                raise DeadlineExceeded(
-                    f"{what} did not come within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
-                )
         try:
-            work.wait()
+            while not _has_ended(sent.work, self._device):
+                self.check()
+                if cancelled():
+                    raise self._given_up(what)
+                if time.monotonic() > deadline:
+                    self.drop(f"rank {self.place.rank} has waited for {what} for too long")
+                    raise DeadlineExceeded(
+                        f"{what} did not come within the update's {self.place.timeout_s:g} s", fix=FORM_AGAIN
+                    )
+            sent.work.wait()
+            if sent.there is not sent.data and self.place.rank:
+                sent.data.copy_(sent.there)
         except RuntimeError as error:
-            self.drop(f"rank {self.place.rank} broke off at {what}: {_first_line(error)}")
+            self.drop(f"rank {self.place.rank} broke off at {what}: {_said(error)}")
             raise self._broke() from error
+        self._under_way.pop(id(sent.there), None)
+
+    def _given_up(self, what: str) -> PlaneError:
+        self.drop(f"rank {self.place.rank} gave up at {what}")
+        return EngineFailed("staging was cancelled")
 
     def check(self) -> None:
         if self.why_dropped:
@@ -306,11 +351,12 @@ class Group:
         thread.start()
 
     def _bury(self) -> None:
-        """gloo's group goes when what was posted has ended or timed out; only this thread waits for that."""
+        """gloo's group goes when what was posted has ended or timed out; only this thread waits for that. Until nccl's
+        is aborted its kernels may write."""
         with self._posting:
             torch_group, self._torch_group = self._torch_group, None
-        with contextlib.suppress(RuntimeError):
-            torch_group.abort()
+        _abort(torch_group)
+        self._under_way.clear()
         del torch_group
 
     def _watch(self) -> None:
@@ -326,17 +372,15 @@ class Broadcast:
     """One under way."""
 
     def __init__(self, group: Group, work: Any, data: torch.Tensor, there: torch.Tensor) -> None:
+        """`there`: the same on nccl's device, or `data` itself. `work`: torch's; None: there are no bytes."""
         self._group = group
-        self._work = work
-        self._data = data
-        self._there = there
+        self.work = work
+        self.data = data
+        self.there = there
 
     def wait(self, what: str, deadline: float, cancelled: Callable[[], bool] = never) -> None:
-        if self._work is None:
-            return
-        self._group.wait(self._work, what, deadline, cancelled)
-        if self._there is not self._data:
-            self._data.copy_(self._there)
+        if self.work is not None:
+            self._group.wait(self, what, deadline, cancelled)
 
 
 # ---- torch ----
@@ -430,5 +474,16 @@ def connect_store(place: Place, timeout_s: float) -> Any:
     return dist.PrefixStore(place.group, store)
 
 
+def _abort(torch_group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch_group.abort()
+
+
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0][:300]
+
+
+def _said(error: Exception) -> str:
+    """torch's first line, and what nccl says of it, which stands further down."""
+    words = str(error).partition("Last error:")[2].strip()
+    return "; ".join(line for line in (_first_line(error), words.split("\n")[0][:300]) if line)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,7 @@ import pytest
 pytest.importorskip("torch")
 
 from rl_plane import lifelines, torch_group
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, Unavailable, Unsupported
 from rl_plane.group_place import Place
 from rl_plane.lifelines import Lifelines
 from rl_plane.manifest import Manifest, pack
@@ -28,6 +31,7 @@ from rl_plane.torch_group import CHUNK_BYTES, Group, import_torch
 from rl_plane.versions import TensorSpec
 from tests.told_process import forked
 from worker.transports.base import Places
+from worker.transports.fed import received
 from worker.transports.group import GlooTransport
 
 BOUND_S = 10.0
@@ -169,28 +173,200 @@ def test_an_accept_that_fails_is_not_tried_again_at_once(monkeypatch: pytest.Mon
     trainer.close()
 
 
+class Nccl:
+    """As torch's group of nccl, where it is told apart from gloo's: its ranks connect by the store's `0`, when they are
+    asked to or else in the first collective, and its errors are torch's. The bytes go by gloo."""
+
+    class Options:
+        _timeout: timedelta
+
+    connecting: Callable[[Nccl], None] = staticmethod(lambda group: None)
+    """What happens there."""
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, options._timeout
+        self.gloo: Any = None
+        self.happened: list[str] = []
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        self.connecting(self)
+        if self.rank == 0:
+            self.store.set("0", "id")
+        else:
+            try:
+                self.store.get("0")
+            except RuntimeError as error:
+                raise import_torch().distributed.DistBackendError(
+                    f"[{self.rank}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d "
+                    f"key-value store by key '0', but store->get('0') got error: {error}. This may indicate a "
+                    "possible application crash on rank 0 or a network set up issue."
+                ) from error
+        dist = import_torch().distributed
+        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self.store), self.rank, self.size, self.timeout)
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        if self.gloo is None:
+            self.eager_connect_single_device(None)
+        self.happened.append("broadcast")
+        return self.gloo.broadcast(tensors, options)
+
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        return self.gloo.allreduce(tensors, options)
+
+    def abort(self) -> None:
+        self.happened.append("abort")
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Nccl]:
+    class Made(Nccl):
+        pass
+
+    monkeypatch.setattr(import_torch().distributed, "ProcessGroupNCCL", Made, raising=False)
+    return Made
+
+
+@pytest.fixture
+def store() -> Any:
+    """A trainer's."""
+    return import_torch().distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def nccl_place(store: Any, rank: int, timeout_s: float = BOUND_S, **more: Any) -> Place:
+    return replace(
+        PLACE, backend="nccl", master_port=store.port, rank=rank, timeout_s=timeout_s, device="cpu", **more
+    )
+
+
+def trainers_own(store: Any, rank: int, timeout_s: float = BOUND_S, join_timeout_s: float = BOUND_S) -> Group:
+    """Its ranks connect in the first broadcast."""
+    return Group(nccl_place(store, rank, timeout_s, form="torch", fleet_ranks=1), join_timeout_s)
+
+
+def test_nccl_connects_as_it_forms_and_writes_into_receivers_alone(store: Any, nccl: type[Nccl]) -> None:
+    torch = import_torch()
+    trainers: list[Group] = []
+    lifelines = Lifelines.of_trainer("127.0.0.1")
+    joining = threading.Thread(
+        target=lambda: trainers.append(Group(nccl_place(store, 0), BOUND_S, lifelines)), daemon=True
+    )
+    joining.start()
+    rank = Group(nccl_place(store, 1, lifeline_port=lifelines.port), BOUND_S)
+    joining.join(BOUND_S)
+    (trainer,) = trainers
+    assert all(group._torch_group.gloo is not None for group in (trainer, rank)), "they are connected"
+    given, taken = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    coming, going = rank.broadcast(taken), trainer.broadcast(given)
+    assert coming.there is not taken
+    assert going.there is not given
+    given.fill_(9)
+    until = time.monotonic() + BOUND_S
+    coming.wait("it", until)
+    going.wait("it", until)
+    assert taken.tolist() == list(range(8))
+    assert given.tolist() == [9] * 8, "what was sent is not written to"
+    ends = rank.barrier(), trainer.barrier()
+    for end in ends:
+        end.wait("the end", until)
+    assert rank._under_way == trainer._under_way == {}, "what has come is let go of"
+    assert len(rank._threads) == 2, "nothing was begun on a thread"
+    trainer.drop("it is enough")
+    for group in (rank, trainer):
+        group.await_end(BOUND_S)
+    assert rank.why_dropped == "it is enough"
+
+
+@pytest.mark.parametrize("form", ["plane", "torch"])
+def test_nccls_own_words_are_told(form: str, store: Any, nccl: type[Nccl]) -> None:
+    said = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+
+    def connecting(group: Nccl) -> None:
+        raise import_torch().distributed.DistBackendError(
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, invalid usage (run with "
+            "NCCL_DEBUG=WARN for details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid "
+            f"usage of NCCL library.\nLast error:\n{said}\nException raised from create (most recent call first):"
+        )
+
+    nccl.connecting = staticmethod(connecting)
+    if form == "plane":
+        with pytest.raises(Unsupported, match=f"NCCLUtils.*; {said}$") as refused:
+            Group(nccl_place(store, 1), BOUND_S)
+        assert refused.value.facts["field"] == "transport.backend"
+        assert "ipc" in refused.value.facts["fix"]
+    else:
+        group = trainers_own(store, 1)
+        with pytest.raises(Unavailable, match=f"NCCLUtils.*; {said}$"):
+            group.broadcast(import_torch().zeros(4))
+        group.await_end(BOUND_S)
+
+
+def test_a_trainer_does_not_wait_for_ranks_that_have_died_while_they_connect(store: Any, nccl: type[Nccl]) -> None:
+    connects, go_on, made = threading.Event(), threading.Event(), list[Nccl]()
+
+    def connecting(group: Nccl) -> None:
+        made.append(group)
+        connects.set()
+        assert go_on.wait(BOUND_S)
+        raise RuntimeError("it has no peers")
+
+    nccl.connecting = staticmethod(connecting)
+    trainer = Lifelines.of_trainer("127.0.0.1")
+    line = socket.create_connection(("127.0.0.1", trainer.port))
+    line.sendall(b"g 1\n")
+
+    def die() -> None:
+        assert connects.wait(BOUND_S)
+        line.close()
+
+    dying = threading.Thread(target=die)
+    dying.start()
+    with pytest.raises(Unavailable, match="rank 1 is gone"):
+        Group(nccl_place(store, 0), BOUND_S, trainer)
+    go_on.set()
+    dying.join(BOUND_S)
+
+
+def test_a_trainers_own_group_waits_for_its_first_broadcast_as_long_as_for_any(
+    store: Any, nccl: type[Nccl]
+) -> None:
+    waits: list[float] = []
+    nccl.connecting = staticmethod(lambda group: waits.append(group.store.timeout.total_seconds()))
+    groups = [trainers_own(store, rank, 300.0) for rank in (1, 0)]
+    data = [import_torch().zeros(4) for _ in groups]
+    sending = threading.Thread(target=lambda: groups[1].broadcast(data[1]))
+    sending.start()
+    groups[0].broadcast(data[0]).wait("it", time.monotonic() + BOUND_S)
+    sending.join(BOUND_S)
+    assert waits == [300.0, 300.0]
+    for group in groups:
+        group.drop("it is enough")
+        group.await_end(BOUND_S)
+
+
 class Unconnected:
-    """As nccl's group while a rank is missing: its first collective begins when that one comes, or the group is
-    aborted."""
+    """As nccl's group while a rank is missing: its first collective begins when that one comes. An abort ends nothing
+    before."""
 
     def __init__(self) -> None:
-        self.waits, self.go_on, self.posted = threading.Event(), threading.Event(), 0
+        self.waits, self.go_on, self.aborted = threading.Event(), threading.Event(), threading.Event()
+        self.happened: list[str] = []
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
         self.waits.set()
         assert self.go_on.wait(BOUND_S)
-        self.posted += 1
+        self.happened.append("posted")
         return SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
 
     def abort(self) -> None:
-        self.go_on.set()
+        self.happened.append("aborted")
+        self.aborted.set()
 
 
 def nccl_group(timeout_s: float) -> tuple[Group, Unconnected]:
     group, there = group_with(None), Unconnected()
     group.place = replace(PLACE, timeout_s=timeout_s)
     group._threads, group._dropping, group._posting = [], threading.Lock(), threading.Lock()
-    group._lifelines, group._torch_group = None, there
+    group._lifelines, group._torch_group, group._under_way = None, there, {}
     group._device, group._connected = import_torch().device("cpu"), False
     return group, there
 
@@ -200,7 +376,10 @@ def test_ranks_that_do_not_connect_are_waited_for_within_the_bound() -> None:
     group, there = nccl_group(0.1)
     with pytest.raises(DeadlineExceeded, match="did not connect"):
         group.broadcast(data)
-    assert there.go_on.wait(BOUND_S), "it is aborted"
+    assert there.aborted.wait(BOUND_S)
+    there.go_on.set()
+    group.await_end(BOUND_S)
+    assert there.happened == ["aborted", "posted", "aborted"], "what is posted later is aborted too"
     group, there = nccl_group(BOUND_S)
     waiting = there
 
@@ -213,12 +392,93 @@ def test_ranks_that_do_not_connect_are_waited_for_within_the_bound() -> None:
     with pytest.raises(Unavailable, match="rank 2 is gone"):
         group.broadcast(data)
     dropping.join(BOUND_S)
+    there.go_on.set()
     group.await_end(BOUND_S)
     group, there = nccl_group(BOUND_S)
     there.go_on.set()
     for posted in (1, 2):
         group.broadcast(data).wait("it", time.monotonic() + BOUND_S)
-        assert (there.posted, len(group._threads)) == (posted, 1), "on a thread while it connects"
+        assert (there.happened, len(group._threads)) == (["posted"] * posted, 1), "on a thread while it connects"
+
+
+def test_an_abort_is_heeded_while_the_ranks_connect() -> None:
+    group, there = nccl_group(BOUND_S)
+    coming = received(group, [4], str, time.monotonic() + BOUND_S, there.waits.is_set)
+    with pytest.raises(EngineFailed, match="cancelled"):
+        next(coming)
+    assert "gave up" in group.why_dropped
+    there.go_on.set()
+    group.await_end(BOUND_S)
+
+
+@pytest.mark.parametrize("ends", ["before it is posted", "while it connects", "on its way"])
+def test_memory_that_may_be_written_to_is_kept_until_the_group_is_aborted(ends: str) -> None:
+    group, there = nccl_group(BOUND_S)
+    aborts, go_on = threading.Event(), threading.Event()
+    held: list[weakref.ref[Any]] = []
+    placed = group._placed
+
+    def seen(data: Any) -> Any:
+        held.append(weakref.ref(placed(data)))
+        return held[-1]()
+
+    def abort() -> None:
+        aborts.set()
+        assert go_on.wait(BOUND_S)
+
+    group._placed, there.abort = seen, abort  # type: ignore[method-assign]
+    group._connected = ends != "while it connects"
+    work = SimpleNamespace(is_completed=lambda: False, wait=lambda: True)
+    wanted = there.waits.is_set
+
+    def post(tensors: Any, options: Any) -> Any:
+        there.waits.set()
+        if ends == "while it connects":
+            assert there.go_on.wait(BOUND_S)
+        if ends == "before it is posted":
+            raise RuntimeError("unhandled system error")
+        return work
+
+    there.broadcast = post  # type: ignore[method-assign]
+    with pytest.raises((EngineFailed, Unavailable)):
+        group.broadcast(import_torch().zeros(4), wanted).wait("it", time.monotonic() + BOUND_S, wanted)
+    assert aborts.wait(BOUND_S)
+    gc.collect()
+    assert held[0]() is not None, "its kernels may still write"
+    go_on.set()
+    there.go_on.set()
+    group.await_end(BOUND_S)
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_what_cuda_says_drops_the_group_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = import_torch()
+
+    def fails(*args: Any, **how: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
+
+    def broken() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    group, there = nccl_group(BOUND_S)
+    group._connected = True
+    work = SimpleNamespace(is_completed=broken, wait=lambda: True)
+    there.broadcast = lambda tensors, options: work  # type: ignore[method-assign]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", lambda *args, **how: pytest.fail("an empty lane is copied"))
+        coming = group.broadcast(torch.zeros(4))
+    with pytest.raises(Unavailable, match="illegal memory access") as told:
+        coming.wait("it", time.monotonic() + BOUND_S)
+    assert told.value.facts["field"] == "transport.group"
+    assert group.why_dropped
+    group.await_end(BOUND_S)
+    group, _ = nccl_group(BOUND_S)
+    monkeypatch.setattr(torch, "empty_like", fails)
+    with pytest.raises(Unavailable, match="out of memory") as told:
+        group.broadcast(torch.zeros(4))
+    assert told.value.facts["field"] == "transport.group"
+    group.await_end(BOUND_S)
 
 
 def test_a_group_of_nccl_has_no_watchdog_and_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def received(
     views = [memoryview(lane.numpy()) for lane in lanes]
 
     def begin(number: int) -> Any:
-        return group.broadcast(lanes[number % AHEAD][: sizes[number]])
+        return group.broadcast(lanes[number % AHEAD][: sizes[number]], cancelled)
 
     coming = [begin(number) for number in range(len(lanes))]
     for number, size in enumerate(sizes):
