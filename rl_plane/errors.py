@@ -50,6 +50,9 @@ class PlaneError(Exception):
         super().__init__(message)
         self.message = message
         self.facts = {key: value for key, value in facts.items() if value is not None}
+        for key in ("field", "fix"):
+            if key in self.facts:
+                self.add_note(f"{key}: {self.facts[key]}")  # beneath a traceback
 
     def to_wire(self) -> dict[str, Any]:
         return {"code": self.code, "message": self.message, **self.facts}

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,11 @@ def test_what_has_the_model_does_without_nats(tmp_path: Path) -> None:
     model = "worker.engines.base, worker.receiver, worker.agent.server, worker.transports.filesystem"
     assert run(f"import rl_plane, {model}").stderr == ""
     assert run("from rl_plane import RlClient").stderr.endswith("No module named 'nats'\n")
+
+
+def test_beneath_a_traceback_stands_what_mends_an_error() -> None:
+    error = InvalidRequest("it is 3", field="policy.barrier", fix="use 4")
+    assert "".join(traceback.format_exception(error)).endswith(": it is 3\nfield: policy.barrier\nfix: use 4\n")
 
 
 def test_every_error_that_can_come_is_public() -> None:
