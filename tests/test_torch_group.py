@@ -289,13 +289,13 @@ def test_nccls_own_words_are_told(form: str, store: Any, nccl: type[Nccl]) -> No
 
     nccl.connecting = staticmethod(connecting)
     if form == "plane":
-        with pytest.raises(Unsupported, match=f"NCCLUtils.*; {said}$") as refused:
+        with pytest.raises(Unsupported, match=f"(?m)NCCLUtils.*; {said}$") as refused:
             Group(nccl_place(store, 1), BOUND_S)
         assert refused.value.facts["field"] == "transport.backend"
         assert "ipc" in refused.value.facts["fix"]
     else:
         group = trainers_own(store, 1)
-        with pytest.raises(Unavailable, match=f"NCCLUtils.*; {said}$"):
+        with pytest.raises(Unavailable, match=f"(?m)NCCLUtils.*; {said}$"):
             group.broadcast(import_torch().zeros(4))
         group.await_end(BOUND_S)
 
