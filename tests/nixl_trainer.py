@@ -1,24 +1,32 @@
 """A trainer that offers directories' weights by `nixl`, in a process of its own: `python -m tests.nixl_trainer`.
 
-It does what the lines that it reads say, each a JSON object, and answers each with one.
+It pulls as a worker does, too. It does what the lines that it reads say, each a JSON object, and answers each with one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish.nixl import NixlSender
 from rl_plane.publish.packing import fill
+from rl_plane.versions import HostTensor
 from tests.conftest import stop_process
 from tests.told_process import forked
 from tests.zygote import fork_module
+from worker.transports.base import Places
+
+if TYPE_CHECKING:
+    from worker.transports.nixl import NixlTransport
 
 BOUND_S = 60.0
 """Of a process on a busy machine that only copies."""
@@ -30,8 +38,16 @@ SMALL_BUCKETS = 1024
 class Trainer:
     """The test's side."""
 
-    def __init__(self, **environment: str) -> None:
-        self.process = fork_module("hf", __name__, env={**os.environ, **environment}, stdin=True, text=True)
+    process: subprocess.Popen[str]
+
+    def __init__(self, *, starts: bool = False, **environment: str) -> None:
+        """`starts`: an interpreter of its own, which ends as one does, and so do its children."""
+        env = {**os.environ, **environment}
+        if starts:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.process = subprocess.Popen([sys.executable, "-m", __name__], env=env, text=True, **pipes)
+        else:
+            self.process = fork_module("hf", __name__, env=env, stdin=True, text=True)
 
     async def does(self, **what: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -54,6 +70,11 @@ class Trainer:
     async def keeps(self, adapter: str | None = None) -> int:
         """How often it has registered memory so far."""
         return int((await self.does(do="keep", adapter=adapter))["registrations"])
+
+    async def ends(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return await asyncio.to_thread(self.process.wait, BOUND_S)
 
     def stop(self) -> None:
         stop_process(self.process.pid)
@@ -84,8 +105,19 @@ def offer(sender: NixlSender, directory: Path, kind: Literal["base", "lora"], bu
         checkpoint.close()
 
 
+def pass_on(worker: NixlTransport, transport: dict[str, Any]) -> dict[str, Any]:
+    """What is pulled by it is offered again, as staged weights are."""
+    delivery = worker.open(transport, "base")
+    try:
+        staged = {name: HostTensor(one.spec, memoryview(bytearray(one.data))) for name, one in delivery.tensors()}
+    finally:
+        delivery.close()
+    return dict(worker.offer(staged))
+
+
 def main() -> None:
-    with NixlSender() as sender:
+    with NixlSender() as sender, contextlib.ExitStack() as ends:
+        worker: NixlTransport | None = None
         registrations = 0
         register = sender._agent.register_memory
 
@@ -106,6 +138,26 @@ def main() -> None:
                     _say(registrations=registrations)
                 case "fork":
                     _say(child=forked())
+                case "pass on":
+                    if worker is None:
+                        from worker.transports.nixl import NixlTransport
+
+                        worker = NixlTransport(Places())
+                        ends.callback(worker.destroy)
+                    _say(transport=pass_on(worker, **what))
+                case "fork one that exits":
+                    if (pid := os.fork()) == 0:
+                        sys.exit()
+                    _say(status=os.waitpid(pid, 0)[1])
+                case "fork one that drops all":
+                    if (pid := os.fork()) == 0:
+                        del register
+                        vars(sender).clear()
+                        if worker is not None:
+                            vars(worker).clear()
+                        gc.collect()
+                        os._exit(0)
+                    _say(status=os.waitpid(pid, 0)[1])
 
 
 def _say(**what: Any) -> None:

@@ -41,7 +41,7 @@ from tests.ipc_trainer import Trainer as IpcTrainer
 from tests.nixl_trainer import Trainer
 from tests.test_plane_update import all_serve, generated, states
 from tests.test_worker_healing import until_behind, until_open
-from worker.engines.fake import fake_token, make_fake_adapter
+from worker.engines.fake import fake_token, make_fake_adapter, make_fake_model
 from worker.staging import adapter_digest, model_digest
 from worker.transports.base import Places
 
@@ -567,8 +567,8 @@ def test_a_wrong_answer_is_refused(puller: NixlTransport, answer: Any) -> None:
 async def trainer() -> AsyncIterator[Callable[..., Trainer]]:
     started: list[Trainer] = []
 
-    def start(**environment: str) -> Trainer:
-        started.append(Trainer(**environment))
+    def start(**how: Any) -> Trainer:
+        started.append(Trainer(**how))
         return started[-1]
 
     yield start
@@ -687,6 +687,67 @@ async def test_a_trainer_that_is_killed_leaves_the_fleet_as_it_was(
     await publish(client, trainer(**({"UCX_TLS": "tcp"} if in_flight else {})), plane.model(2), "two")
     assert await all_serve(client, "two")
     assert len(await states(client)) == 2
+
+
+@needs_nixl
+@pytest.mark.parametrize("child", ["exits", "drops all"])
+async def test_a_forked_child_that_ends_leaves_its_trainers_agent_as_it_was(
+    tmp_path: Path, trainer: Callable[..., Trainer], puller: NixlTransport, child: str
+) -> None:
+    source = trainer(starts=True)
+    for seed in range(3):
+        directory = make_fake_model(tmp_path / str(seed), seed)
+        transport = await source.offers(directory)
+        _, digest = await asyncio.to_thread(pull, puller, transport)
+        assert digest == model_digest(directory)
+        await source.keeps()
+        if seed == 0:
+            assert (await source.does(do=f"fork one that {child}"))["status"] == 0
+    assert await source.ends() == 0
+
+
+@needs_nixl
+@pytest.mark.parametrize("child", ["exits", "drops all"])
+async def test_a_forked_child_that_ends_leaves_its_workers_agents_as_they_were(
+    trainer: Callable[..., Trainer], sender: NixlSender, puller: NixlTransport, child: str
+) -> None:
+    worker = trainer(starts=True)
+    for seed in range(3):
+        passed_on = await worker.does(do="pass on", transport=offer(sender, seed))
+        pulled = await asyncio.to_thread(pull, puller, passed_on["transport"])
+        assert pulled[0] == data_of(tensors(seed))
+        if seed == 0:
+            assert (await worker.does(do=f"fork one that {child}"))["status"] == 0
+    assert await worker.ends() == 0
+
+
+@needs_nixl
+def test_what_serves_pullers_is_of_no_use_in_a_forked_child(sender: NixlSender, puller: NixlTransport) -> None:
+    transport, passed_on = offer(sender, 1), dict(puller.offer(writable(2)))
+    assert puller._shelf is not None
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(BOUND_S))
+        try:
+            with sender._desk._lock, puller._shelf._desk._lock:  # as by threads that are not there
+                sender.close()
+                sender.destroy()
+                puller.destroy()
+            for act in (lambda: sender.open(MANIFEST), sender.keep):
+                try:
+                    act()
+                except InvalidRequest as error:
+                    os.write(writer, f"{error.facts['field']}: {error}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        assert said.read() == "sender: this sender belongs to the process that has forked this one\n" * 2
+    assert os.waitpid(pid, 0)[1] == 0
+    assert pull(puller, transport)[0] == data_of(tensors(1))
+    assert pull(puller, passed_on)[0] == data_of(tensors(2))
+    puller.destroy()
 
 
 @needs_nixl

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Self
 from rl_plane.errors import InvalidRequest
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.nixl_desk import Desk
-from rl_plane.publish.nixl_wire import BACKEND, Memory, make_agent
+from rl_plane.publish.nixl_wire import BACKEND, Memory, is_ours, make_agent
 from rl_plane.publish.packing import Tensor, raw_bytes, spec_of
 from rl_plane.publish.sender import Surroundings
 from rl_plane.versions import HostTensor
@@ -98,8 +98,8 @@ class NixlSender:
         self._opened: _Version | None = None
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        self.close()
         self._live_agent()
+        self.close()
         self._opened = _Version(manifest, secrets.token_hex(16))
         return self._desk.transport(self._opened.key)
 
@@ -160,13 +160,17 @@ class NixlSender:
 
     def close(self) -> None:
         """What was sent last, and not kept, can't be pulled any more."""
+        if not is_ours(self._agent):
+            return
         version, self._opened = self._opened, None
         if version is not None:
             self._withdraw(version)
             self._trim()
 
     def destroy(self) -> None:
-        """Nothing can be pulled any more."""
+        """Nothing can be pulled any more. In a child that was forked it does nothing, as `close`."""
+        if not is_ours(self._agent):
+            return
         self._desk.close()
         self._agent = None  # before the memory that it has registered
         self._opened = self._loan = None
@@ -245,9 +249,16 @@ class NixlSender:
     def _live_agent(self) -> Any:
         if self._agent is None:
             raise InvalidRequest("this sender was stopped", field="sender", fix="make another one")
+        if not is_ours(self._agent):
+            raise InvalidRequest(
+                "this sender belongs to the process that has forked this one",
+                field="sender",
+                fix="publish from that one",
+            )
         return self._agent
 
     def _open_version(self) -> _Version:
+        self._live_agent()
         if self._opened is None:
             raise InvalidRequest("no version is open", field="sender", fix="open one first")
         return self._opened

@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import weakref
 from typing import Any
 
 from rl_plane.errors import Unsupported
@@ -25,6 +26,9 @@ EXTRA = "pip install 'rl-plane[nixl]'"
 
 WAKE_US = 100_000
 """How long the agent's own thread sleeps when nothing comes. With nixl's default of 0 it spins, on a whole core."""
+
+_ours: weakref.WeakSet[Any] = weakref.WeakSet()
+"""This process's agents."""
 
 
 def have_nixl() -> bool:
@@ -51,7 +55,24 @@ def make_agent(name: str) -> Any:
             field="transport.backend",
             fix=f"install it anew ({EXTRA}), or use another transport",
         ) from error
+    _ours.add(agent)
     return agent
+
+
+def is_ours(agent: Any) -> bool:
+    """It was made by this process: a child that is forked has its parent's, and must leave them alone."""
+    return agent in _ours
+
+
+def _leave_in_child() -> None:
+    """Nothing there may end an agent, not even the interpreter's end: UCX would take its connections out of epoll sets
+    that are the parent's too, which dies of that. So there is a reference to each that nobody gives back."""
+    for agent in list(_ours):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+    _ours.clear()
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 class Memory:

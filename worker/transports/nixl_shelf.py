@@ -12,7 +12,7 @@ from rl_plane.nats_socket import DEFAULT_PORT
 from rl_plane.own_address import own_address
 from rl_plane.publish.nixl import NixlSender, address_of
 from rl_plane.publish.nixl_desk import Desk
-from rl_plane.publish.nixl_wire import make_agent
+from rl_plane.publish.nixl_wire import is_ours, make_agent
 from rl_plane.versions import HostTensor
 
 
@@ -43,12 +43,17 @@ class Shelf:
 
     def withdraw(self) -> None:
         """Nobody reads them any more."""
+        if not is_ours(self._agent):
+            return
         self._desk.withdraw(self._key)
         if self._registered is not None:
             self._agent.deregister_memory(self._registered)
         self._registered, self._tensors = None, {}
 
     def close(self) -> None:
+        """In a child that was forked it does nothing, as `withdraw`."""
+        if not is_ours(self._agent):
+            return
         self.withdraw()
         self._desk.close()
         self._agent = None
