@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -209,14 +209,14 @@ def raw(tensor: torch.Tensor) -> bytes:
 class Holder:
     """A WeightHolder of the tensors `wanted`; `tied` may come too."""
 
-    def __init__(self, wanted: Mapping[str, TensorSpec], tied: frozenset[str] = frozenset()) -> None:
+    def __init__(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str] = MappingProxyType({})) -> None:
         self.wanted = wanted
         self.tied = tied
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.wanted
 
-    def optional_tensors(self) -> frozenset[str]:
+    def tied_tensors(self) -> Mapping[str, str]:
         return self.tied
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
@@ -245,7 +245,7 @@ def weights(seed: int = 0) -> Tensors:
 class Worker:
     """A Receiver, and what reaches it."""
 
-    def __init__(self, tied: frozenset[str] = frozenset()) -> None:
+    def __init__(self, tied: Mapping[str, str] = MappingProxyType({})) -> None:
         self.road = Road()
         spec = {name: spec_of(tensor) for name, tensor in weights().items()}
         self.receiver = Receiver(Holder(spec, tied), {"road": self.road})
@@ -301,12 +301,12 @@ def test_other_base_weights_take_the_place_of_what_was_kept(how: str) -> None:
 
 @pytest.mark.parametrize("why", ["cast", "tied"])
 def test_what_differs_from_what_was_published_is_not_kept(why: str) -> None:
-    worker = Worker(frozenset({"tied"}))
+    worker = Worker({"tied": "b"})
     tensors = weights()
     if why == "cast":
         tensors["b"] = tensors["b"].double()
     else:
-        tensors["tied"] = torch.ones(3)
+        tensors["tied"] = tensors["b"]
     worker.road.put("one", tensors)
     worker.stage("one", cast=True)
     worker.swap("one")
@@ -549,7 +549,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 
 def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
-    worker = Worker(frozenset({"tied"}))
+    worker = Worker({"tied": "b"})
     chain = Chain(worker.road, 3)
     gone = [chain.link(0), chain.link(1, refetchable=False)]
     for before in ([], gone):
@@ -559,7 +559,7 @@ def test_a_base_that_can_not_be_had_is_told_before_a_byte_comes() -> None:
     worker.swap("v0")
     with pytest.raises(NotAtBase, match=f"keeps {chain.digests[0]}"):
         worker.receiver.open(worker.reception("d2", **{**chain.delta(2), "before": gone}))
-    tied = {**chain.versions[0], "tied": torch.ones(3)}
+    tied = {**chain.versions[0], "tied": chain.versions[0]["b"]}
     link = Link(worker.road.put("v0", tied), {"backend": "road", "path": "v0"}, True)
     with pytest.raises(NotAtBase, match="differs from what was published"):
         worker.stage("d1", base=link.digest, digest=chain.digests[1], before=[link])

@@ -19,6 +19,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from safetensors.torch import load_file, save_file
+
 from frontend.dialects import sglang_session
 from frontend.dialects.sglang_held import HeldTensors
 from frontend.dialects.sglang_opened import Opened
@@ -527,8 +529,6 @@ TIED = "lm_head.weight"
 
 def tied_model(path: Path, seed: int, *, with_head: bool = False) -> Path:
     """Its output rows are its input rows. `with_head`: as a trainer sends it, with both."""
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(make_tiny_model(path.with_name(f"untied{seed}"), seed), path, dirs_exist_ok=True)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
@@ -594,6 +594,14 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
                 patch.setattr(HeldTensors, "ask_model", another_comes)
                 await broadcast(directory, [TIED], str(step))
             assert (await broadcast(directory, [last], str(step)))["weight_version"] == str(step)
+            # Other rows than its input's would be of the version, and in no engine.
+            untied = tied_model(plane.tmp / "sent" / "untied", next(steps), with_head=True)
+            tensors = load_file(untied / "model.safetensors")
+            save_file({**tensors, TIED: tensors[TIED] + 1}, untied / "model.safetensors", {"format": "pt"})
+            (whole,) = parts_of(untied, 1)
+            told_of = refused(await replay.send("g", untied, whole), 400)
+            assert (told_of["code"], told_of["field"]) == ("invalid_weights", TIED), told_of
+            assert await served(http) == [(True, str(step))]
 
 
 async def test_an_update_is_ended_by_its_own_dialect_alone(plane: Plane) -> None:

@@ -19,11 +19,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from rl_plane.checkpoint import write_manifest  # noqa: E402
 from rl_plane.errors import EngineDied, EngineFailed, InvalidRequest, InvalidWeights, PlaneError, Unsupported  # noqa: E402
 from rl_plane.generation import GenerateDelta, GenerateRequest, VersionSpan  # noqa: E402
 from rl_plane.ops import Tokenize  # noqa: E402
 from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E402
-from tests.engine_runs import ends_while_tokenized  # noqa: E402
+from tests.engine_runs import ends_while_tokenized, receive, reception  # noqa: E402
 from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
@@ -31,6 +32,7 @@ from worker.engines.hf_streams import Stream, choose  # noqa: E402
 from worker.engines.hf_weights import ModelWeights  # noqa: E402
 from worker.engines.tokenizing import IncrementalText  # noqa: E402
 from worker.reception import TensorStream  # noqa: E402
+from worker.staging import TIE_FIX, model_digest  # noqa: E402
 from worker.tiny_model import VOCAB_SIZE, make_tiny_model, make_witness_model, witness_next_token  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -1064,7 +1066,7 @@ async def test_staging_checks_and_copies(start: Start, models: Models) -> None:
     good = dict(checkpoint(models.tiny))
     name = "lm_head.weight"
     assert dict(engine.weight_spec()) == {key: tensor.spec for key, tensor in good.items()}
-    assert engine._held().optional_tensors() == frozenset()
+    assert engine._held().tied_tensors() == {}
 
     def staging(tensors: dict[str, HostTensor], cast: bool = False) -> str:
         return hold(engine, iter(tensors.items()), cast)
@@ -1133,6 +1135,57 @@ async def test_checks_see_every_change(start: Start, models: Models) -> None:
     assert await engine.check_weights("compare") == [{"rank": 0, "match": True, "mismatches": []}]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+async def test_what_the_model_ties_comes_as_one(start: Start, tmp_path: Path, in_place: bool) -> None:
+    """Or it would be of the version, and served by nobody."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = (make_tiny_model(tmp_path / f"{seed}", seed, tie_word_embeddings=True) for seed in (1, 2))
+    engine = await start(old)
+    checksum = await engine.check_weights("checksum")
+    tensors = load_file(new / "model.safetensors")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    assert head not in tensors
+
+    async def send(name: str, given: dict[str, Any], *, stated: bool = False) -> str:
+        path = old / name  # beneath what may be read
+        path.mkdir()
+        save_file(given, path / "model.safetensors")
+        if stated:
+            write_manifest(path)
+        staging, reply = await receive(engine, reception(path, in_place=in_place))
+        assert reply["digest"] == model_digest(path)
+        return staging
+
+    await engine.pause("keep", False)
+    other = {**tensors, head: tensors[embedding] + 1}
+    for stated in (False, True):
+        with pytest.raises(InvalidWeights, match=f"to '{embedding}', but they differ") as caught:
+            await send(f"other, {stated}", other, stated=stated)
+        assert (caught.value.facts["field"], caught.value.facts["fix"]) == (head, TIE_FIX)
+        changed = await engine.check_weights("checksum") != checksum
+        assert changed == (in_place and not stated), "only what is stated is known before a byte is written"
+        if changed:
+            await receive(engine, reception(old, in_place=True))
+            assert await engine.check_weights("checksum") == checksum
+    for name, wrong in {
+        "shape": torch.zeros(3, 3, dtype=torch.int8),
+        "dtype": tensors[embedding].view(torch.int32).clone(),
+    }.items():
+        with pytest.raises(InvalidWeights, match="they differ") as caught:
+            await send(name, {**tensors, head: wrong})
+        assert caught.value.facts["field"] == head
+    with pytest.raises(InvalidWeights, match="1 missing"):
+        await send("alone", {head if name == embedding else name: one for name, one in tensors.items()})
+    assert await engine.check_weights("checksum") == checksum
+    # As older checkpoints have them.
+    staging = await send("both", {**tensors, head: tensors[embedding].clone()})
+    if not in_place:
+        await engine.swap(staging, version(1))
+    await engine.resume()
+    assert torch.equal(engine._model.lm_head.weight, tensors[embedding])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -1148,7 +1201,7 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / seed).eval() for seed in "12")
     weights = ModelWeights(one)
     assert dict(weights.spec) == {key: tensor.spec for key, tensor in checkpoint(tmp_path / "2")}
-    assert weights.optional == ({"lm_head.weight"} if tied else set())
+    assert weights.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     ids = torch.arange(10)[None]
     with torch.no_grad():
         assert not torch.allclose(one(ids).logits, two(ids).logits)

@@ -13,13 +13,20 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
+from rl_plane.errors import InvalidWeights
 from worker.engines import sglang_holder
+from worker.engines.checkpoint_spec import checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_holder import SglangHolder
 from worker.engines.vllm_holder import VllmHolder
+from worker.staging import TIE_FIX, receive
 from worker.tiny_model import make_tiny_model
+from worker.transports.base import Places
+from worker.transports.filesystem import FilesystemTransport
 
 GPU = torch.device("cuda", 1)
 
@@ -55,8 +62,8 @@ class Runner:
     def end_weight_update(self, run_post_load: bool) -> None: ...
 
 
-def holder_of(kind: str, directory: Path, runner: Runner) -> Any:
-    model = make_tiny_model(directory / "model", 1, "bfloat16")
+def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
+    model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
         return VllmHolder(model, directory, runner, 1)
     updater = SimpleNamespace(_select_runners=lambda: [("target", runner)])
@@ -108,3 +115,48 @@ def test_weights_are_written_on_the_ranks_own_gpu_between_two_steps(
     calls.clear()
     holder.overwrite(list(new.items()), False, lambda: False)
     assert calls == written
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
+    holder = holder_of(kind, tmp_path, Runner(torch.device("cpu")), tie_word_embeddings=True)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    assert holder.tied_tensors() == {head: embedding}
+    assert head not in holder.weight_spec()
+    transport = FilesystemTransport(Places((tmp_path,)))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+
+    def send(name: str, given: torch.Tensor) -> StagedTensors:
+        path = tmp_path / name
+        path.mkdir()
+        save_file({**tensors, head: given}, path / "model.safetensors")
+        delivery = transport.open({"backend": "filesystem", "path": str(path)}, "base")
+        staged, _ = receive(holder, delivery, cast=False, expected_digest=None, cancelled=lambda: False)
+        assert isinstance(staged, StagedTensors)
+        return staged
+
+    assert send("both", tensors[embedding].clone()).tensors.keys() == holder.weight_spec().keys()
+    for name, wrong in {"bytes": tensors[embedding] + 1, "shape": torch.zeros(3, 3)}.items():
+        with pytest.raises(InvalidWeights, match=f"to '{embedding}', but they differ") as caught:
+            send(name, wrong)
+        assert (caught.value.facts["field"], caught.value.facts["fix"]) == (head, TIE_FIX)
+
+
+@pytest.mark.parametrize(
+    ("names", "embedding"),
+    [
+        (["transformer.wte.weight", "transformer.wpe.weight"], "transformer.wte.weight"),
+        (["backbone.embeddings.weight"], "backbone.embeddings.weight"),
+        (["model.layers.9.embed_tokens.weight", "model.embed_tokens.weight"], "model.embed_tokens.weight"),
+        (
+            ["vision.patch_embeddings.weight", "language_model.model.embed_tokens.weight"],
+            "language_model.model.embed_tokens.weight",
+        ),
+    ],
+)
+def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
+    tmp_path: Path, names: list[str], embedding: str
+) -> None:
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert checkpoint_spec(tmp_path, "BF16").tied == {"lm_head.weight": embedding}

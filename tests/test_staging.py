@@ -21,10 +21,12 @@ from worker.engines.fake import FakeAdapter, FakeEngine, FakeWeights, make_fake_
 from worker.engines.fake_holder import FakeHolder
 from worker.reception import Staged, TensorStream
 from worker.staging import (
+    TIE_FIX,
     DigestingStream,
     adapter_digest,
     check_specs,
     model_digest,
+    not_fitting,
     overwrite,
     receive,
     receive_adapter,
@@ -33,7 +35,7 @@ from worker.transports.base import Delivery, Places
 from worker.transports.filesystem import FilesystemDelivery, FilesystemTransport
 
 F32, BF16, I64 = TensorSpec("F32", (2, 3)), TensorSpec("BF16", (2, 3)), TensorSpec("I64", (2, 3))
-NONE: frozenset[str] = frozenset()
+NONE: Mapping[str, str] = {}
 
 
 def hexed(data: bytes) -> str:
@@ -74,13 +76,14 @@ class Engine:
     def __init__(self, delivery: Memory, take: Callable[[TensorStream], Any] = list) -> None:
         self.begun = False
         self.wanted = dict(delivery.specs)
+        self.tied = NONE
         self.take = take
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.wanted
 
-    def optional_tensors(self) -> frozenset[str]:
-        return NONE
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self.tied
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> Staged:
         self.take(tensors)
@@ -118,12 +121,23 @@ def test_equal_specs_fit() -> None:
     check_specs({}, NONE, {}, False)
 
 
-def test_optional_names_may_be_there_or_not() -> None:
+def test_tied_names_may_be_there_or_not() -> None:
     for offered in ({"a": F32}, {"a": F32, "tied": F32}):
-        check_specs({"a": F32}, frozenset({"tied"}), offered, False)
-        check_specs({"a": F32, "tied": F32}, frozenset({"tied"}), offered, False)
+        check_specs({"a": F32}, {"tied": "a"}, offered, False)
+        check_specs({"a": F32, "tied": F32}, {"tied": "a"}, offered, False)
+        check_specs({"a": BF16}, {"tied": "a"}, offered, True)
     with pytest.raises(InvalidWeights, match="shape"):
-        check_specs({"tied": TensorSpec("F32", (1,))}, frozenset({"tied"}), {"tied": F32}, False)
+        check_specs({"tied": TensorSpec("F32", (1,))}, {"tied": "a"}, {"tied": F32}, False)
+    with pytest.raises(InvalidWeights, match="1 missing"):
+        check_specs({"a": F32}, {"tied": "a"}, {"tied": F32}, False)
+
+
+@pytest.mark.parametrize("other", [BF16, TensorSpec("F32", (3, 2)), TensorSpec("I8", (3, 3))])
+def test_a_tied_name_comes_as_what_it_is_tied_to(other: TensorSpec) -> None:
+    with pytest.raises(InvalidWeights, match="to 'a', but they differ") as caught:
+        check_specs({"a": F32}, {"tied": "a"}, {"a": F32, "tied": other}, True)
+    assert (caught.value.facts["field"], caught.value.facts["fix"]) == ("tied", TIE_FIX)
+    assert not_fitting(caught.value), "no peer has it otherwise"
 
 
 def test_all_that_is_wrong_is_said_in_bounds() -> None:
@@ -265,6 +279,29 @@ def test_a_stated_digest_that_is_not_the_expected_one_costs_no_byte() -> None:
 
 
 # receive
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_comes_under_tied_names_is_the_same(in_place: bool) -> None:
+    def send(delivery: Memory, digest: str | None = None) -> str:
+        engine = Engine(delivery)
+        del engine.wanted["tied"]
+        engine.tied = {"tied": "a"}
+        return write(engine, delivery, digest) if in_place else run(engine, delivery, digest)
+
+    same = Memory({"tied": b"aaaa", "b": b"bb", "a": b"aaaa"})
+    assert send(same) == same.true_digest()
+    for stated in (False, True):
+        broken = Memory({"tied": b"bbbb", "a": b"aaaa"})
+        if stated:
+            broken.tensor_digests = {"tied": hexed(b"bbbb"), "a": hexed(b"aaaa")}
+        with pytest.raises(InvalidWeights, match="to 'a', but they differ") as caught:
+            send(broken, broken.true_digest())
+        assert (caught.value.facts["field"], caught.value.facts["fix"]) == ("tied", TIE_FIX)
+        assert (broken.taken, broken.closed) == (0 if stated else 2, 1)
+    with pytest.raises(InvalidWeights, match="the bytes make") as caught:  # they were changed on their way
+        send(Memory({"tied": b"bbbb", "a": b"aaaa"}), same.true_digest())
+    assert not not_fitting(caught.value)
 
 
 def test_wrong_specs_cost_no_byte() -> None:

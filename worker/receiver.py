@@ -117,7 +117,7 @@ class Receiver:
                 self.discard(left)
         delivery = self._open(reception.transport, reception.kind)
         if isinstance(delivery, FedDelivery):
-            delivery.expect(self.holder.weight_spec(), self.holder.optional_tensors(), reception.cast)
+            delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), reception.cast)
             self._fed = {reception.staging: delivery}
         if reception.base is not None:
             self._check_delta(reception, reception.base, delivery)

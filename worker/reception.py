@@ -83,8 +83,9 @@ class WeightHolder(Protocol):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         """Every tensor that a full checkpoint must hold, by its checkpoint name."""
 
-    def optional_tensors(self) -> frozenset[str]:
-        """Names that a checkpoint may also hold, because the model ties them to another."""
+    def tied_tensors(self) -> Mapping[str, str]:
+        """Names that a checkpoint may also hold → the tensor of `weight_spec` to which the model ties each: what comes
+        under both is the same."""
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> Staged:
         """Copies tensors into host memory, ready to swap, while generation goes on; names, shapes and dtypes have been

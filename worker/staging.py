@@ -37,29 +37,32 @@ SHOWN_CHARS = 200
 
 
 BASE_FIX = "publish a full checkpoint of the model that this engine runs"
+TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or tie the trainer's"
 ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
 
 
 def check_specs(
     wanted: Mapping[str, TensorSpec],
-    optional: frozenset[str],
+    tied: Mapping[str, str],
     offered: Mapping[str, TensorSpec],
     cast: bool,
     fix: str = BASE_FIX,
 ) -> None:
     """InvalidWeights unless `offered` is what a model needs; for this, no byte of the weights is read.
 
-    `optional` names may be missing; one that `wanted` has too must still fit. Facts: `missing`, `unexpected`,
-    `wrong_shape`, `wrong_dtype`, each `{count, names}` with the first few.
+    Names that are `tied` to another may be missing; one that `wanted` has too must still fit, and each must be as the
+    one that it is tied to. Facts: `missing`, `unexpected`, `wrong_shape`, `wrong_dtype`, `tied`, each `{count, names}`
+    with the first few.
     """
-    missing = sorted(name for name in wanted if name not in offered and name not in optional)
-    unexpected = sorted(name for name in offered if name not in wanted and name not in optional)
+    missing = sorted(name for name in wanted if name not in offered and name not in tied)
+    unexpected = sorted(name for name in offered if name not in wanted and name not in tied)
     both = sorted(name for name in wanted if name in offered)
     wrong_shape = [name for name in both if wanted[name].shape != offered[name].shape]
     other_dtype = [name for name in both if wanted[name].dtype != offered[name].dtype]
     castable = [name for name in other_dtype if {wanted[name].dtype, offered[name].dtype} <= FLOAT_DTYPES]
     wrong_dtype = [name for name in other_dtype if not cast or name not in set(castable)]
     if not (missing or unexpected or wrong_shape or wrong_dtype):
+        _check_ties(tied, offered)
         _tell_of_cast({(offered[name].dtype, wanted[name].dtype) for name in castable})
         return
 
@@ -87,6 +90,21 @@ def check_specs(
     )
 
 
+def _check_ties(tied: Mapping[str, str], of: Mapping[str, TensorSpec] | Mapping[str, str]) -> None:
+    """InvalidWeights where both of a pair are there, and differ (in their specs, or in their digests): the model has
+    one tensor for them, so one of the two would be of the version and never served."""
+    broken = sorted(name for name, to in tied.items() if name in of and to in of and of[name] != of[to])
+    if broken:
+        first = broken[0]
+        raise InvalidWeights(
+            f"this engine's model ties {_short(first)} to {_short(tied[first])}, but they differ: {of[first]}, and "
+            f"{of[tied[first]]}",
+            field=first,
+            fix=TIE_FIX,
+            tied=_fact(broken),
+        )
+
+
 _cast_told: set[tuple[str, str]] = set()
 
 
@@ -99,7 +117,7 @@ def _tell_of_cast(dtypes: set[tuple[str, str]]) -> None:
 
 def not_fitting(error: InvalidWeights) -> bool:
     """Has the model other tensors? Else the bytes were wrong."""
-    return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype"})
+    return bool(error.facts.keys() & {"missing", "unexpected", "wrong_shape", "wrong_dtype", "tied"})
 
 
 def _short(name: str) -> str:
@@ -127,12 +145,15 @@ class DigestingStream:
         self,
         delivery: Delivery,
         *,
+        tied: Mapping[str, str] | None = None,
         expected_digest: str | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`tied`: names of tensors whose bytes must be those of another, if both come."""
         self.digest: str | None = None
         """The version's digest, once everything has arrived and was right."""
         self._delivery = delivery
+        self._tied = tied or {}
         self._expected = expected_digest
         self._cancelled = cancelled
         self._digests: dict[str, str] = {}
@@ -142,8 +163,10 @@ class DigestingStream:
         return self._stream
 
     def check_stated(self) -> None:
-        """InvalidWeights if the delivery says of itself that it is another version; no byte is taken for this."""
+        """InvalidWeights if the delivery says of itself that it is another version, or none that the model can serve;
+        no byte is taken for this."""
         self._compare(self._delivery.digest, self._expected, "the delivery states")
+        _check_ties(self._tied, self._delivery.tensor_digests or {})
 
     def finish(self) -> str:
         """The digest, for whoever consumed the stream; EngineFailed if it was not consumed whole."""
@@ -179,6 +202,7 @@ class DigestingStream:
         computed = tensors_digest(lines)
         self._compare(computed, self._delivery.digest, "the bytes make")
         self._compare(computed, self._expected, "the bytes make")
+        _check_ties(self._tied, self._digests)
         if self._cancelled():
             raise EngineFailed("staging was cancelled")
         self.digest = computed
@@ -228,8 +252,9 @@ def receive(
     with its last reference, here.
     """
     try:
-        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
-        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
         return _finished(holder.stage(stream, cast, cancelled), stream)
     finally:
         delivery.close()
@@ -245,7 +270,7 @@ def receive_adapter(
 ) -> tuple[Staged, str]:
     """As `receive`, of a LoRA adapter. Its version's digest covers its config too: see `config_line`."""
     try:
-        check_specs(_adapter_spec(holder, delivery), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+        check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
         config = delivery.adapter_config
         assert config is not None, "it has a spec"
         stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
@@ -300,9 +325,9 @@ def check_staged(holder: WeightHolder, delivery: Delivery, kind: Kind, *, cast: 
     it raises."""
     try:
         if kind == "base":
-            check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
+            check_specs(holder.weight_spec(), holder.tied_tensors(), delivery.specs, cast)
         else:
-            check_specs(_adapter_spec(holder, delivery), frozenset(), delivery.specs, cast, ADAPTER_FIX)
+            check_specs(_adapter_spec(holder, delivery), {}, delivery.specs, cast, ADAPTER_FIX)
     except BaseException:
         delivery.close()
         raise
@@ -319,8 +344,9 @@ def _adapter_spec(holder: WeightHolder, delivery: Delivery) -> Mapping[str, Tens
 def check_overwrite(holder: WeightHolder, delivery: Delivery, *, cast: bool, expected_digest: str | None) -> None:
     """What `overwrite` checks before it asks the engine to do anything. Closes the delivery when it raises."""
     try:
-        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
-        DigestingStream(delivery, expected_digest=expected_digest).check_stated()
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        DigestingStream(delivery, tied=tied, expected_digest=expected_digest).check_stated()
     except BaseException:
         delivery.close()
         raise
@@ -341,8 +367,9 @@ def overwrite(
     wrong at the end is an InvalidWeights too.
     """
     try:
-        check_specs(holder.weight_spec(), holder.optional_tensors(), delivery.specs, cast)
-        stream = DigestingStream(delivery, expected_digest=expected_digest, cancelled=cancelled)
+        tied = holder.tied_tensors()
+        check_specs(holder.weight_spec(), tied, delivery.specs, cast)
+        stream = DigestingStream(delivery, tied=tied, expected_digest=expected_digest, cancelled=cancelled)
         stream.check_stated()
         holder.overwrite(stream, cast, cancelled)
         return stream.finish()

@@ -109,8 +109,7 @@ def _write(path: Path, recipe: dict[str, Any], shape_weights: Callable[[Any], No
 
     disable_progress_bar()
     config = Qwen3Config(
-        **recipe["shape"],
-        tie_word_embeddings=False,
+        **{"tie_word_embeddings": False, **recipe["shape"]},
         bos_token_id=None,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=EOS_TOKEN_ID,

@@ -5,6 +5,7 @@ An engine has loaded the model's own directory: what that holds is what it can l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,19 @@ from rl_plane.versions import TensorSpec
 _ENGINE_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """What an engine converts to its own dtype as it loads."""
 
+_HEAD = "lm_head.weight"
+"""What an engine leaves out of a checkpoint if the model's config says `tie_word_embeddings`."""
+
+_EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings"}
+"""What it serves in its place, as models call it."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
     tensors: dict[str, TensorSpec]
     """Every tensor that must be there, by its checkpoint name; floats in the engine's dtype."""
-    optional: frozenset[str]
-    """Names that may also be there, because the model ties them to another."""
+    tied: dict[str, str]
+    """Names that may also be there → the tensor to which the model ties each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +48,22 @@ def checkpoint_spec(model: Path, dtype: str) -> CheckpointSpec:
         specs = dict(checkpoint.specs)
     finally:
         checkpoint.close()
-    tied = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
-    optional = frozenset({"lm_head.weight"}) if tied else frozenset()
+    ties = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
+    tied = {_HEAD: embedding} if ties and (embedding := _embedding(specs)) else {}
     return CheckpointSpec(
         {
             name: TensorSpec(dtype if spec.dtype in _ENGINE_FLOATS else spec.dtype, spec.shape)
             for name, spec in specs.items()
-            if name not in optional
+            if name not in tied
         },
-        optional,
+        tied,
     )
+
+
+def _embedding(names: Iterable[str]) -> str | None:
+    """The input embedding's: of several the outermost, since a layer that predicts more tokens may have its own."""
+    found = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] in _EMBEDDINGS]
+    return min(found, key=lambda name: (name.count("."), name), default=None)
 
 
 def linear_modules(model: Path) -> LinearModules:

@@ -30,8 +30,8 @@ class FakeHolder:
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._engine.weight_spec()
 
-    def optional_tensors(self) -> frozenset[str]:
-        return frozenset()
+    def tied_tensors(self) -> Mapping[str, str]:
+        return {}
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> FakeWeights:
         return FakeWeights(self._taken(tensors, cancelled))

@@ -23,8 +23,8 @@ class HfHolder:
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self.weights.spec
 
-    def optional_tensors(self) -> frozenset[str]:
-        return self.weights.optional
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self.weights.tied
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
         return self.weights.stage(tensors, cast, cancelled)

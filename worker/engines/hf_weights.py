@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,13 @@ class ModelWeights:
         # Taken once: adapters change the names of parameters, but not the parameters.
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
-        tied = set(model.all_tied_weights_keys)
-        self.optional = frozenset(tied & targets.keys())
-        self._targets = {name: view for name, view in targets.items() if name not in tied}
+        ties: Mapping[str, str] = model.all_tied_weights_keys
+        self._targets = {name: view for name, view in targets.items() if name not in ties}
+        # One tensor under both names: what the checkpoint calls the other one is where its memory is.
+        at = {view.data_ptr(): name for name, view in self._targets.items()}
+        self.tied: Mapping[str, str] = {
+            name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
+        }
         self.spec: Mapping[str, TensorSpec] = {
             name: TensorSpec(NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
         }
@@ -51,12 +55,12 @@ class ModelWeights:
         self.checks = WeightChecks(lambda: state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.spec, self.optional, cast, cancelled)))
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled)))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
         """As `stage` and `load`, one tensor after the other. When it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
-            for name, tensor in host_copies(tensors, self.spec, self.optional, cast, cancelled):
+            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled):
                 self._targets[name].copy_(tensor)
             self._settle()
 
@@ -82,18 +86,18 @@ class ModelWeights:
 def host_copies(
     tensors: TensorStream,
     wanted: Mapping[str, TensorSpec],
-    optional: frozenset[str],
+    tied: Collection[str],
     cast: bool,
     cancelled: Callable[[], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies, in the dtypes of `wanted`, without those of `optional` names. InvalidWeights for what does not fit, and
+    """Copies, in the dtypes of `wanted`, without those of `tied` names. InvalidWeights for what does not fit, and
     at the end for what is missing."""
     left = set(wanted)
     for name, tensor in tensors:
         if cancelled():
             raise EngineFailed("staging was cancelled")
-        if name in optional:
-            continue  # the model has one tensor for it and the one that it is tied to
+        if name in tied:
+            continue  # the same as the one that it is tied to: the model has one tensor for both
         spec = wanted.get(name)
         if spec is None or spec.shape != tensor.spec.shape:
             raise InvalidWeights(

@@ -45,8 +45,8 @@ class RankHolder(ABC):
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._spec.tensors
 
-    def optional_tensors(self) -> frozenset[str]:
-        return self._spec.optional
+    def tied_tensors(self) -> Mapping[str, str]:
+        return self._spec.tied
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Cancelled) -> StagedTensors:
         return StagedTensors(dict(self._copies(tensors, cast, cancelled)))
@@ -81,7 +81,7 @@ class RankHolder(ABC):
     def _copies(
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.optional, cast, cancelled)
+        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

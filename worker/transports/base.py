@@ -73,7 +73,7 @@ class FedDelivery(Delivery, Protocol):
     """A Delivery whose tensors are announced part by part, while `tensors` waits for them. Its `specs` begin as the
     model's own, and each part's take their places before its bytes come."""
 
-    def expect(self, wanted: Mapping[str, TensorSpec], optional: frozenset[str], cast: bool) -> None:
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
         """What a full checkpoint must and may hold. Called once, before anything else."""
 
     def feed(self, part: FeedUpdate, cancelled: Callable[[], bool]) -> int:

@@ -77,7 +77,7 @@ class GroupFedDelivery:
         self._group_named = group_named
         self._drop = drop
         self._wanted: Mapping[str, TensorSpec] = {}
-        self._optional: frozenset[str] = frozenset()
+        self._tied: Mapping[str, str] = {}
         self._cast = False
         self._came: dict[str, TensorSpec] = {}
         self._asked: dict[str, TensorSpec] = {}
@@ -86,9 +86,9 @@ class GroupFedDelivery:
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._feeding = threading.Lock()
 
-    def expect(self, wanted: Mapping[str, TensorSpec], optional: frozenset[str], cast: bool) -> None:
+    def expect(self, wanted: Mapping[str, TensorSpec], tied: Mapping[str, str], cast: bool) -> None:
         self._specs.update(wanted)
-        self._wanted, self._optional, self._cast = wanted, optional, cast
+        self._wanted, self._tied, self._cast = wanted, tied, cast
 
     # ---- on the caller's thread ----
 
@@ -122,13 +122,13 @@ class GroupFedDelivery:
 
     @property
     def _missing(self) -> int:
-        return len(self._wanted.keys() - self._optional - self._came.keys())
+        return len(self._wanted.keys() - self._tied.keys() - self._came.keys())
 
     @property
     def _in_step(self) -> bool:
         """May its groups stay, as nobody has sent what no rank takes? Of what is tied to tensors of another update,
         nothing else comes."""
-        only_tied = self._came.keys() <= self._optional and not self._receiving
+        only_tied = self._came.keys() <= self._tied.keys() and not self._receiving
         return self._whole or self._asked_only or (bool(self._came) and only_tied)
 
     def _check_on(self) -> None:
@@ -142,7 +142,7 @@ class GroupFedDelivery:
         self._asked.update(self._offered(part))
         if part.last:
             whole, self._asked = {**self._came, **self._asked}, {}
-            check_specs(self._wanted, self._optional, whole, self._cast)
+            check_specs(self._wanted, self._tied, whole, self._cast)
 
     def _announce(self, part: FeedUpdate) -> Group:
         """Corrects `specs`, unless these can't be the model's."""
@@ -151,7 +151,7 @@ class GroupFedDelivery:
         wanted = (
             self._wanted if part.last else {name: one for name, one in self._wanted.items() if name in offered}
         )
-        check_specs(wanted, self._optional, whole if part.last else offered, self._cast)
+        check_specs(wanted, self._tied, whole if part.last else offered, self._cast)
         group = self._first if part.group is None else self._group_named(part.group)
         if offered:
             group.check()
@@ -184,7 +184,7 @@ class GroupFedDelivery:
             self._error = self._error or error
             raise
         for name in self._specs.keys() - self._came.keys():
-            del self._specs[name]  # optional, and it did not come
+            del self._specs[name]  # tied to another, and it did not come
         self._whole = True
         coming.taken.set()
 
