@@ -6,14 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from rl_plane.errors import DeadlineExceeded, Locked
+from rl_plane.errors import DeadlineExceeded, Locked, UpdateAborted
 
 log = logging.getLogger("rl_plane.publish")
+
+T = TypeVar("T")
 
 Stage = Literal["waiting", "sending", "committing", "committed", "failed"]
 
@@ -40,6 +42,12 @@ class Publication:
         self._tell = tell
         self._start = time.monotonic()
         self._read = threading.Event()
+        self._lock = threading.Lock()
+        """Over the next three."""
+        self._idle = True
+        """Nobody reads the tensors just now; they may be read (again)."""
+        self._given_up: UpdateAborted | None = None
+        self._end_sending: Callable[[], object] | None = None
         self._asked = False
         self._refused_for: Publication | None = None
         """One that was still under way when this one's turn came."""
@@ -67,6 +75,8 @@ class Publication:
         try:
             return self._outcome.result(timeout_s) or {}
         except TimeoutError:
+            if timeout_s is None or self.done:  # its own, or a signal's
+                raise
             raise DeadlineExceeded(f"{self.version} was not committed within {timeout_s:g} s") from None
 
     async def wait(self) -> dict[str, Any]:
@@ -81,8 +91,49 @@ class Publication:
         if self._tell is not None:
             self._tell(self.progress)
 
+    def goes_by(self, end_sending: Callable[[], object] | None) -> None:
+        """What ends its sending, if it is given up; None: it is decided. Raises if it was given up."""
+        with self._lock:
+            if self._given_up is not None and end_sending is not None:
+                raise self._given_up
+            self._end_sending = end_sending
+
+    def reading(self, tensors: Iterator[T]) -> Iterator[T]:
+        """The same, until it is given up: then this raises."""
+        self.begins_to_read()
+        for tensor in tensors:
+            yield tensor
+            self.begins_to_read()
+
+    def begins_to_read(self) -> None:
+        """Raises if it was given up."""
+        with self._lock:
+            if self._given_up is not None:
+                raise self._given_up
+            self._idle = False
+
+    def pauses_reading(self) -> None:
+        with self._lock:
+            self._idle = True
+            if self._given_up is not None:
+                self._read.set()
+
     def tensors_were_read(self) -> None:
         self._read.set()
+
+    @property
+    def given_up(self) -> UpdateAborted | None:
+        return self._given_up
+
+    def give_up(self, error: BaseException) -> None:
+        """Nobody waits for it any more: no tensor is read after the one that is just being read, what is not sent is
+        not sent any more, and what is not committed by then will hardly be."""
+        with self._lock:
+            self._given_up = UpdateAborted(f"{self.version} was given up: {type(error).__name__}")
+            if self._idle:
+                self._read.set()
+            if self._end_sending is not None:
+                self._end_sending()
 
     def end(self, reply: dict[str, Any] | None = None, error: BaseException | None = None) -> None:
         self._read.set()
@@ -100,6 +151,11 @@ class Publication:
         if not before._has_ended(bound_s):
             self._refused_for = before
             raise Locked(f"{before.version} is still under way", fix="wait for its result before the next publish")
+
+    @property
+    def under_way(self) -> bool:
+        """It, or one that it was refused for."""
+        return not self.done or (self._refused_for is not None and self._refused_for.under_way)
 
     def settle(self, bound_s: float) -> None:
         """Waits so long at most."""
