@@ -1618,6 +1618,54 @@ async def test_ctrl_c_ends_a_sender_that_waits_for_nobody(plane: Plane, monkeypa
     await asyncio.to_thread(publisher.close)
 
 
+NOT_CLOSED = """
+import sys
+import threading
+from rl_plane.publish import DirectorySource, WeightPublisher
+
+url, namespace, component, model, ends = sys.argv[1:]
+begun = threading.Event()
+
+class Slow(DirectorySource):
+    def take(self):
+        begun.set()
+        if ends == "under way":
+            threading.Event().wait()
+        raise RuntimeError("out of memory, say")
+
+publisher = WeightPublisher(Slow(model), url, namespace=namespace, component=component, transport="ipc")
+publication = publisher.publish("last", wait=False)
+begun.wait()
+if ends != "under way":
+    publication._outcome.exception()
+if ends == "told":
+    try:
+        publication.result()
+    except RuntimeError:
+        pass
+if ends == "closed":
+    publisher.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [("under way", "last is lost"), ("failed", "not published"), ("told", ""), ("closed", "not published")],
+)
+async def test_a_script_that_ends_before_its_last_version_says_so(ends: str, told: str, plane: Plane) -> None:
+    ended = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", NOT_CLOSED, plane.url, plane.namespace, plane.component, str(plane.model(1)), ends],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=True,
+    )
+    assert told in ended.stderr
+    assert len(ended.stderr.splitlines()) == bool(told), ended.stderr
+
+
 async def test_the_fleet_has_the_trainers_weights_from_the_start(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

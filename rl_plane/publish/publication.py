@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,7 +73,7 @@ class Publication:
     def result(self, timeout_s: float | None = None) -> dict[str, Any]:
         """The update's reply (`version`, `workers`, `excluded`, `phases`), or its error; the fleet is as before then.
         On other ranks than 0: empty, once the rank's part is done."""
-        self._asked = True
+        self.is_asked()
         try:
             return self._outcome.result(timeout_s) or {}
         except TimeoutError:
@@ -81,10 +83,20 @@ class Publication:
 
     async def wait(self) -> dict[str, Any]:
         """`result`, for asyncio. Cancelled, the publication goes on."""
-        self._asked = True
+        self.is_asked()
         return await asyncio.wrap_future(self._outcome) or {}
 
     # ---- for the publisher ----
+
+    def is_asked(self) -> None:
+        """Somebody learns of its error: else it is logged."""
+        self._asked = True
+        if self.done:
+            _untold.discard(self)
+
+    def begins(self) -> None:
+        """To be ended by `end`."""
+        _untold.add(self)
 
     def tell(self, stage: Stage, **facts: int) -> None:
         self.progress = replace(self.progress, stage=stage, elapsed_s=time.monotonic() - self._start, **facts)
@@ -145,6 +157,8 @@ class Publication:
             self._outcome.set_result(reply)
         else:
             self._outcome.set_exception(error)
+        if error is None or self._asked:
+            _untold.discard(self)
 
     def wait_for(self, before: Publication, bound_s: float) -> None:
         """Locked unless that one ends within the bound. An error that nobody has asked for is logged."""
@@ -170,4 +184,24 @@ class Publication:
             return self._refused_for._has_ended(bound_s)
         if error is not None and not self._asked:
             log.warning("%s was not published: %s", self.version, error)
+        _untold.discard(self)
         return True
+
+
+_untold: set[Publication] = set()
+"""Under way, or failed, which nobody has been told of."""
+os.register_at_fork(after_in_child=_untold.clear)
+
+
+@atexit.register
+def _tell_what_is_lost() -> None:
+    """Nothing can be sent any more: the executors of Python have ended by now."""
+    for one in list(_untold):
+        if one.done:
+            one.settle(0.0)
+        else:
+            log.error(
+                "%s is lost, unless it is committed just now: this process ends while it is under way; wait for its "
+                "result, or close the publisher",
+                one.version,
+            )

@@ -175,6 +175,7 @@ class WeightPublisher:
         else:
             by = (self._copy, self._encoding, unless)
             attempt = AttemptByCopy(self._way, self._source, publication, previous, *by, **how)
+        publication.begins()
         try:
             self._start(attempt, previous)
             if wait or attempt.interrupted:
@@ -182,6 +183,7 @@ class WeightPublisher:
         except BaseException as error:
             if not publication.done:  # Ctrl-C: nobody has a handle of it
                 _give_up(publication, error)
+            publication.is_asked()
             raise
         return publication
 
