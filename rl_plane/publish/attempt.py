@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -99,14 +100,16 @@ class Attempt:
                     self._publication.wait_for(self._previous, self._way.told.bound_s())
                 except Locked as error:
                     late = error
+            self._publication.begins_to_read()
             taken = self._source.take()
+            self._publication.pauses_reading()
             if late is not None:
                 raise late
             if not taken.specs:
                 raise InvalidRequest("there are no tensors", field="source", fix="give weights")
-            self._send(taken)
+            self._send(replace(taken, tensors=self._publication.reading(taken.tensors)))
         except BaseException as error:
-            self._error = error
+            self._error = self._publication.given_up or error
             if self._source.collective and taken is not None:
                 self._do_too(partial(drain, taken.tensors))
         finally:
@@ -114,6 +117,8 @@ class Attempt:
                 self._do_too(taken.close)
             if not self._lent and not self._joins:  # else they are read until the end
                 self._publication.tensors_were_read()
+            elif not self._lent:
+                self._publication.pauses_reading()
 
     def _do_too(self, act: Callable[[], object]) -> None:
         """What fails after a failure tells less than that, but for Ctrl-C."""
@@ -160,6 +165,7 @@ class Attempt:
         way = self._way
         self._body = {**way.told.body(self._publication.version), **self._more}
         sender = self._sender = way.ready_sender()
+        self._publication.goes_by(partial(self._close, sender))
         if self._more.get("encoding") == "delta" and way.changes_sender:
             raise NotAtBase(
                 "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
@@ -279,6 +285,7 @@ class Attempt:
 
     def _keep(self) -> None:
         """It is committed: what fails now is no failure of the publication."""
+        self._publication.goes_by(None)
         try:
             if isinstance(self._sender, KeepingSender) and self._error is None:
                 if self._more.get("encoding") == "delta":
@@ -321,6 +328,7 @@ class Attempt:
         sender, manifest = self._sender, self._manifest
         assert sender is not None
         assert manifest is not None
+        self._publication.goes_by(partial(self._close, sender))  # it was not given up
         if self._update is None:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _sent(lambda: sender.finish(self._digests))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rl_plane.delta import import_numba
-from rl_plane.errors import InvalidRequest
+from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.publish.attempt import JOINS, Attempt, at_callers_gpu, drain, on_thread
 from rl_plane.publish.attempt_by_copy import AttemptByCopy
@@ -36,6 +36,10 @@ from rl_plane.publish.way import Encoding, Told, Way
 from rl_plane.subjects import DEFAULT_NAMESPACE
 
 log = logging.getLogger("rl_plane.publish")
+
+GIVE_UP_S = 30.0
+"""How long Ctrl-C waits until no tensor is read any more: one is gathered or copied at a time, or workers that read
+them where they are have to end. A second Ctrl-C does not wait."""
 
 
 class WeightPublisher:
@@ -142,7 +146,7 @@ class WeightPublisher:
 
     def publish(self, version: str | None = None, *, wait: bool = True) -> Publication:
         """Sends the weights as they are now. `wait`: until they are committed, and with their error; the tensors must
-        not change before.
+        not change before. Ctrl-C gives the version up: it is raised once no tensor is read any more.
 
         One at a time: while another is under way, this waits for it. A source that gathers among ranks is read before
         this returns, on the calling thread, whatever `wait` says."""
@@ -157,7 +161,7 @@ class WeightPublisher:
             return publication
         assert self._way is not None
         blocks = wait or self._source.collective
-        if blocks and self._way.fleet.loop is not None and _running_loop() is self._way.fleet.loop:
+        if blocks and self._runs_in_fleets_loop():
             raise InvalidRequest(
                 "the fleet's client runs in this loop, which this would block",
                 field="wait",
@@ -172,6 +176,19 @@ class WeightPublisher:
         else:
             by = (self._copy, self._encoding, unless)
             attempt = AttemptByCopy(self._way, self._source, publication, previous, *by, **how)
+        publication.begins()
+        try:
+            self._start(attempt, previous)
+            if wait or attempt.interrupted:
+                publication.result()
+        except BaseException as error:
+            if not publication.done:  # Ctrl-C: nobody has a handle of it
+                _give_up(publication, error)
+            publication.is_asked()
+            raise
+        return publication
+
+    def _start(self, attempt: Attempt, previous: Publication | None) -> None:
         if self._source.collective:
             try:
                 attempt.read()
@@ -183,9 +200,6 @@ class WeightPublisher:
             except RuntimeError:
                 self._previous = previous  # it has not waited for that one
                 raise
-        if wait or attempt.interrupted:
-            publication.result()
-        return publication
 
     def _publish_first(self, label: str) -> None:
         if self._way is not None and self._way.fleet.loop is not None:
@@ -200,25 +214,54 @@ class WeightPublisher:
     async def publish_async(self, version: str | None = None) -> Publication:
         """`publish` for asyncio: waits without blocking the loop, and the tensors must not change meanwhile.
 
-        Cancelled, the publication goes on: its tensors are still being read, until the next one ends, or `close`."""
+        Cancelled, the publication goes on: its tensors are still being read, until the next one ends, or `aclose`."""
         publish = partial(self._publish, version, wait=False, lends=True)
         publication = await asyncio.to_thread(at_callers_gpu(publish))
         await publication.wait()
         return publication
 
     def close(self) -> None:
-        """Waits for what is under way, then frees what the transport held."""
+        """Waits for what is under way, then frees what the transport held. In the loop of the fleet's own client: see
+        `aclose`."""
+        if self._waits_for_this_loop():
+            raise InvalidRequest(
+                "a version is under way, and the fleet's client runs in this loop, which this would block",
+                field="close",
+                fix="await publisher.aclose(), or: async with WeightPublisher(…) as publisher",
+            )
         if self._previous is not None:
             self._previous.settle(self._told.bound_s())
         self._copy = HostCopy()  # what is under way yet has its own reference
         if self._way is not None:
             self._way.close()
 
+    async def aclose(self) -> None:
+        """`close` for asyncio. Cancelled, it goes on."""
+        await asyncio.to_thread(self.close)
+
     def __enter__(self) -> WeightPublisher:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._waits_for_this_loop():
+            log.warning("the publisher is closed later, since a version is under way: use `async with`")
+            on_thread(self.close)  # an error of its own would hide that one
+        else:
+            self.close()
+
+    async def __aenter__(self) -> WeightPublisher:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def _runs_in_fleets_loop(self) -> bool:
+        return (
+            self._way is not None and self._way.fleet.loop is not None and _running_loop() is self._way.fleet.loop
+        )
+
+    def _waits_for_this_loop(self) -> bool:
+        return self._runs_in_fleets_loop() and self._previous is not None and self._previous.under_way
 
     def _take_part(self, publication: Publication) -> None:
         """Of a rank that only gathers."""
@@ -241,6 +284,14 @@ def _begin(attempt: Attempt, work: Callable[[], object]) -> None:
     except RuntimeError as error:  # no thread can be had; the next version is not to wait for this one
         attempt.give_up(error)
         raise
+
+
+def _give_up(publication: Publication, error: BaseException) -> None:
+    publication.give_up(error)
+    try:
+        publication.wait_read(GIVE_UP_S)
+    except DeadlineExceeded as late:
+        log.warning("%s was given up, but %s", publication.version, late)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
