@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
 from rl_plane.manifest import Manifest, pack  # noqa: E402
+from rl_plane.publish.host_copy import HostCopy  # noqa: E402
 from rl_plane.publish.packing import fill  # noqa: E402
 from rl_plane.publish.sources import (  # noqa: E402
     AdapterSource,
@@ -138,6 +139,26 @@ def test_an_export_that_changes_its_mind_is_told() -> None:
     digest_of(source.take())
     with pytest.raises(InvalidRequest, match="announced next"):
         digest_of(source.take())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_export_that_grows_is_told(copied: bool) -> None:
+    """Whether it is packed or brought into the publisher's copy, which stays at the version before."""
+    count, copy = 2, HostCopy()
+
+    def export() -> Iterator[tuple[str, Any]]:
+        for index in range(count):
+            weight = torch.ones(64)
+            weight[0] = count
+            yield f"layer.{index}", weight
+
+    source = ExportSource(export)
+    read = copy.read if copied else digest_of
+    read(source.take())
+    before, count = copy.digest, 3
+    with pytest.raises(InvalidRequest, match=r"nothing was announced next, and 'layer\.2' came"):
+        read(source.take())
+    assert copy.digest == before
 
 
 def test_an_adapter_is_what_peft_saves(tmp_path: Path) -> None:

@@ -57,17 +57,24 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, which must come as they were announced."""
+    """The tensors, which must come as they were announced, and no more. They are used up: what a source does after the
+    last one, other ranks do too, and wait for it there."""
     source = iter(tensors)
     for name, spec in specs:
         found, tensor = next(source, (None, None))
         if tensor is None or found != name or spec_of(tensor) != spec:
-            raise InvalidRequest(
-                f"{name!r} was announced next, and {found!r} came",
-                field="tensors",
-                fix="give the same tensors in the same order each time",
-            )
+            raise _other(repr(name), found)
         yield name, tensor
+    for more, _ in source:
+        raise _other("nothing", more)
+
+
+def _other(announced: str, found: str | None) -> InvalidRequest:
+    return InvalidRequest(
+        f"{announced} was announced next, and {found!r} came",
+        field="tensors",
+        fix="give the same tensors in the same order each time",
+    )
 
 
 def fill(
@@ -97,6 +104,7 @@ def fill(
         yield number
         if digests is not None:
             digests.update((name, _hash(place)) for name, place in places.items())
+    next(source, None)  # to its end
 
 
 def _hash(place: Place) -> str:
