@@ -79,9 +79,46 @@ def test_tied_weights_come_once_and_wrappers_have_no_names() -> None:
     assert names_of(ModuleSource(fresh()))[:3] == expected
     assert "head.weight" not in names_of(ModuleSource(fresh()))
     assert names_of(StateDictSource(fresh().state_dict())) == names_of(ModuleSource(fresh()))
-    compiled = torch.nn.Module()
-    compiled.add_module("_orig_mod", fresh())
-    assert names_of(as_source(compiled)) == names_of(ModuleSource(fresh()))
+    inside = fresh()
+    inside.layers[1] = compiled(inside.layers[1])
+    assert names_of(as_source(inside)) == names_of(ModuleSource(fresh()))
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")  # nothing is run
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("order", ["compiled", "ddp", "compiled ddp", "ddp compiled", "compiled ddp compiled"])
+def test_what_is_around_a_model_comes_off_in_any_order(order: str) -> None:
+    """The first word is the outermost."""
+    around = {"compiled": compiled, "ddp": torch.nn.parallel.DistributedDataParallel}
+
+    def wrapped(model: Any) -> Any:
+        for each in reversed(order.split()):
+            model = around[each](model)
+        return model
+
+    for plain, kind in ((fresh(), ModuleSource), (lora(), AdapterSource)):
+        source = as_source(wrapped(plain))
+        assert type(source) is kind
+        assert digest_of(source.take()) == digest_of(kind(plain).take())
+
+
+def test_an_adapter_of_a_compiled_base_model_is_one() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(compiled(fresh()), LoraConfig(r=2, target_modules=["0", "1", "2"]))
+    source = as_source(model)
+    assert source.adapter
+    assert names_of(source) == names_of(as_source(lora()))
 
 
 def test_only_floating_tensors_are_converted() -> None:
@@ -220,7 +257,7 @@ def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
         as_source(lora(), names={"a": "b"})
 
 
-FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
+FSDP = ["fsdp2", "fsdp2_after_forward", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
 FSDP1 = ["fsdp1", "fsdp1_orig_params", "fsdp1_mixed_precision", "fsdp1_state_dict", "fsdp1_lora"]
 HYBRID = ["fsdp1_hybrid", "fsdp1_hybrid_state_dict"]
 ZERO = ["zero3", "zero3_lora"]

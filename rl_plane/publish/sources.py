@@ -194,13 +194,16 @@ class AdapterSource:
     def take(self) -> Taken:
         from peft import get_peft_model_state_dict
 
-        state = _named_parameters(self._model)
-        if is_fsdp1(self._model):
-            state = self._lora_of(state)  # PEFT looks for its layers by names that FSDP1's modules don't have
+        if is_fsdp1(self._model):  # PEFT looks for its layers by names that FSDP1's modules don't have
+            state = self._lora_of(_named_parameters(self._model))
         else:
             state = get_peft_model_state_dict(
-                self._model, state_dict=state, adapter_name=self._adapter_name, save_embedding_layers=False
+                self._model,
+                state_dict=self._model.state_dict(keep_vars=True),
+                adapter_name=self._adapter_name,
+                save_embedding_layers=False,
             )
+            state = {_unwrapped(name): tensor for name, tensor in state.items()}
         return _taken(state, self._dtype, None, self._config())
 
     def _lora_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -380,13 +383,25 @@ def _unwrapped(name: str) -> str:
 
 
 def _model(module: Any) -> Any:
-    while type(module).__name__ in HOLDERS:
-        module = module.module
-    return module
+    """Without what is around the model, in whatever order: what torch.compile made, too."""
+    while True:
+        # A PEFT model would give its base model's, were it asked for the attribute.
+        parts = getattr(module, "_modules", None) or {}
+        if "_orig_mod" in parts:
+            module = parts["_orig_mod"]
+        elif type(module).__name__ in HOLDERS:
+            module = module.module
+        else:
+            return module
 
 
 def _is_sharded(module: Any) -> bool:
-    return is_fsdp1(module) or any(map(_is_gathered, module.parameters()))
+    # The parameters of FSDP2's modules are whole after a forward; `state_dict()` shards them again.
+    return is_fsdp1(module) or any(map(_is_fsdp2, module.modules())) or any(map(_is_gathered, module.parameters()))
+
+
+def _is_fsdp2(module: Any) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _is_gathered(tensor: Any) -> bool:
