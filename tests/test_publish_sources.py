@@ -152,6 +152,65 @@ def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     assert caught.value.facts["fix"]
 
 
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(3, device="meta"), "'odd' is on the meta device"),
+        (torch.eye(3).to_sparse(), "'odd' is laid out as torch.sparse_coo"),
+        (torch.nn.UninitializedParameter(), "'odd' is not initialised"),
+        (torch.zeros(3, dtype=torch.complex64), "'odd' is of torch.complex64"),
+    ],
+)
+def test_what_can_not_be_read_is_refused_by_its_name(tensor: Any, words: str, exported: bool) -> None:
+    """Before the fleet hears of it, and unless it is left out."""
+    state = {"weight": torch.zeros(2), "odd": tensor}
+    given: Any = state.items if exported else state
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        as_source(given).take()
+    assert caught.value.facts["field"] == "source"
+    assert caught.value.facts["fix"]
+    assert names_of(as_source(given, names=lambda name: None if name == "odd" else name)) == ["weight"]
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(
+    ("name", "names", "field", "words"),
+    [
+        (7, None, "source", "called 7"),
+        ("weight", lambda name: 7, "names", "'weight' becomes 7"),
+        ("weight", {"weight": 7}, "names", "'weight' becomes 7"),
+    ],
+)
+def test_names_are_words(name: Any, names: Any, field: str, words: str, exported: bool) -> None:
+    state = {name: torch.zeros(2)}
+    given: Any = state.items if exported else state
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        as_source(given, names=names).take()
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+def test_an_export_that_turns_unreadable_is_told() -> None:
+    weights = iter([torch.eye(3), torch.eye(3), torch.eye(3).to_sparse()])
+    source = ExportSource(lambda: [("weight", next(weights))])
+    digest_of(source.take())
+    with pytest.raises(InvalidRequest, match="'weight' is laid out as"):
+        digest_of(source.take())
+
+
+def test_an_export_gives_tensors() -> None:
+    with pytest.raises(InvalidRequest, match="'weight' is a list"):
+        ExportSource(lambda: [("weight", [1.0])]).take()
+
+
+def test_other_ranks_may_describe_without_data() -> None:
+    source = ExportSource(lambda: [("weight", torch.empty(3, device="meta"))], collective=True)
+    assert dict(source.take().specs) == {"weight": TensorSpec("F32", (3,))}
+    with pytest.raises(InvalidRequest, match="'weight' is on the meta device"):  # on rank 0 it is read
+        digest_of(source.take())
+
+
 def test_an_export_is_made_once_for_each_version() -> None:
     made: list[int] = []
 
