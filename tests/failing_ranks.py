@@ -63,7 +63,7 @@ def main(url: str, namespace: str, component: str, *transports: str) -> None:
                 except Exception as failed:
                     error = f"{type(failed).__name__}: {failed}"
                 told = {"rank": dist.get_rank(), "version": f"{transport} {number}", "error": error}
-                print(json.dumps(told), flush=True)
+                print(json.dumps(told) + "\n", end="", flush=True)  # one write: both ranks have one pipe
                 dist.barrier()
 
 

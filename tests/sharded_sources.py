@@ -68,6 +68,18 @@ def fsdp2(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def fsdp2_after_forward() -> Any:
+    """Its parameters are whole, since nothing comes after the root's forward that would shard them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = fully_shard(fresh(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]))
+    assert not any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    return model
+
+
 def fsdp1(model: Any, **options: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -123,6 +135,8 @@ def made(kind: str) -> tuple[Source, Source]:
     half = torch.bfloat16
     if kind == "fsdp2":
         return ModuleSource(fsdp2(fresh())), ModuleSource(fresh())
+    if kind == "fsdp2_after_forward":
+        return ModuleSource(fsdp2_after_forward()), ModuleSource(fresh())
     if kind == "fsdp2_bf16":
         return ModuleSource(fsdp2(fresh()), dtype=half), ModuleSource(fresh(), dtype=half)
     if kind == "fsdp2_state_dict":

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from rl_plane.errors import InvalidRequest, InvalidWeights  # noqa: E402
 from rl_plane.manifest import Manifest, pack  # noqa: E402
+from rl_plane.publish.host_copy import HostCopy  # noqa: E402
 from rl_plane.publish.packing import fill  # noqa: E402
 from rl_plane.publish.sources import (  # noqa: E402
     AdapterSource,
@@ -78,9 +79,46 @@ def test_tied_weights_come_once_and_wrappers_have_no_names() -> None:
     assert names_of(ModuleSource(fresh()))[:3] == expected
     assert "head.weight" not in names_of(ModuleSource(fresh()))
     assert names_of(StateDictSource(fresh().state_dict())) == names_of(ModuleSource(fresh()))
-    compiled = torch.nn.Module()
-    compiled.add_module("_orig_mod", fresh())
-    assert names_of(as_source(compiled)) == names_of(ModuleSource(fresh()))
+    inside = fresh()
+    inside.layers[1] = compiled(inside.layers[1])
+    assert names_of(as_source(inside)) == names_of(ModuleSource(fresh()))
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")  # nothing is run
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("order", ["compiled", "ddp", "compiled ddp", "ddp compiled", "compiled ddp compiled"])
+def test_what_is_around_a_model_comes_off_in_any_order(order: str) -> None:
+    """The first word is the outermost."""
+    around = {"compiled": compiled, "ddp": torch.nn.parallel.DistributedDataParallel}
+
+    def wrapped(model: Any) -> Any:
+        for each in reversed(order.split()):
+            model = around[each](model)
+        return model
+
+    for plain, kind in ((fresh(), ModuleSource), (lora(), AdapterSource)):
+        source = as_source(wrapped(plain))
+        assert type(source) is kind
+        assert digest_of(source.take()) == digest_of(kind(plain).take())
+
+
+def test_an_adapter_of_a_compiled_base_model_is_one() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(compiled(fresh()), LoraConfig(r=2, target_modules=["0", "1", "2"]))
+    source = as_source(model)
+    assert source.adapter
+    assert names_of(source) == names_of(as_source(lora()))
 
 
 def test_only_floating_tensors_are_converted() -> None:
@@ -114,6 +152,65 @@ def test_names_that_can_not_be_are_refused(names: Any, words: str) -> None:
     assert caught.value.facts["fix"]
 
 
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(3, device="meta"), "'odd' is on the meta device"),
+        (torch.eye(3).to_sparse(), "'odd' is laid out as torch.sparse_coo"),
+        (torch.nn.UninitializedParameter(), "'odd' is not initialised"),
+        (torch.zeros(3, dtype=torch.complex64), "'odd' is of torch.complex64"),
+    ],
+)
+def test_what_can_not_be_read_is_refused_by_its_name(tensor: Any, words: str, exported: bool) -> None:
+    """Before the fleet hears of it, and unless it is left out."""
+    state = {"weight": torch.zeros(2), "odd": tensor}
+    given: Any = state.items if exported else state
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        as_source(given).take()
+    assert caught.value.facts["field"] == "source"
+    assert caught.value.facts["fix"]
+    assert names_of(as_source(given, names=lambda name: None if name == "odd" else name)) == ["weight"]
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize(
+    ("name", "names", "field", "words"),
+    [
+        (7, None, "source", "called 7"),
+        ("weight", lambda name: 7, "names", "'weight' becomes 7"),
+        ("weight", {"weight": 7}, "names", "'weight' becomes 7"),
+    ],
+)
+def test_names_are_words(name: Any, names: Any, field: str, words: str, exported: bool) -> None:
+    state = {name: torch.zeros(2)}
+    given: Any = state.items if exported else state
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        as_source(given, names=names).take()
+    assert caught.value.facts["field"] == field
+    assert caught.value.facts["fix"]
+
+
+def test_an_export_that_turns_unreadable_is_told() -> None:
+    weights = iter([torch.eye(3), torch.eye(3), torch.eye(3).to_sparse()])
+    source = ExportSource(lambda: [("weight", next(weights))])
+    digest_of(source.take())
+    with pytest.raises(InvalidRequest, match="'weight' is laid out as"):
+        digest_of(source.take())
+
+
+def test_an_export_gives_tensors() -> None:
+    with pytest.raises(InvalidRequest, match="'weight' is a list"):
+        ExportSource(lambda: [("weight", [1.0])]).take()
+
+
+def test_other_ranks_may_describe_without_data() -> None:
+    source = ExportSource(lambda: [("weight", torch.empty(3, device="meta"))], collective=True)
+    assert dict(source.take().specs) == {"weight": TensorSpec("F32", (3,))}
+    with pytest.raises(InvalidRequest, match="'weight' is on the meta device"):  # on rank 0 it is read
+        digest_of(source.take())
+
+
 def test_an_export_is_made_once_for_each_version() -> None:
     made: list[int] = []
 
@@ -138,6 +235,26 @@ def test_an_export_that_changes_its_mind_is_told() -> None:
     digest_of(source.take())
     with pytest.raises(InvalidRequest, match="announced next"):
         digest_of(source.take())
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_export_that_grows_is_told(copied: bool) -> None:
+    """Whether it is packed or brought into the publisher's copy, which stays at the version before."""
+    count, copy = 2, HostCopy()
+
+    def export() -> Iterator[tuple[str, Any]]:
+        for index in range(count):
+            weight = torch.ones(64)
+            weight[0] = count
+            yield f"layer.{index}", weight
+
+    source = ExportSource(export)
+    read = copy.read if copied else digest_of
+    read(source.take())
+    before, count = copy.digest, 3
+    with pytest.raises(InvalidRequest, match=r"nothing was announced next, and 'layer\.2' came"):
+        read(source.take())
+    assert copy.digest == before
 
 
 def test_an_adapter_is_what_peft_saves(tmp_path: Path) -> None:
@@ -199,7 +316,7 @@ def test_options_that_a_source_has_not_are_refused(tmp_path: Path) -> None:
         as_source(lora(), names={"a": "b"})
 
 
-FSDP = ["fsdp2", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
+FSDP = ["fsdp2", "fsdp2_after_forward", "fsdp2_bf16", "fsdp2_state_dict", "fsdp2_lora"]
 FSDP1 = ["fsdp1", "fsdp1_orig_params", "fsdp1_mixed_precision", "fsdp1_state_dict", "fsdp1_lora"]
 HYBRID = ["fsdp1_hybrid", "fsdp1_hybrid_state_dict"]
 ZERO = ["zero3", "zero3_lora"]

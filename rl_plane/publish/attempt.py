@@ -110,10 +110,10 @@ class Attempt:
             self._send(replace(taken, tensors=self._publication.reading(taken.tensors)))
         except BaseException as error:
             self._error = self._publication.given_up or error
-            if self._source.collective and taken is not None:
-                self._do_too(partial(drain, taken.tensors))
         finally:
             if taken is not None:
+                if self._source.collective:
+                    self._do_too(partial(drain, taken.tensors))
                 self._do_too(taken.close)
             if not self._lent and not self._joins:  # else they are read until the end
                 self._publication.tensors_were_read()

@@ -18,14 +18,42 @@ Place = Union[memoryview, "torch.Tensor"]
 Named = Iterable[tuple[str, Tensor]]
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """Of a DTensor: the whole tensor's."""
+def spec_of(tensor: Tensor, name: str = "") -> TensorSpec:
+    """Of a DTensor: the whole tensor's. `name`: for the error of one that can't be read."""
     if isinstance(tensor, HostTensor):
         return tensor.spec
-    dtype = _dtypes().get(tensor.dtype)
-    if dtype is None:
-        raise InvalidRequest(f"weights of {tensor.dtype} can't be sent", field="tensors", fix="convert them first")
-    return TensorSpec(dtype, tuple(tensor.shape))
+    check_readable(name, tensor)
+    return spec_from(name, tensor.dtype, tuple(tensor.shape))
+
+
+def spec_from(name: str, dtype: Any, shape: tuple[int, ...]) -> TensorSpec:
+    known = _dtypes().get(dtype)
+    if known is None:
+        raise InvalidRequest(
+            f"{name!r} is of {dtype}, which can't be sent", field="source", fix="convert it first"
+        )
+    return TensorSpec(known, shape)
+
+
+def check_readable(name: str, tensor: Any) -> None:
+    """Are there bytes of it, one after another? Of a sharded one: of this rank's part."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if hasattr(tensor, "local_shards"):  # what is asked of the others is asked of its shards
+        for shard in tensor.local_shards():
+            check_readable(name, shard.tensor)
+        return
+    layout = getattr(tensor, "layout", torch.strided)
+    if is_lazy(tensor):
+        what, fix = "is not initialised yet", "run the module once"
+    elif getattr(tensor, "is_meta", False):
+        what, fix = "is on the meta device, without data", "load the weights first"
+    elif layout != torch.strided:
+        what, fix = f"is laid out as {layout}", "make it dense"
+    else:
+        return
+    raise InvalidRequest(f"{name!r} {what}", field="source", fix=f"{fix}, or leave it out by names")
 
 
 def copy_into(place: Place, tensor: Tensor) -> None:
@@ -57,17 +85,24 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def in_order(specs: Iterable[tuple[str, TensorSpec]], tensors: Named) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, which must come as they were announced."""
+    """The tensors, which must come as they were announced, and no more. They are used up: what a source does after the
+    last one, other ranks do too, and wait for it there."""
     source = iter(tensors)
     for name, spec in specs:
         found, tensor = next(source, (None, None))
-        if tensor is None or found != name or spec_of(tensor) != spec:
-            raise InvalidRequest(
-                f"{name!r} was announced next, and {found!r} came",
-                field="tensors",
-                fix="give the same tensors in the same order each time",
-            )
+        if tensor is None or found != name or spec_of(tensor, name) != spec:
+            raise _other(repr(name), found)
         yield name, tensor
+    for more, _ in source:
+        raise _other("nothing", more)
+
+
+def _other(announced: str, found: str | None) -> InvalidRequest:
+    return InvalidRequest(
+        f"{announced} was announced next, and {found!r} came",
+        field="tensors",
+        fix="give the same tensors in the same order each time",
+    )
 
 
 def fill(
@@ -97,6 +132,7 @@ def fill(
         yield number
         if digests is not None:
             digests.update((name, _hash(place)) for name, place in places.items())
+    next(source, None)  # to its end
 
 
 def _hash(place: Place) -> str:

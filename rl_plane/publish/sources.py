@@ -27,7 +27,7 @@ from rl_plane.checkpoint import is_adapter, open_checkpoint
 from rl_plane.errors import InvalidRequest
 from rl_plane.publish import fsdp1
 from rl_plane.publish.fsdp1 import UnitParameter, is_fsdp1
-from rl_plane.publish.packing import Tensor, spec_of
+from rl_plane.publish.packing import Tensor, check_readable, spec_from
 from rl_plane.versions import ADAPTER_CONFIG_NAME, HostTensor, TensorSpec, checked_name
 
 if TYPE_CHECKING:
@@ -153,19 +153,31 @@ class ExportSource:
         return Taken(self._specs, self._whole(), device=self._device)
 
     def _described(self) -> Iterator[tuple[str, TensorSpec]]:
-        for name, tensor in self._whole():
-            self._device = str(getattr(tensor, "device", "cpu"))
-            yield name, spec_of(tensor)
+        for name, tensor in self._renamed():
+            if isinstance(tensor, HostTensor):
+                yield name, tensor.spec
+                continue
+            if not _is_tensor(tensor):
+                raise InvalidRequest(
+                    f"{name!r} is a {type(tensor).__name__}", field="source", fix="give torch tensors"
+                )
+            self._device = _device(tensor)
+            if not self.collective or self._device != "meta":  # other ranks may give that for what rank 0 has
+                check_readable(name, tensor)
+            yield name, _spec(name, tensor, self._dtype)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._renamed():
+            if isinstance(tensor, HostTensor):
+                yield name, tensor
+            else:
+                yield from _whole([(name, tensor)], self._dtype)
+
+    def _renamed(self) -> Iterator[tuple[str, Any]]:
         for name, tensor in self._export():
             sent = _renamed(name, self._names)
-            if sent is None:
-                continue
-            if isinstance(tensor, HostTensor):
+            if sent is not None:
                 yield sent, tensor
-            else:
-                yield from _whole([(sent, tensor)], self._dtype)
 
 
 class AdapterSource:
@@ -194,13 +206,16 @@ class AdapterSource:
     def take(self) -> Taken:
         from peft import get_peft_model_state_dict
 
-        state = _named_parameters(self._model)
-        if is_fsdp1(self._model):
-            state = self._lora_of(state)  # PEFT looks for its layers by names that FSDP1's modules don't have
+        if is_fsdp1(self._model):  # PEFT looks for its layers by names that FSDP1's modules don't have
+            state = self._lora_of(_named_parameters(self._model))
         else:
             state = get_peft_model_state_dict(
-                self._model, state_dict=state, adapter_name=self._adapter_name, save_embedding_layers=False
+                self._model,
+                state_dict=self._model.state_dict(keep_vars=True),
+                adapter_name=self._adapter_name,
+                save_embedding_layers=False,
             )
+            state = {_unwrapped(name): tensor for name, tensor in state.items()}
         return _taken(state, self._dtype, None, self._config())
 
     def _lora_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,18 +300,22 @@ def _taken(
     state: Mapping[str, Any], dtype: torch.dtype | None, names: Names, adapter_config: bytes | None = None
 ) -> Taken:
     sent: list[tuple[str, Any]] = []
+    specs: list[tuple[str, TensorSpec]] = []
     seen: set[Any] = set()
     for name, tensor in state.items():
         if not _is_tensor(tensor):
             continue  # `_extra_state` may be anything
-        identity = _identity(tensor)
         new_name = _renamed(name, names)
-        if new_name is None or identity in seen:
+        if new_name is None:
+            continue
+        check_readable(name, tensor)
+        identity = _identity(tensor)
+        if identity in seen:
             continue
         seen.add(identity)
         sent.append((new_name, tensor))
-    specs = _checked((name, _spec(tensor, dtype)) for name, tensor in sent)
-    return Taken(specs, _whole(sent, dtype), adapter_config, device=_device(sent[0][1]))
+        specs.append((new_name, _spec(name, tensor, dtype)))
+    return Taken(_checked(specs), _whole(sent, dtype), adapter_config, device=_device(sent[0][1]))
 
 
 def _with_held(state: Mapping[str, Any], dtype: torch.dtype | None, names: Names) -> Taken:
@@ -380,13 +399,25 @@ def _unwrapped(name: str) -> str:
 
 
 def _model(module: Any) -> Any:
-    while type(module).__name__ in HOLDERS:
-        module = module.module
-    return module
+    """Without what is around the model, in whatever order: what torch.compile made, too."""
+    while True:
+        # A PEFT model would give its base model's, were it asked for the attribute.
+        parts = getattr(module, "_modules", None) or {}
+        if "_orig_mod" in parts:
+            module = parts["_orig_mod"]
+        elif type(module).__name__ in HOLDERS:
+            module = module.module
+        else:
+            return module
 
 
 def _is_sharded(module: Any) -> bool:
-    return is_fsdp1(module) or any(map(_is_gathered, module.parameters()))
+    # The parameters of FSDP2's modules are whole after a forward; `state_dict()` shards them again.
+    return is_fsdp1(module) or any(map(_is_fsdp2, module.modules())) or any(map(_is_gathered, module.parameters()))
+
+
+def _is_fsdp2(module: Any) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _is_gathered(tensor: Any) -> bool:
@@ -426,17 +457,9 @@ def _device(tensor: Any) -> str:
     return str(tensor.device if mesh is None else mesh.device_type)
 
 
-def _spec(tensor: Any, dtype: torch.dtype | None) -> TensorSpec:
+def _spec(name: str, tensor: Any, dtype: torch.dtype | None) -> TensorSpec:
     shape = tuple(tensor.ds_shape if _is_zero3(tensor) else tensor.size())
-    return spec_of(_Described(_dtype_of(tensor, dtype), shape))
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A tensor as far as `spec_of` looks at it."""
-
-    dtype: Any
-    shape: tuple[int, ...]
+    return spec_from(name, _dtype_of(tensor, dtype), shape)
 
 
 def _dtype_of(tensor: Any, dtype: torch.dtype | None) -> Any:
@@ -452,8 +475,13 @@ def _converted(tensor: Any, dtype: torch.dtype | None) -> Any:
 
 def _renamed(name: str, names: Names) -> str | None:
     if names is None:
+        if not isinstance(name, str):
+            raise InvalidRequest(f"a tensor is called {name!r}", field="source", fix="give each a str as its name")
         return name
-    return names(name) if callable(names) else names.get(name, name)
+    new_name = names(name) if callable(names) else names.get(name, name)
+    if new_name is not None and not isinstance(new_name, str):
+        raise InvalidRequest(f"{name!r} becomes {new_name!r}", field="names", fix="map it to a str, or to None")
+    return new_name
 
 
 def _checked(specs: Iterable[tuple[str, TensorSpec]]) -> list[tuple[str, TensorSpec]]:
