@@ -103,8 +103,8 @@ def parse_part(model: type[P], given: Mapping[str, Any], part: str) -> P:
     try:
         parsed = parse_body(model, known)
     except InvalidRequest as error:
-        error.facts["field"] = f"{part}.{error.facts.get('field', '')}"
-        raise
+        field = f"{part}.{error.facts.get('field', '')}"
+        raise InvalidRequest(error.message, **{**error.facts, "field": field}) from error
     assert isinstance(parsed, model)
     return parsed
 

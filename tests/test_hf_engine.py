@@ -1208,3 +1208,19 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
         assert torch.equal(one(ids).logits, two(ids).logits)
     assert weights.checks.checksum() == ModelWeights(two).checks.checksum()
+
+
+def test_a_head_that_the_checkpoint_calls_otherwise_is_tied_all_the_same(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**shape, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64}
+    config = Gemma3Config(text_config=text, vision_config={**shape, "image_size": 28, "patch_size": 14})
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    file, head = tmp_path / "model.safetensors", "language_model.lm_head.weight"
+    tensors, embedding = load_file(file), "language_model.model.embed_tokens.weight"
+    save_file({**tensors, head: tensors[embedding].clone()}, file, metadata={"format": "pt"})
+    weights = ModelWeights(AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True))
+    assert weights.tied == {head: embedding}
+    assert weights.spec.keys() == tensors.keys()

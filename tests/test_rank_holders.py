@@ -152,6 +152,7 @@ def test_what_the_config_ties_comes_as_one(tmp_path: Path, kind: str) -> None:
             ["vision.patch_embeddings.weight", "language_model.model.embed_tokens.weight"],
             "language_model.model.embed_tokens.weight",
         ),
+        (["encoder.tokens.weight"], ""),
     ],
 )
 def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
@@ -160,3 +161,12 @@ def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
     assert checkpoint_spec(tmp_path, "BF16").tied == {"lm_head.weight": embedding}
+
+
+def test_the_head_may_be_in_a_part_of_the_model(tmp_path: Path) -> None:
+    names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "mtp.lm_head.weight")
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
+    spec = checkpoint_spec(tmp_path, "BF16")
+    assert spec.tied == dict.fromkeys(("lm_head.weight", names[1]), names[0])
+    assert spec.tensors.keys() == {names[0], names[2]}

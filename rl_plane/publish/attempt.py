@@ -165,7 +165,6 @@ class Attempt:
         way = self._way
         self._body = {**way.told.body(self._publication.version), **self._more}
         sender = self._sender = way.ready_sender()
-        self._publication.goes_by(partial(self._close, sender))
         if self._more.get("encoding") == "delta" and way.changes_sender:
             raise NotAtBase(
                 "what it is a delta of goes with the sender before", field="encoding", fix="send the full version"
@@ -177,15 +176,32 @@ class Attempt:
         manifest = self._manifest = Manifest(packed, taken.adapter_config)
         if isinstance(sender, DeviceSender):
             sender.device = taken.device
-        self._body["transport"] = _when_free(lambda: sender.open(manifest))
+        self._body["transport"] = self._when_free(lambda: sender.open(manifest))
         if isinstance(sender, PushingSender):
             self._swap_if_loaded()
             self._prepared = uuid.uuid4().hex
             body = {**self._body, "fingerprint": sender.fingerprint}
-            _when_free(lambda: self._run("prepare_weights_update", body, self._prepared))
+            self._when_free(lambda: self._run("prepare_weights_update", body, self._prepared))
         elif sender.receivers_from == "open":
+            self._check_wanted()
             self._update = self._ask()
         return sender, manifest
+
+    def _check_wanted(self) -> None:
+        """Or raises, if it was given up; if it is from here on, the sender is closed."""
+        assert self._sender is not None
+        self._publication.goes_by(partial(self._close, self._sender))
+
+    def _when_free(self, act: Callable[[], T]) -> T:
+        until = time.monotonic() + OTHERS_S
+        while True:
+            self._check_wanted()
+            try:
+                return act()
+            except Locked:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(AGAIN_S)
 
     @property
     def interrupted(self) -> bool:
@@ -238,7 +254,7 @@ class Attempt:
             if self._error is None:
                 self._finish()
         except BaseException as error:
-            self._error = error
+            self._error = self._publication.given_up or error
         try:
             reply = self._answered()
             self._keep()
@@ -328,10 +344,11 @@ class Attempt:
         sender, manifest = self._sender, self._manifest
         assert sender is not None
         assert manifest is not None
-        self._publication.goes_by(partial(self._close, sender))  # it was not given up
+        self._check_wanted()
         if self._update is None:
             self._body.setdefault("digest", manifest.digested(self._digests).digest)
         _sent(lambda: sender.finish(self._digests))
+        self._check_wanted()
         self._publication.tell("committing")
         if self._update is None:
             self._update = self._ask()
@@ -389,17 +406,6 @@ def _sent(act: Callable[[], T]) -> T:
         return act()
     except Exception as error:
         raise _SendFailed(str(error)) from error
-
-
-def _when_free(act: Callable[[], T]) -> T:
-    until = time.monotonic() + OTHERS_S
-    while True:
-        try:
-            return act()
-        except Locked:
-            if time.monotonic() > until:
-                raise
-        time.sleep(AGAIN_S)
 
 
 def _named(error: BaseException) -> BaseException:

@@ -291,7 +291,8 @@ class FleetGroupSender(GroupSender):
         self._run = around.run
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
-        if not self.formed or self.fingerprint != self._run("workers", {})["fingerprint"]:
+        now = self._run("workers", {})["fingerprint"]  # first: another trainer may form its group meanwhile
+        if not self.formed or self.fingerprint != now:
             self.form(lambda body: self._run("init_transport", body))
         return super().open(manifest)
 

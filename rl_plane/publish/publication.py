@@ -180,12 +180,11 @@ class Publication:
             error = self._outcome.exception(bound_s)
         except TimeoutError:
             return False
-        if self._refused_for is not None:  # then nothing has come after that one
-            return self._refused_for._has_ended(bound_s)
         if error is not None and not self._asked:
             log.warning("%s was not published: %s", self.version, error)
-        _untold.discard(self)
-        return True
+        self.is_asked()
+        # If that one has not ended, nothing has come after it.
+        return self._refused_for is None or self._refused_for._has_ended(bound_s)
 
 
 _untold: set[Publication] = set()

@@ -135,8 +135,11 @@ class WeightPublisher:
         if initial is not None:
             try:
                 self._publish_first(initial)
-            except BaseException:
+            except Exception:
                 self.close()
+                raise
+            except BaseException:  # Ctrl-C, which is not to wait for all that its end takes
+                on_thread(self.close)
                 raise
 
     @property

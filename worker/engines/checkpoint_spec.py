@@ -5,7 +5,8 @@ An engine has loaded the model's own directory: what that holds is what it can l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def checkpoint_spec(model: Path, dtype: str) -> CheckpointSpec:
     finally:
         checkpoint.close()
     ties = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
-    tied = {_HEAD: embedding} if ties and (embedding := _embedding(specs)) else {}
+    tied = _ties(specs) if ties else {}
     return CheckpointSpec(
         {
             name: TensorSpec(dtype if spec.dtype in _ENGINE_FLOATS else spec.dtype, spec.shape)
@@ -60,10 +61,14 @@ def checkpoint_spec(model: Path, dtype: str) -> CheckpointSpec:
     )
 
 
-def _embedding(names: Iterable[str]) -> str | None:
-    """The input embedding's: of several the outermost, since a layer that predicts more tokens may have its own."""
+def _ties(names: Collection[str]) -> dict[str, str]:
+    """The head → the input embedding (empty: nothing is called as one). Of several the outermost, since a layer that
+    predicts more tokens may have its own; the head may also be beside it, in a part of the model."""
     found = [name for name in names if name.removesuffix(".weight").rpartition(".")[2] in _EMBEDDINGS]
-    return min(found, key=lambda name: (name.count("."), name), default=None)
+    embedding = min(found, key=lambda name: (name.count("."), name), default="")
+    around = list(itertools.accumulate(embedding.split(".")[:-2], lambda outer, inner: f"{outer}.{inner}"))
+    heads = [_HEAD, *(head for part in around if (head := f"{part}.{_HEAD}") in names)]
+    return dict.fromkeys(heads, embedding)
 
 
 def linear_modules(model: Path) -> LinearModules:

@@ -41,7 +41,7 @@ class ModelWeights:
         # Taken once: adapters change the names of parameters, but not the parameters.
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         targets = _checkpoint_views(model)
-        ties: Mapping[str, str] = model.all_tied_weights_keys
+        ties = {_saved_name(model, name, targets): of for name, of in model.all_tied_weights_keys.items()}
         self._targets = {name: view for name, view in targets.items() if name not in ties}
         # One tensor under both names: what the checkpoint calls the other one is where its memory is.
         at = {view.data_ptr(): name for name, view in self._targets.items()}
@@ -136,6 +136,14 @@ def _host_tensor(tensor: torch.Tensor) -> HostTensor:
     spec = TensorSpec(NAME_OF_DTYPE[tensor.dtype], tuple(tensor.shape))
     data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if spec.nbytes else memoryview(bytearray())
     return HostTensor(spec, data, owned=True)
+
+
+def _saved_name(model: Any, name: str, saved: Collection[str]) -> str:
+    """What the checkpoint calls a parameter of its own."""
+    if name in saved:
+        return name
+    state = {key: tensor for key, tensor in model.state_dict().items() if key == name}
+    return next(iter(revert_weight_conversion(model, state)), name)
 
 
 def _checkpoint_views(model: Any) -> dict[str, torch.Tensor]:
