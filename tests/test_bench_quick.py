@@ -45,10 +45,7 @@ STORED = (
     ("object_store, publishing", "nats-py put"),
     ("object_store, publishing, unverified", "nats-py put"),
 )
-DELTAS = [
-    f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}"
-    for what in ("encode", "comparing alone", "apply")
-]
+DELTAS = [f"delta, 34 MB of bf16, 1 % changed: 2.0% of the bytes, {what}" for what in ("encode", "apply")]
 HASHED = ", BLAKE3 alone of the same bytes"
 SHARED_MEMORY = [
     ("ipc, 67 MB, digests not checked", "copy"),
