@@ -29,10 +29,10 @@ TENSOR_BYTES = 32 << 20
 TIMEOUT_S_PER_GIB = 120.0
 """Of one way in one round on a busy machine; for less than 1 GiB, too."""
 
-WAYS = ("bare", "lent", "received", "checked", "staged", "hashed")
+WAYS = ("bare", "lent", "received", "checked", "lent and staged", "checked and staged", "hashed")
 """Each bucket broadcast and waited for, and nothing else · the transport, from where the tensors lie · the transport,
-packed · and both sides make the digests · and copied into new memory, as the `hf` engine keeps it · BLAKE3 of as many
-bytes, on all sides at once, and nothing else."""
+packed · and both sides make the digests · copied, as the `hf` engine keeps it: lent, or packed and with digests ·
+BLAKE3 of as many bytes, on all sides at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ def measure_broadcasts(nbytes: int, receivers: int, rounds: int) -> BroadcastTim
                 for bucket in whole:
                     _broadcast(bare, bucket)
                 return
-            digests: dict[str, str] | None = {} if way in ("checked", "staged") else None
-            lent = sender.lend(dict(tensors)) if way == "lent" else ()
+            digests: dict[str, str] | None = {} if "checked" in way else None
+            lent = sender.lend(dict(tensors)) if "lent" in way else ()
             for number in fill(manifest, tensors, sender.buffer, digests, lent):
                 sender.send(number)
             sender.finish(digests)
@@ -179,17 +179,12 @@ def main() -> None:
             delivery = transport.open(asked["transport"], "base")
             print("{}", flush=True)
             staged = {}
-            if asked["way"] in ("lent", "received"):
-                for _ in delivery.tensors():
-                    pass
+            tensors = DigestingStream(delivery) if "checked" in asked["way"] else delivery.tensors()
+            if "staged" in asked["way"]:
+                staged = dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
             else:
-                stream = DigestingStream(delivery)
-                if asked["way"] == "staged":
-                    staged = dict(host_copies(stream, delivery.specs, frozenset(), False, lambda: False))
-                else:
-                    for _ in stream:
-                        pass
-                stream.finish()
+                for _ in tensors:
+                    pass
             delivery.close()
             staged.clear()
         print("{}", flush=True)

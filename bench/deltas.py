@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.stored import plain_read
 from rl_plane import delta
-from rl_plane.buffers import fresh
+from rl_plane.buffers import host_memory
 
 TENSOR_BYTES = 64 << 20
 """A large layer's: each is encoded by itself."""
@@ -43,7 +43,7 @@ class DeltaTimes:
 def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
     times = DeltaTimes(nbytes)
     source = np.random.default_rng(0)
-    old, new, path = fresh(nbytes), fresh(nbytes), scratch / "full"
+    old, new, path = host_memory(nbytes), host_memory(nbytes), scratch / "full"
     places = [slice(start, min(start + TENSOR_BYTES, nbytes)) for start in range(0, nbytes, TENSOR_BYTES)]
     for place in places:
         values = source.integers(0, 1 << 16, (place.stop - place.start) // WIDTH, dtype=np.uint16)
@@ -51,7 +51,7 @@ def measure_deltas(scratch: Path, nbytes: int, rounds: int) -> DeltaTimes:
         values[source.random(len(values), dtype=np.float32) < CHANGED] ^= 1
         new[place] = values.data.cast("B")
     path.write_bytes(old)
-    read = fresh(nbytes)
+    read = host_memory(nbytes)
     for number in range(-1, rounds):  # the first one warms caches
         round_ = DeltaTimes(nbytes)
         with round_.timed("plain"):

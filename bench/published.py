@@ -1,5 +1,5 @@
 """How long a trainer's `publish` takes into one `hf` worker, by what moves weights from memory to memory, beside a copy
-of as many bytes into new memory, which is what staging is."""
+of as many bytes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def _measure_into(
     verify: bool,
 ) -> None:
     """`verify` False: neither the worker nor this trainer hashes a tensor, for which the product has no switch."""
+    room = np.ones(times.nbytes, np.uint8), np.ones(times.nbytes, np.uint8)
     namespace = f"published{secrets.token_hex(2)}"
     with ExitStack() as stack:
         if not verify:
@@ -65,7 +66,7 @@ def _measure_into(
             return stack.enter_context(closing(made))
 
         def publish(by: WeightPublisher, what: str, number: int) -> None:
-            copied = _copy(times.nbytes)
+            copied = _copy(*room)
             start = time.perf_counter()
             publication = by.publish(f"{what} {number}")
             took = time.perf_counter() - start
@@ -92,8 +93,7 @@ def _measure_into(
                 publish(by, name + DELTA, number)
 
 
-def _copy(nbytes: int) -> float:
-    source = np.ones(nbytes, np.uint8)
+def _copy(source: np.ndarray, target: np.ndarray) -> float:
     start = time.perf_counter()
-    np.copyto(np.empty(nbytes, np.uint8), source)
+    np.copyto(target, source)
     return time.perf_counter() - start

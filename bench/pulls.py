@@ -29,9 +29,9 @@ from rl_plane.versions import HostTensor, TensorSpec
 TENSOR_BYTES = 16 << 20
 """A linear layer's."""
 
-WAYS = ("bare", "pull", "verified", "staged", "hashed")
-"""Reads by nixl and nothing else · the transport · and digests checked · and copied, as the `hf` engine keeps it ·
-BLAKE3 of as many bytes, in all receivers at once, and nothing else."""
+WAYS = ("bare", "pull", "verified", "staged", "verified and staged", "hashed")
+"""Reads by nixl and nothing else · the transport · and digests checked · copied, as the `hf` engine keeps it · all of
+it · BLAKE3 of as many bytes, in all receivers at once, and nothing else."""
 
 
 @dataclass(slots=True)
@@ -130,22 +130,21 @@ def receiver(transport: dict[str, Any]) -> None:
 
     transports = NixlTransport(Places())
 
-    def consume(verified: bool) -> None:
+    def consume(verified: bool = False, staged: bool = False) -> None:
         with closing(transports.open(transport, "base")) as delivery:
-            for _ in DigestingStream(delivery) if verified else delivery.tensors():
-                pass
-
-    def staged() -> None:
-        with closing(transports.open(transport, "base")) as delivery:
-            stream = DigestingStream(delivery)
-            dict(host_copies(stream, delivery.specs, frozenset(), False, lambda: False))
-            stream.finish()
+            tensors = DigestingStream(delivery) if verified else delivery.tensors()
+            if staged:
+                dict(host_copies(tensors, delivery.specs, frozenset(), False, lambda: False))
+            else:
+                for _ in tensors:
+                    pass
 
     ways: dict[str, Callable[[], None]] = {
         "bare": bare,
-        "pull": lambda: consume(False),
-        "verified": lambda: consume(True),
-        "staged": staged,
+        "pull": consume,
+        "verified": lambda: consume(verified=True),
+        "staged": lambda: consume(staged=True),
+        "verified and staged": lambda: consume(verified=True, staged=True),
         "hashed": lambda: hash_alone(memoryview(bytearray(TENSOR_BYTES)), sum(nbytes for _, nbytes, _ in places)),
     }
     _say(ready=True)

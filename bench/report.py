@@ -17,7 +17,7 @@ from bench.generation import PROCESSES, VLLM_SERVER, StreamTimes
 from bench.kills import WORKERS, KillTimes
 from bench.published import PublishedTimes
 from bench.pulls import PullTimes
-from bench.shared_memory import IpcTimes
+from bench.shared_memory import COPY, IpcTimes
 from bench.stored import UNVERIFIED, StoredTimes
 from rl_plane.update_steps import Phase
 
@@ -174,6 +174,7 @@ def stored_rows(times: StoredTimes) -> list[Row]:
         )
         for what, ours, beside, theirs, aim in (
             ("filesystem", "file", "plain read", "plain", FILE_AIM),
+            ("filesystem", "file", "plain read into used memory", "used", None),
             ("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
             ("object_store", "object", "plain read", "plain", None),
             ("object_store, publishing", "publish", "nats-py put", "nats_put", None),
@@ -191,18 +192,18 @@ def delta_rows(times: DeltaTimes) -> list[Row]:
 
 
 def ipc_rows(times: IpcTimes) -> list[Row]:
-    def row(what: str, way: str, beside: str, copy: str, aim: float | None = None) -> Row:
+    def row(what: str, way: str, aim: float | None = COPY_AIM) -> Row:
         words = f"ipc, {times.nbytes / 1e6:,.0f} MB{what}"
-        return compared(words, 1, times.seconds[way], beside, times.seconds[copy], aim)
+        return compared(words, 1, times.seconds[way], COPY, times.seconds[COPY], aim)
 
     return [
-        row(", digests not checked", "received", "copy", "copy", COPY_AIM),
-        row("", "checked", "copy", "copy", COPY_AIM),
-        row(", layout tensors, digests not checked", "lent", "copy", "copy", COPY_AIM),
-        row(", layout tensors", "lent and checked", "copy", "copy", COPY_AIM),
-        row(HASHED_ALONE, "hashed", "copy", "copy"),
-        row(", staged, digests not checked", "staged", "copy into new memory", "new copy"),
-        row(", staged", "checked and staged", "copy into new memory", "new copy"),
+        row(", digests not checked", "received"),
+        row("", "checked"),
+        row(", layout tensors, digests not checked", "lent"),
+        row(", layout tensors", "lent and checked"),
+        row(HASHED_ALONE, "hashed", None),
+        row(", staged, digests not checked", "staged"),
+        row(", staged", "checked and staged"),
     ]
 
 
@@ -216,7 +217,8 @@ def pull_rows(times: PullTimes) -> list[Row]:
         row(", digests not checked", "pull", PULL_AIM),
         row("", "verified", PULL_AIM),
         row(HASHED_ALONE, "hashed", None),
-        row(", staged", "staged", None),
+        row(", staged, digests not checked", "staged", PULL_AIM),
+        row(", staged", "verified and staged", PULL_AIM),
     ]
 
 
@@ -231,14 +233,14 @@ def broadcast_rows(times: BroadcastTimes) -> list[Row]:
         row(", digests not checked", "received", BROADCAST_AIM),
         row("", "checked", BROADCAST_AIM),
         row(HASHED_ALONE, "hashed", None),
-        row(", staged", "staged", None),
+        row(", lent, staged, digests not checked", "lent and staged", BROADCAST_AIM),
+        row(", staged", "checked and staged", BROADCAST_AIM),
     ]
 
 
 def published_rows(times: PublishedTimes) -> list[Row]:
-    beside = "copy into new memory"
     return [
-        compared(f"publish by {name}, {times.nbytes / 1e6:,.0f} MB", 1, seconds, beside, times.copies[name])
+        compared(f"publish by {name}, {times.nbytes / 1e6:,.0f} MB", 1, seconds, COPY, times.copies[name])
         for name, seconds in times.seconds.items()
     ]
 

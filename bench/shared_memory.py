@@ -30,8 +30,8 @@ TENSOR_BYTES = 16 << 20
 WAYS = ("received", "checked", "staged", "checked and staged", "lent", "lent and checked")
 """Received, and nothing more · both sides hash · copied, as the `hf` engine keeps it · all of it · in the layout
 `tensors`, of which the receiver makes a copy of its own · that, and both sides hash."""
-COPIES = ("copy", "new copy")
-"""Between two buffers that are there already · into new memory, as staging is."""
+COPY = "copy"
+"""Between two buffers that are there already."""
 HASHED = "hashed"
 """BLAKE3 of as many bytes, which are in the cache, in both processes at once, and nothing else."""
 
@@ -41,7 +41,7 @@ class IpcTimes:
     """Seconds, a number for each round."""
 
     nbytes: int
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, *COPIES, HASHED)})
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in (*WAYS, COPY, HASHED)})
 
 
 def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
@@ -78,10 +78,10 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
         await_answer()
         return time.perf_counter() - start
 
-    def copied(place: np.ndarray) -> float:
+    def copied() -> float:
         start = time.perf_counter()
         for number, one in enumerate(data):
-            place[number * TENSOR_BYTES : (number + 1) * TENSOR_BYTES] = one
+            target[number * TENSOR_BYTES : (number + 1) * TENSOR_BYTES] = one
         return time.perf_counter() - start
 
     with _receiver() as receiver:
@@ -99,8 +99,7 @@ def measure_ipc(nbytes: int, rounds: int) -> IpcTimes:
         for number in range(-1, rounds):  # the first one warms the buffers
             seconds = {way: sent(way) for way in WAYS}
             seconds[HASHED] = hashed()
-            seconds["copy"] = copied(target)
-            seconds["new copy"] = copied(np.empty(nbytes, np.uint8))
+            seconds[COPY] = copied()
             if number >= 0:
                 for way, took in seconds.items():
                     times.seconds[way].append(took)

@@ -14,11 +14,12 @@ from typing import Any
 from unittest import mock
 
 import nats
+import numpy as np
 
 from bench.fanout import JOIN_TIMEOUT_S
 from bench.peers import peers, start_peer, unhashed
 from bench.phases import phases_seen
-from rl_plane.buffers import fresh
+from rl_plane.buffers import host_memory
 from rl_plane.checkpoint import open_checkpoint
 from rl_plane.client import RlClient
 from rl_plane.manifest import Manifest, pack
@@ -50,17 +51,18 @@ class StoredTimes:
 
     nbytes: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Each also with UNVERIFIED. `file`, `object`: of the prepare phase. `plain`: of a plain read of the same file in
-    the same round. `publish`: of an object. `nats_put`, `nats_get`: what nats-py would take for as much."""
+    """Each also with UNVERIFIED. `file`, `object`: of the prepare phase. `plain`, `used`: of a plain read of the same
+    file in the same round, into new memory, and into memory that was used before. `publish`: of an object. `nats_put`,
+    `nats_get`: what nats-py would take for as much."""
 
     def add(self, what: str, seconds: float) -> None:
         self.seconds.setdefault(what, []).append(seconds)
 
 
 def plain_read(path: Path, place: memoryview | None = None) -> float:
-    """Into `place`, or into memory that nobody has used before, as every receiver needs."""
+    """Into `place`, or, as who reads a file does, into memory that nobody has used before."""
     start = time.perf_counter()
-    place = fresh(path.stat().st_size) if place is None else place
+    place = np.empty(path.stat().st_size, np.uint8).data if place is None else place
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -116,6 +118,7 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
     """One `hf` worker at a time. `models`: two of one shape, of one file each."""
     files = [model / "model.safetensors" for model in models]
     times = StoredTimes(files[0].stat().st_size)
+    room = host_memory(times.nbytes)
     some = min(NATS_PY_BYTES, times.nbytes)
     for verify in (True, False):
         namespace = f"stored{secrets.token_hex(2)}"
@@ -144,7 +147,8 @@ async def measure_stored(models: Sequence[Path], rounds: int) -> StoredTimes:
                 found = StoredTimes(times.nbytes)
                 model = models[number % 2]
                 path = {"backend": "filesystem", "path": str(model)}
-                await asyncio.to_thread(plain_read, files[number % 2])  # from here on it is cached
+                await asyncio.to_thread(plain_read, files[number % 2], room)  # from here on it is cached
+                found.add("used", await asyncio.to_thread(plain_read, files[number % 2], room))
                 found.add("plain", await asyncio.to_thread(plain_read, files[number % 2]))
                 found.add("file", await _prepared(client, path))
                 transport, took = await asyncio.to_thread(_publish, sender, model)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import queue
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -24,14 +27,51 @@ END_S = 5.0
 """A read under way ends within milliseconds, unless a disk hangs."""
 
 
-def fresh(nbytes: int) -> memoryview:
-    """Memory of its own, which goes with the last tensor in it."""
+def host_memory(nbytes: int) -> memoryview:
+    """Memory of its own, with anything in it, which goes back with the last tensor in it.
+
+    To be had again for as many bytes: a page that a process has used already takes a fraction of the time of a new one.
+    Meanwhile the kernel takes it for others as soon as it needs some (MADV_FREE). What is kept so is never more than
+    was used at once.
+    """
     if nbytes < HUGE_BYTES:
         return memoryview(bytearray(nbytes))
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = _taken_again(nbytes) or _mapped(nbytes)
+    # Not of the map itself: that would end with its last view.
+    whole = (ctypes.c_ubyte * nbytes).from_buffer(mapped)
+    weakref.finalize(whole, _give_back, mapped).atexit = False
+    return memoryview(whole).cast("B")
+
+
+_given_back: deque[mmap.mmap] = deque()
+"""Longest ago first. Without a lock, which a finalizer can't take, since it may run inside of any step: what is done
+here is single calls, which nothing comes between."""
+
+
+def _taken_again(nbytes: int) -> mmap.mmap | None:
+    for mapped in list(_given_back):
+        if len(mapped) == nbytes:
+            with contextlib.suppress(ValueError):  # another thread has taken it
+                _given_back.remove(mapped)
+                return mapped
+    return None
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    room = nbytes
+    with contextlib.suppress(IndexError):
+        while room > 0:
+            room -= len(_given_back.popleft())
+    mapped = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def _give_back(mapped: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_FREE"):
+        mapped.madvise(mmap.MADV_FREE)
+        _given_back.append(mapped)
 
 
 class Ahead(Generic[T]):

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from blake3 import blake3
 
-from rl_plane.buffers import END_S, Ahead, fresh
+from rl_plane.buffers import END_S, Ahead, host_memory
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -122,7 +122,7 @@ class Checkpoint:
         places = [file.tensors[name] for name in names]
         start = places[0].offset
         # Not mmap of the file: a mapped file that is cut short kills the process with SIGBUS.
-        data = fresh(places[-1].offset + places[-1].spec.nbytes - start)
+        data = host_memory(places[-1].offset + places[-1].spec.nbytes - start)
         if not hashed:
             file.read_into(start, data)
         made = []

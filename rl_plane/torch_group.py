@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.buffers import fresh
+from rl_plane.buffers import host_memory
 from rl_plane.errors import DeadlineExceeded, EngineFailed, PlaneError, Unavailable, Unsupported
 from rl_plane.group_place import FORM_AGAIN, Place
 from rl_plane.lifelines import Lifelines, connected
@@ -409,7 +409,9 @@ def gpu(device: str | None) -> str:
 
 def _bytes(nbytes: int) -> Any:
     torch = import_torch()
-    return torch.frombuffer(fresh(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(host_memory(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def digest_tensor() -> torch.Tensor:

@@ -38,6 +38,8 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
 STORED = (
     ("filesystem", "plain read"),
     ("filesystem, unverified", "plain read"),
+    ("filesystem", "plain read into used memory"),
+    ("filesystem, unverified", "plain read into used memory"),
     ("object_store", "nats-py get"),
     ("object_store, unverified", "nats-py get"),
     ("object_store", "plain read"),
@@ -53,14 +55,14 @@ SHARED_MEMORY = [
     ("ipc, 67 MB, layout tensors, digests not checked", "copy"),
     ("ipc, 67 MB, layout tensors", "copy"),
     (f"ipc, 67 MB{HASHED}", "copy"),
-    ("ipc, 67 MB, staged, digests not checked", "copy into new memory"),
-    ("ipc, 67 MB, staged", "copy into new memory"),
+    ("ipc, 67 MB, staged, digests not checked", "copy"),
+    ("ipc, 67 MB, staged", "copy"),
 ]
 
 PULLS = [
     (f"nixl, 34 MB{what}", receivers)
     for receivers in (1, 3)
-    for what in (", digests not checked", "", HASHED, ", staged")
+    for what in (", digests not checked", "", HASHED, ", staged, digests not checked", ", staged")
     if have_nixl()
 ]
 STREAMS = [
@@ -80,7 +82,14 @@ STREAMS = [
 ]
 BROADCASTS = [
     f"gloo, 67 MB{what}"
-    for what in (", lent, digests not checked", ", digests not checked", "", HASHED, ", staged")
+    for what in (
+        ", lent, digests not checked",
+        ", digests not checked",
+        "",
+        HASHED,
+        ", lent, staged, digests not checked",
+        ", staged",
+    )
 ]
 
 PUBLISHED = [

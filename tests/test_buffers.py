@@ -4,20 +4,78 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from rl_plane.buffers import HUGE_BYTES, Ahead, fresh
+from rl_plane import buffers
+from rl_plane.buffers import HUGE_BYTES, Ahead, host_memory
 from rl_plane.versions import HostTensor, TensorSpec
 
 BOUND_S = 30.0
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, HUGE_BYTES - 1, HUGE_BYTES, 3 * HUGE_BYTES + 5])
-def test_fresh_memory_is_as_long_as_asked_and_nobody_elses(nbytes: int) -> None:
-    one, other = fresh(nbytes), fresh(nbytes)
-    one[:] = b"x" * nbytes
-    assert (one.nbytes, bytes(other)) == (nbytes, bytes(nbytes))
+def test_memory_is_as_long_as_asked_and_nobody_elses(nbytes: int) -> None:
+    one, other = host_memory(nbytes), host_memory(nbytes)
+    one[:], other[:] = b"x" * nbytes, b"y" * nbytes
+    assert (bytes(one), bytes(other)) == (b"x" * nbytes, b"y" * nbytes)
+
+
+def address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def test_memory_is_taken_again_once_nothing_is_left_in_it() -> None:
+    buffers._given_back.clear()
+    memory = host_memory(HUGE_BYTES)
+    where, piece = address(memory), np.frombuffer(memory[5:6], np.uint8)
+    del memory
+    other = host_memory(HUGE_BYTES)
+    assert address(other) != where, "a piece of it is in use"
+    del piece
+    assert address(host_memory(HUGE_BYTES)) == where
+    del other
+    assert len(buffers._given_back) == 2
+
+
+def test_no_more_memory_is_kept_than_was_used_at_once() -> None:
+    buffers._given_back.clear()
+    most = 6 * HUGE_BYTES
+    for nbytes in (HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES, 5 * HUGE_BYTES + 1, HUGE_BYTES + 1):
+        used = [host_memory(nbytes) for _ in range(most // nbytes)]
+        assert sum(map(len, buffers._given_back)) + nbytes * len(used) <= most
+        del used
+        assert sum(map(len, buffers._given_back)) <= most
+
+
+def test_threads_that_take_memory_and_give_it_back_share_none() -> None:
+    def take(mark: int) -> bool:
+        alone = True
+        for _ in range(200):
+            memory = np.frombuffer(host_memory(HUGE_BYTES), np.uint8)
+            memory[::4096] = mark
+            alone = alone and bool((memory[::4096] == mark).all())
+        return alone
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(take, range(8)))
+
+
+def test_a_version_is_staged_in_the_memory_of_the_one_before() -> None:
+    pytest.importorskip("torch")
+    from worker.engines.hf_weights import host_copies
+
+    spec = TensorSpec("U8", (HUGE_BYTES,))
+    lent = [("a", HostTensor(spec, memoryview(bytes(HUGE_BYTES))))]
+
+    def staged() -> int:
+        ((_, tensor),) = host_copies(lent, {"a": spec}, frozenset(), False, lambda: False)
+        return int(tensor.data_ptr())
+
+    buffers._given_back.clear()
+    assert staged() == staged()
 
 
 def threads() -> int:
@@ -85,7 +143,7 @@ def test_staged_weights_keep_what_they_own_and_copy_what_is_lent_or_askew() -> N
     torch = pytest.importorskip("torch")
     from worker.engines.hf_weights import host_copies
 
-    spec, place = TensorSpec("F32", (2,)), fresh(16)
+    spec, place = TensorSpec("F32", (2,)), host_memory(16)
     for start, owned, kept in ((4, True, True), (4, False, False), (1, True, False)):
         place[:] = bytes(16)
         tensor = HostTensor(spec, place[start : start + 8], owned)

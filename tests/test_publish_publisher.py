@@ -624,7 +624,7 @@ async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeyp
     def refused(nbytes: int) -> memoryview:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(host_copy, "fresh", refused)
+    monkeypatch.setattr(host_copy, "host_memory", refused)
     publisher = WeightPublisher(plane.model(1), await plane.client(), transport="object_store")
     await publisher.publish_async("one")
     assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}

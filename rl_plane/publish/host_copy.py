@@ -7,7 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from rl_plane import delta
-from rl_plane.buffers import fresh
+from rl_plane.buffers import host_memory
 from rl_plane.publish.packing import Tensor, copy_into, in_order, raw_bytes
 from rl_plane.publish.sources import Taken
 from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec, config_line, tensor_digest, tensors_digest
@@ -97,7 +97,7 @@ class HostCopy:
         specs = dict(taken.specs)
         if specs != self.specs:
             self.drop()  # before the new ones: there is room for one
-            self._places = {name: fresh(spec.nbytes) for name, spec in specs.items()}
+            self._places = {name: host_memory(spec.nbytes) for name, spec in specs.items()}
             self.specs = specs
 
     def _compared(self, name: str, tensor: Tensor, threads: Executor) -> bytes | None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from rl_plane.buffers import host_memory
 from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec
 from worker.engines.weight_checks import WeightChecks, write_noise
@@ -123,10 +124,9 @@ def _kept(tensor: HostTensor) -> torch.Tensor:
         return torch.empty(spec.shape, dtype=DTYPE_OF_NAME[spec.dtype])
     kept = np.frombuffer(tensor.data, dtype=np.uint8)
     if not tensor.owned or kept.ctypes.data % DTYPE_BYTES[spec.dtype]:
-        # Through numpy, which takes read-only memory, lets other threads run meanwhile, and asks for huge pages: what
-        # torch.empty gives takes longer to free than the swap takes to copy, and it is freed while the engine is
-        # paused.
-        copied = np.empty(spec.nbytes, dtype=np.uint8)
+        # Through numpy, which takes read-only memory and lets other threads run meanwhile. Not what torch.empty gives:
+        # that takes longer to free than the swap takes to copy, and it is freed while the engine is paused.
+        copied = np.frombuffer(host_memory(spec.nbytes), dtype=np.uint8)
         np.copyto(copied, kept)
         kept = copied
     return torch.from_numpy(kept).view(DTYPE_OF_NAME[spec.dtype]).reshape(spec.shape)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from rl_plane.buffers import fresh
+from rl_plane.buffers import host_memory
 from rl_plane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, InvalidWeights, Unavailable
 from rl_plane.manifest import Bucket, Manifest
 from rl_plane.publish.ipc_cuda import Handle, OpenBuckets, read_opened, remove_counters, uuid_of
@@ -247,7 +247,7 @@ class IpcDelivery(PackedDelivery):
             if starts is None:
                 self._bucket = self._source.read(number, bucket.nbytes)
                 return False
-            whole = fresh(bucket.nbytes)
+            whole = host_memory(bucket.nbytes)
             filled = [one for one in bucket.tensors if one.spec.nbytes]
             places = [whole[one.offset :][: one.spec.nbytes] for one in filled]
             if not isinstance(starts, list) or [type(one) for one in starts] != [int] * len(filled):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_plane.buffers import Ahead, fresh
+from rl_plane.buffers import Ahead, host_memory
 from rl_plane.bus import CONNECT_TIMEOUT_S
 from rl_plane.checkpoint import Kind
 from rl_plane.errors import BusUnreachable, InvalidWeights, Unavailable
@@ -169,7 +169,7 @@ class ObjectDelivery(PackedDelivery):
 
         def buckets() -> Iterator[memoryview]:
             for start, bucket in zip(starts, manifest.buckets, strict=True):
-                data = fresh(bucket.nbytes)
+                data = host_memory(bucket.nbytes)
                 reader.read(start, data)
                 yield data
             if not whole:
