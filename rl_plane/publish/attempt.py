@@ -193,6 +193,9 @@ class Attempt:
         self._publication.goes_by(partial(self._close, self._sender))
 
     def _when_free(self, act: Callable[[], T]) -> T:
+        """What `act` returns. While another trainer's update is under way, or is prepared and waits, that is refused as
+        Locked, and done again each AGAIN_S; the first refusal after OTHERS_S is raised. Who gives the publication up
+        meanwhile is heard before the next time, and that is raised."""
         until = time.monotonic() + OTHERS_S
         while True:
             self._check_wanted()
