@@ -53,6 +53,7 @@ from rl_plane.publish.packing import raw_bytes, spec_of
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
 from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
+from rl_plane.publish.threads import on_thread
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from rl_plane.versions import tensor_digest
@@ -1412,7 +1413,7 @@ def test_a_gpu_that_has_failed_is_for_its_readers_to_tell(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("torch.cuda.device", failed)
     told: Future[str] = Future()
-    attempts.on_thread(lambda: told.set_result("read"))
+    on_thread(lambda: told.set_result("read"))
     assert told.result(BOUND_S) == "read"
 
 
@@ -1432,7 +1433,7 @@ def test_a_trainer_without_torch_does_not_import_it() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import asyncio, threading\n"
-        "from rl_plane.publish.attempt import at_callers_gpu, on_thread\n"
+        "from rl_plane.publish.threads import at_callers_gpu, on_thread\n"
         "read = threading.Event()\n"
         "on_thread(read.set)\n"
         f"assert read.wait({BOUND_S})\n"
