@@ -9,7 +9,6 @@ import errno
 import functools
 import importlib
 import itertools
-import json
 import os
 import platform
 import subprocess
@@ -71,8 +70,6 @@ HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
 
 ROOT = Path(__file__).parent.parent
-RANKS_S = 150.0
-"""Two processes that import torch beside other tests, and each version's groups."""
 
 
 def root_of(plane: Plane) -> Path:
@@ -1520,82 +1517,6 @@ async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -
             await publisher.publish_async("one")
     assert {label for label, _, _ in await served(plane)} == {"initial"}
     await asyncio.to_thread(publisher.close)
-
-
-async def told_by_two_ranks(plane: Plane, script: str, *args: str) -> list[dict[str, Any]]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [*torchrun, script, plane.url, plane.namespace, plane.component, *args],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=RANKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
-
-
-@pytest.mark.timeout(RANKS_S + 60)
-async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
-    """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""
-    torch = pytest.importorskip("torch")
-    from tests.failing_ranks import BROKEN, VERSIONS
-    from tests.sharded_sources import digest_of, fresh
-
-    model, first = fresh(), plane.tmp / "weights" / "first"
-    first.mkdir(parents=True)
-    save(model, first)
-    plane.spawn_many(2, model=first)
-    transports = ("gloo", "ipc")
-    told = await told_by_two_ranks(plane, "tests/failing_ranks.py", *transports)
-    versions = [f"{transport} {number}" for transport in transports for number in range(1, VERSIONS + 1)]
-    assert {(one["rank"], one["version"]): one["error"] for one in told} == {
-        (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""
-        for rank in range(2)
-        for version in versions
-    }
-    for _ in versions:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-    _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(transports))}
-
-
-@pytest.mark.timeout(RANKS_S + 60)
-async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
-    """Also what comes after the last tensor that is sent: one that is left out is gathered, and a barrier is met. One
-    that was not announced fails the version."""
-    torch = pytest.importorskip("torch")
-    from tests.exporting_ranks import GROWN, VERSIONS
-    from tests.sharded_sources import digest_of, fresh
-
-    model, first = fresh(), plane.tmp / "weights" / "first"
-    first.mkdir(parents=True)
-    save(model, first)
-    plane.spawn_many(2, model=first)
-    ways = ("gloo:full", "ipc:full", "ipc:delta")
-    told = await told_by_two_ranks(plane, "tests/exporting_ranks.py", *ways)
-    versions = [f"{way} {number}" for way in ways for number in range(1, VERSIONS + 1)]
-    assert [(one["version"], one["error"]) for one in told if one["rank"] == 1] == [
-        (name, "") for name in versions
-    ]
-    refused = f"InvalidRequest: nothing was announced next, and {GROWN!r} came"
-    assert [(one["version"], one["error"]) for one in told if one["rank"] == 0] == [
-        (name, refused if name.endswith("2") else "") for name in versions
-    ]
-    for rank in range(2):  # once more for each publisher, at first
-        ended = [one["ended"] for one in told if one["rank"] == rank]
-        assert ended == [number + number // VERSIONS + 2 for number in range(len(versions))]
-    for _ in versions:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-    _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(ways))}
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])
