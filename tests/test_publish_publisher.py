@@ -30,7 +30,6 @@ import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
 from rl_plane.client import RlClient
 from rl_plane.errors import (
-    BusUnreachable,
     Conflict,
     InvalidRequest,
     InvalidWeights,
@@ -51,12 +50,13 @@ from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.packing import raw_bytes, spec_of
 from rl_plane.publish.sender import Surroundings, world_size
 from rl_plane.publish.senders import candidates, installed
-from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
+from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.publish.threads import on_thread
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.sync import SyncRlClient
 from rl_plane.versions import tensor_digest
 from tests.conftest import Plane
+from tests.publishing import BOUND_S, Broken, Changing, Gathering, Held, all_keep, nudged, root_of, serve, served
 from tests.test_delta_fleet import tensors_in
 from tests.test_plane_update import all_serve
 from tests.test_worker_healing import until_behind
@@ -65,40 +65,10 @@ from worker.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
-BOUND_S = 60.0
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
 
 ROOT = Path(__file__).parent.parent
-
-
-def root_of(plane: Plane) -> Path:
-    return plane.tmp / "weights" / "published"
-
-
-async def serve(client: RlClient, label: str) -> bool:
-    """Do all? On a busy machine a question may go unanswered."""
-    with contextlib.suppress(BusUnreachable):
-        return await all_serve(client, label)
-    return False
-
-
-async def all_keep(client: RlClient, model: Path) -> bool:
-    rows = (await client.run("workers"))["workers"]
-    return {row.get("kept") for row in rows} == {model_digest(model)}
-
-
-async def served(plane: Plane) -> set[tuple[str, str, int]]:
-    """(label, digest, sequence) of every worker that is open."""
-    fleet = await plane.fleet("state")
-
-    async def answered() -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = (await fleet.run("state"))["workers"]
-        return rows if all(row["status"] == "ok" for row in rows) else []
-
-    rows = await plane.until(answered, BOUND_S)  # a busy machine takes more than a second to answer
-    assert all(row["admission"]["open"] for row in rows)
-    return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
 
 
 async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> None:
@@ -131,21 +101,6 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     assert told[-1].nbytes == told[-1].of_nbytes > 0
     # The committed one and the newest stay on the disk.
     assert len(list(root_of(plane).iterdir())) == 2
-
-
-class Broken(DirectorySource):
-    """Fails after some tensors."""
-
-    good = 10
-
-    def take(self) -> Taken:
-        taken = super().take()
-
-        def tensors() -> Iterator[Any]:
-            yield from itertools.islice(taken.tensors, self.good)
-            raise RuntimeError("out of memory, say")
-
-        return Taken(taken.specs, tensors(), None, taken.close)
 
 
 @pytest.mark.parametrize("backend", sorted(installed().keys() - {"nccl"}))
@@ -224,28 +179,6 @@ async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
         assert why["message"] in message
     assert await served(plane) == {("initial", model_digest(plane.model(0, **shape)), 0)}
     await asyncio.to_thread(publisher.close)
-
-
-class Held:
-    """A source that stops in the middle until it is let go."""
-
-    collective = False
-    adapter = False
-
-    def __init__(self, path: Path) -> None:
-        self._inner = DirectorySource(path)
-        self.begun = threading.Event()
-        self.go = threading.Event()
-
-    def take(self) -> Taken:
-        taken = self._inner.take()
-
-        def tensors() -> Iterator[Any]:
-            self.begun.set()
-            assert self.go.wait(BOUND_S)
-            yield from taken.tensors
-
-        return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
 
 
 async def test_who_died_before_it_came_is_not_waited_for(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1113,13 +1046,6 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
     await asyncio.to_thread(publisher.close)
 
 
-def save(model: Any, directory: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = dict(ModuleSource(model).take().tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
 def loaded(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -1152,29 +1078,6 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
         await client.run("update_weights", unstaged)
     assert refused.value.facts["field"] == "policy.staging"
     await asyncio.to_thread(publisher.close)
-
-
-class Gathering(Held):
-    """As sharded weights are: every rank must use the iterator up."""
-
-    collective = True
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.go.set()
-        self.taken = 0
-        self.thread: threading.Thread | None = None
-
-    def take(self) -> Taken:
-        taken = super().take()
-
-        def tensors() -> Iterator[Any]:
-            self.thread = threading.current_thread()
-            for pair in taken.tensors:
-                self.taken += 1
-                yield pair
-
-        return Taken(taken.specs, tensors(), None, taken.close)
 
 
 class Joining:
@@ -2037,31 +1940,6 @@ async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
 
 
 # ---- every way ----
-
-
-class Changing:
-    """A trainer's weights: other ones each time."""
-
-    collective = False
-    adapter = False
-
-    def __init__(self) -> None:
-        self.path = Path()
-
-    def take(self) -> Taken:
-        return DirectorySource(self.path).take()
-
-
-def nudged(plane: Plane, model: Path, number: int) -> Path:
-    """The same weights, but for a few bits of one tensor."""
-    tensors = tensors_in(model)
-    name = sorted(tensors)[number % len(tensors)]
-    spec, data = tensors[name]
-    tensors[name] = (spec, bytes([data[0] ^ (1 + number)]) + data[1:])
-    path = plane.tmp / "weights" / f"{model.name}+{number}"
-    path.mkdir()
-    write_safetensors(path / "model.safetensors", tensors)
-    return path
 
 
 @pytest.mark.parametrize("transport", ["filesystem", "gloo", "ipc", "nixl", "object_store"])

@@ -9,14 +9,16 @@ import pytest
 
 pytest.importorskip("torch")
 
+from safetensors.torch import save_file
+
 from rl_plane.publish.sources import ModuleSource
 from tests.conftest import Plane
 from tests.exporting_ranks import GROWN
 from tests.failing_ranks import BROKEN
+from tests.publishing import served
 from tests.publishing_ranks import VERSIONS, add_one
 from tests.scripts import told_by_ranks
 from tests.sharded_sources import digest_of, fresh
-from tests.test_publish_publisher import save, served
 
 RANKS_S = 150.0
 """Two processes that import torch beside other tests, and each version's groups."""
@@ -28,7 +30,7 @@ async def told_by_two_ranks(plane: Plane, script: str, *ways: str) -> tuple[list
     """(the versions, what each rank told of each): two workers serve the last one. One by each way fails."""
     model, first = fresh(), plane.tmp / "weights" / "first"
     first.mkdir(parents=True)
-    save(model, first)
+    save_file(dict(ModuleSource(model).take().tensors), first / "model.safetensors")
     plane.spawn_many(2, model=first)
     where = (plane.url, plane.namespace, plane.component)
     told = await asyncio.to_thread(told_by_ranks, 2, script, *where, *ways, timeout_s=RANKS_S)
