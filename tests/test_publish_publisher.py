@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-import rl_plane.publish.attempt as attempt_module
 import rl_plane.publish.attempt as attempts
 import rl_plane.publish.host_copy as host_copy
 import rl_plane.publish.ipc as ipc
@@ -48,6 +47,7 @@ from rl_plane.sync import SyncRlClient
 from rl_plane.versions import tensor_digest
 from tests.conftest import Plane
 from tests.publishing import BOUND_S, Broken, Changing, Gathering, Held, nudged, root_of, serve, served
+from tests.scripts import ROOT
 from tests.test_delta_fleet import tensors_in
 from tests.test_worker_healing import until_behind
 from worker.engines.fake import make_fake_adapter
@@ -57,8 +57,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
-
-ROOT = Path(__file__).parent.parent
 
 
 async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> None:
@@ -199,7 +197,7 @@ async def test_another_trainers_group_takes_no_update_that_is_sent(
     """It waits for a while; the one that is sent is committed."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
-    monkeypatch.setattr(attempt_module, "OTHERS_S", 0.0)
+    monkeypatch.setattr(attempts, "OTHERS_S", 0.0)
     how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
     client, fleet = await plane.client(), await plane.fleet()
     held = Held(plane.model(1))
@@ -1308,9 +1306,6 @@ async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
         await publisher.publish_async("one")
 
 
-# ---- every way ----
-
-
 @pytest.mark.parametrize("transport", ["filesystem", "gloo", "ipc", "nixl", "object_store"])
 async def test_each_transport_brings_one_version_after_another(transport: str, plane: Plane) -> None:
     pytest.importorskip({"gloo": "torch", "nixl": "nixl"}.get(transport, "rl_plane"))
@@ -1343,7 +1338,7 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
 
 def test_the_page_of_transports_lists_what_is_tested() -> None:
     """In every engine, at one rank and two: tests/each_transport.py."""
-    page = (Path(__file__).parent.parent / "docs" / "transports.md").read_text()
+    page = (ROOT / "docs" / "transports.md").read_text()
     everywhere = "| base, LoRA, delta " * 3 + "|"
     listed = {
         line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.endswith(everywhere)

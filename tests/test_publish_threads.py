@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
 
 def test_other_ranks_only_gather(tmp_path: Path) -> None:
-    from worker.engines.fake import make_fake_model
-
     source = Gathering(make_fake_model(tmp_path, 1))
     publisher = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)  # which is never asked
     publication = publisher.publish("one")
