@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +15,7 @@ pytest.importorskip("peft")
 from frontend.options import FrontendOptions
 from frontend.process import started
 from tests.reference import greedy
+from tests.scripts import run, torchrun
 from worker.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -25,27 +23,12 @@ pytestmark = pytest.mark.slow
 if TYPE_CHECKING:
     from tests.conftest import Plane
 
-ROOT = Path(__file__).parent.parent
 START_S = 150.0
 EXAMPLE_S = 150.0
 PROMPT = [5, 6, 7]
 TOKENS = 8
 LOGPROB = 2e-3
 """Between two ways to compute the same float32 model, in nats."""
-
-
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=EXAMPLE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 async def says(http: httpx.AsyncClient, ids: list[str], base: Path, adapter: Path | None = None) -> None:
@@ -73,13 +56,12 @@ async def test_the_examples_train_a_fleet(plane: Plane) -> None:
         plain, sharded, adapter = (plane.tmp / name for name in ("plain", "sharded", "adapter"))
 
         def example(*command: str, model: Path, out: Path) -> str:
-            return run(*command, "--model", str(model), "--out", str(out), *common)
+            return run(*command, "--model", str(model), "--out", str(out), *common, timeout_s=EXAMPLE_S)
 
         told = await asyncio.to_thread(example, "examples/plain_torch.py", model=first, out=plain)
         assert "the fleet serves step_3, blake3:" in told
         await says(http, ids, plain)
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        told = await asyncio.to_thread(example, *torchrun, "examples/fsdp2.py", model=plain, out=sharded)
+        told = await asyncio.to_thread(example, *torchrun(2), "examples/fsdp2.py", model=plain, out=sharded)
         assert told.count("the fleet serves sharded_") == 2  # rank 0 alone
         await says(http, ids, sharded)
         told = await asyncio.to_thread(example, "examples/peft_lora.py", model=sharded, out=adapter)

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import functools
-import importlib
 import itertools
-import json
 import os
 import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 
-import rl_plane.publish.attempt as attempt_module
 import rl_plane.publish.attempt as attempts
-import rl_plane.publish.attempt_by_copy as by_copy
 import rl_plane.publish.host_copy as host_copy
 import rl_plane.publish.ipc as ipc
 import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
 from rl_plane.client import RlClient
 from rl_plane.errors import (
-    BusUnreachable,
     Conflict,
     InvalidRequest,
     InvalidWeights,
@@ -40,67 +33,30 @@ from rl_plane.errors import (
     NoWorkers,
     PlaneError,
     Unavailable,
-    Unsupported,
     UpdateAborted,
 )
 from rl_plane.manifest import Manifest, pack
 from rl_plane.publish import Progress, Publication, WeightPublisher
 from rl_plane.publish.filesystem import FilesystemSender
 from rl_plane.publish.fleets import BlockingFleet
-from rl_plane.publish.free_memory import free_memory
-from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.packing import raw_bytes, spec_of
 from rl_plane.publish.sender import Surroundings, world_size
-from rl_plane.publish.senders import candidates, installed
-from rl_plane.publish.sources import DirectorySource, ModuleSource, Taken
-from rl_plane.safetensors_file import write_safetensors
+from rl_plane.publish.senders import installed
+from rl_plane.publish.sources import DirectorySource, Taken
 from rl_plane.sync import SyncRlClient
 from rl_plane.versions import tensor_digest
 from tests.conftest import Plane
+from tests.publishing import BOUND_S, Broken, Changing, Gathering, Held, nudged, root_of, serve, served
+from tests.scripts import ROOT
 from tests.test_delta_fleet import tensors_in
-from tests.test_plane_update import all_serve
 from tests.test_worker_healing import until_behind
-from worker.engines.fake import make_fake_adapter, make_fake_model
+from worker.engines.fake import make_fake_adapter
 from worker.staging import adapter_digest, model_digest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parallel]
 
-BOUND_S = 60.0
 HEAL_S = 120.0
 """A worker that starts, and imports torch and nixl to fetch."""
-
-ROOT = Path(__file__).parent.parent
-RANKS_S = 150.0
-"""Two processes that import torch beside other tests, and each version's groups."""
-
-
-def root_of(plane: Plane) -> Path:
-    return plane.tmp / "weights" / "published"
-
-
-async def serve(client: RlClient, label: str) -> bool:
-    """Do all? On a busy machine a question may go unanswered."""
-    with contextlib.suppress(BusUnreachable):
-        return await all_serve(client, label)
-    return False
-
-
-async def all_keep(client: RlClient, model: Path) -> bool:
-    rows = (await client.run("workers"))["workers"]
-    return {row.get("kept") for row in rows} == {model_digest(model)}
-
-
-async def served(plane: Plane) -> set[tuple[str, str, int]]:
-    """(label, digest, sequence) of every worker that is open."""
-    fleet = await plane.fleet("state")
-
-    async def answered() -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = (await fleet.run("state"))["workers"]
-        return rows if all(row["status"] == "ok" for row in rows) else []
-
-    rows = await plane.until(answered, BOUND_S)  # a busy machine takes more than a second to answer
-    assert all(row["admission"]["open"] for row in rows)
-    return {(row["version"]["label"], row["version"]["digest"], row["sequence"]) for row in rows}
 
 
 async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> None:
@@ -133,21 +89,6 @@ async def test_a_version_is_published_by_each_kind_of_client(plane: Plane) -> No
     assert told[-1].nbytes == told[-1].of_nbytes > 0
     # The committed one and the newest stay on the disk.
     assert len(list(root_of(plane).iterdir())) == 2
-
-
-class Broken(DirectorySource):
-    """Fails after some tensors."""
-
-    good = 10
-
-    def take(self) -> Taken:
-        taken = super().take()
-
-        def tensors() -> Iterator[Any]:
-            yield from itertools.islice(taken.tensors, self.good)
-            raise RuntimeError("out of memory, say")
-
-        return Taken(taken.specs, tensors(), None, taken.close)
 
 
 @pytest.mark.parametrize("backend", sorted(installed().keys() - {"nccl"}))
@@ -228,28 +169,6 @@ async def test_a_worker_that_ends_while_it_receives_is_named_and_why(
     await asyncio.to_thread(publisher.close)
 
 
-class Held:
-    """A source that stops in the middle until it is let go."""
-
-    collective = False
-    adapter = False
-
-    def __init__(self, path: Path) -> None:
-        self._inner = DirectorySource(path)
-        self.begun = threading.Event()
-        self.go = threading.Event()
-
-    def take(self) -> Taken:
-        taken = self._inner.take()
-
-        def tensors() -> Iterator[Any]:
-            self.begun.set()
-            assert self.go.wait(BOUND_S)
-            yield from taken.tensors
-
-        return Taken(taken.specs, tensors(), taken.adapter_config, taken.close)
-
-
 async def test_who_died_before_it_came_is_not_waited_for(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the fleet and the update: the others get it meanwhile."""
     shape = {"tensors": 8, "nbytes": 1000}
@@ -278,7 +197,7 @@ async def test_another_trainers_group_takes_no_update_that_is_sent(
     """It waits for a while; the one that is sent is committed."""
     pytest.importorskip("torch")
     plane.spawn_many(2)
-    monkeypatch.setattr(attempt_module, "OTHERS_S", 0.0)
+    monkeypatch.setattr(attempts, "OTHERS_S", 0.0)
     how: dict[str, Any] = {"transport": "gloo", "bucket_bytes": 1500, "workers": 2}
     client, fleet = await plane.client(), await plane.fleet()
     held = Held(plane.model(1))
@@ -355,268 +274,6 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
     assert events[0] == ("kept", None)
 
 
-async def test_deltas_by_the_publishers_own_copy(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last version but one may be gone, a source may fail, and a worker may have lost what it kept."""
-    plane.spawn_many(2)
-    models = [plane.model(1)]
-    for number in range(1, 11):
-        models.append(nudged(plane, models[-1], number))
-    client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, root=root_of(plane), options={"keep": 1}, encoding="delta")
-
-    async def publish(model: int, encoding: str) -> None:
-        source.path = models[model]
-        await publisher.publish_async(f"step {model}")
-        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
-        assert (newest["label"], newest["encoding"]) == (f"step {model}", encoding)
-        # A worker that offers what it keeps loads nixl, and with it torch: on a busy machine it is late once.
-        await plane.until(lambda: serve(client, f"step {model}"), BOUND_S)
-        await plane.until(lambda: all_keep(client, models[model]), BOUND_S)
-
-    for model, encoding in ((0, "full"), (1, "delta"), (2, "delta"), (3, "delta")):
-        await publish(model, encoding)
-    # What the chain needs has stayed, for one that is new.
-    plane.spawn()
-    await plane.until(lambda: all_serve(client, "step 3"), BOUND_S)
-    # A source that breaks off, or a fleet that refuses, leaves the copy at what is committed.
-    broken, whole = Broken(models[5]), publisher._source
-    broken.good = 3
-    publisher._source = broken
-    with pytest.raises(RuntimeError, match="out of memory"):
-        await publisher.publish_async("broken")
-    publisher._source = whole
-    publisher._told.policy["min_ready"] = 9
-    source.path = models[6]
-    with pytest.raises(UpdateAborted, match="min_ready"):
-        await publisher.publish_async("too few")
-    del publisher._told.policy["min_ready"]
-    await publish(4, "delta")
-    # Nobody keeps it, and what would bring it is gone.
-    body: dict[str, Any] = {"transport": {"backend": "filesystem", "path": str(models[4])}}
-    await client.run("update_weights", body)
-    models[4].rename(plane.tmp / "away")
-    with monkeypatch.context() as patch:
-        patch.setattr(by_copy.AttemptByCopy, "_is_kept", lambda *_: True)
-        await publish(5, "full")
-    await publish(6, "delta")
-    # Somebody else has published meanwhile.
-    body = {"transport": {"backend": "filesystem", "path": str(models[2])}, "policy": {"keep_staged": True}}
-    await client.run("update_weights", body)
-    await publish(7, "full")
-    await publish(8, "delta")
-    # By another way: what the chain needs went with the sender before.
-    assert publisher._way is not None
-    publisher._way.told = dataclasses.replace(publisher._told, transport="object_store")
-    await publish(9, "full")
-    await publish(10, "delta")
-    await asyncio.to_thread(publisher.close)
-
-
-@pytest.mark.parametrize(("transport", "encodings"), [("ipc", ["full"]), ("filesystem", ["delta", "full"])])
-async def test_a_worker_that_can_not_follow_deltas_is_brought_back_by_a_full_version(
-    transport: str, encodings: list[str], plane: Plane
-) -> None:
-    """At once where nobody can fetch what it lacks; else after the first delta that it was left out of."""
-    alone = "import sys; sys.modules['nixl'] = None"  # no other worker helps it
-    worker, _ = (plane.spawn(patch=alone) for _ in range(2))
-    models = [plane.model(1)]
-    for number in range(1, 5):
-        models.append(nudged(plane, models[-1], number))
-    client, source = await plane.client(), Changing()
-    root = root_of(plane) if transport == "filesystem" else None
-    publisher = WeightPublisher(source, client, transport=transport, root=root, encoding="delta", workers=2)
-
-    async def publish(model: int) -> str:
-        source.path = models[model]
-        await publisher.publish_async(f"step {model}")
-        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
-        assert newest["label"] == f"step {model}"
-        return str(newest["encoding"])
-
-    for model, encoding in enumerate(("full", "delta")):
-        assert await publish(model) == encoding
-        await plane.until(functools.partial(all_keep, client, models[model]), BOUND_S)
-    worker.kill()
-    if root is not None:
-        for version in root.iterdir():
-            version.rename(plane.tmp / version.name)
-    assert await (await client.view()).wait_until(lambda now: len(now) == 1, BOUND_S)
-    again = plane.spawn(instance_id=worker.instance_id, patch=alone)
-    await until_behind(plane, client, again.instance_id)
-    assert [await publish(2 + number) for number in range(len(encodings))] == encodings
-    last = 2 + len(encodings)
-    await plane.until(lambda: serve(client, f"step {last - 1}"), BOUND_S)
-    await plane.until(lambda: all_keep(client, models[last - 1]), BOUND_S)
-    assert await publish(last) == "delta"
-    await plane.until(lambda: serve(client, f"step {last}"), BOUND_S)
-    await asyncio.to_thread(publisher.close)
-
-
-async def test_no_delta_is_tried_where_a_worker_can_not_keep_what_it_serves(plane: Plane) -> None:
-    """It would be refused each time, and the full version sent after it."""
-    plane.spawn()
-    # Its model ties tensors, say.
-    plane.spawn(patch="import worker.receiver; worker.receiver.as_kept = lambda *_: None")
-    models = [plane.model(1)]
-    models += [nudged(plane, models[0], number) for number in (1, 2)]
-    client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, root=root_of(plane), encoding="delta", workers=2)
-    for number, source.path in enumerate(models):
-        await publisher.publish_async(f"step {number}")
-        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
-    assert None in {row.get("kept") for row in (await client.run("workers"))["workers"]}
-    told = (await client.run("updates"))["updates"]
-    sent = [(one["label"], one["encoding"], one["outcome"]) for one in told if one["label"] != "initial"]
-    assert sent == [(f"step {number}", "full", "committed") for number in (2, 1, 0)]
-    await asyncio.to_thread(publisher.close)
-
-
-async def test_a_delta_is_chosen_where_bytes_are_slow_and_there_is_memory(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Across machines, or by objects; not within one."""
-    plane.spawn()
-    models = [plane.model(1)]
-    for number in range(1, 11):
-        models.append(nudged(plane, models[-1], number))
-    client, source = await plane.client(), Changing()
-    rest = iter(enumerate(models))
-
-    async def publish(encoding: str, *, kept: bool) -> None:
-        number, source.path = next(rest)
-        await publisher.publish_async(f"step {number}")
-        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
-        assert (newest["label"], newest["encoding"]) == (f"step {number}", encoding)
-        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
-        digest = model_digest(source.path) if kept else None
-
-        async def keeps() -> bool:
-            return [row.get("kept") for row in (await client.run("workers"))["workers"]] == [digest]
-
-        await plane.until(keeps, BOUND_S)
-
-    publisher = WeightPublisher(source, client, root=root_of(plane))
-    await publish("full", kept=False)
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "elsewhere")
-        await publish("full", kept=True)
-        await publish("delta", kept=True)
-        nbytes = publisher._copy.nbytes
-        patch.setattr(by_copy, "free_memory", lambda: nbytes)
-        await publish("delta", kept=True)  # the copy is there already
-        patch.setattr(by_copy, "free_memory", lambda: nbytes - 1)
-        await publish("full", kept=False)
-        assert not publisher._copy.specs
-        patch.setattr(by_copy, "free_memory", lambda: 3 * nbytes)
-        await publish("full", kept=True)
-        patch.setitem(sys.modules, "numba", None)  # as if it weren't installed
-        await publish("full", kept=False)
-    await publish("full", kept=False)
-    assert not publisher._copy.specs
-    await asyncio.to_thread(publisher.close)
-
-    publisher = WeightPublisher(source, client, transport="object_store")
-    with monkeypatch.context() as patch:
-        patch.setattr(by_copy, "free_memory", lambda: 0)
-        await publish("full", kept=False)
-    await publish("full", kept=True)
-    await publish("delta", kept=True)
-    await asyncio.to_thread(publisher.close)
-
-
-@pytest.mark.parametrize("transport", ["gloo", "nixl"])
-async def test_deltas_that_are_chosen_overlap_the_next_step(
-    transport: str, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And when all are on one machine again, what was lent of the copy is given back."""
-    pytest.importorskip({"gloo": "torch"}.get(transport, transport))
-    plane.spawn()
-    client, source = await plane.client(), Changing()
-    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
-    publisher = WeightPublisher(source, plane.url, transport=transport, options={"host": "127.0.0.1"}, **how)
-    models = [plane.model(1)]
-    for number in (1, 2):
-        models.append(nudged(plane, models[-1], number))
-
-    async def publish(number: int, encoding: str) -> None:
-        source.path = models[number]
-        publication = publisher.publish(f"step {number}", wait=False)
-        await asyncio.to_thread(publication.wait_read, BOUND_S)
-        source.path = Path()
-        await publication.wait()
-        assert await served(plane) == {(f"step {number}", model_digest(models[number]), number + 1)}
-        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
-        assert newest["encoding"] == encoding
-
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "node", lambda: "elsewhere")
-        await publish(0, "full")
-        await plane.until(functools.partial(all_keep, client, models[0]), BOUND_S)
-        await publish(1, "delta")
-    await publish(2, "full")
-    assert not publisher._copy.specs
-    assert publisher._way is not None
-    if transport == "nixl":
-        assert publisher._way._sender._loan is None  # type: ignore[union-attr]
-    await asyncio.to_thread(publisher.close)
-
-
-def changed(plane: Plane, model: Path, share: float) -> Path:
-    """The same weights, but for so many of each tensor's bytes."""
-    tensors = {name: (spec, bytearray(data)) for name, (spec, data) in tensors_in(model).items()}
-    for _, data in tensors.values():
-        for place in range(0, len(data), max(1, round(1 / share))):
-            data[place] ^= 1
-    path = plane.tmp / "weights" / f"{model.name}~"
-    path.mkdir()
-    write_safetensors(
-        path / "model.safetensors", {name: (spec, bytes(data)) for name, (spec, data) in tensors.items()}
-    )
-    return path
-
-
-async def publish_changed(plane: Plane, share: float, count: int, **how: Any) -> tuple[list[str], WeightPublisher]:
-    """(how each version went, the publisher)"""
-    client, source = await plane.client(), Changing()
-    publisher = WeightPublisher(source, client, **how)
-    source.path = plane.model(1)
-    sent = []
-    for number in range(count):
-        await publisher.publish_async(f"step {number}")
-        (newest,) = (await client.run("updates", {"limit": 1}))["updates"]
-        assert newest["label"] == f"step {number}"
-        sent.append(newest["encoding"])
-        await plane.until(functools.partial(serve, client, f"step {number}"), BOUND_S)
-        if publisher._copy.specs:
-            await plane.until(functools.partial(all_keep, client, source.path), BOUND_S)
-        source.path = changed(plane, source.path, share)
-    return sent, publisher
-
-
-async def test_a_chain_of_deltas_is_no_larger_than_the_model(plane: Plane) -> None:
-    """Late workers fetch it, and what they fetch it from holds it."""
-    pytest.importorskip("nixl")
-    plane.spawn()
-    sent, publisher = await publish_changed(plane, 1 / 25, 7, transport="nixl", encoding="delta")
-    assert publisher._way is not None
-    kept = publisher._way._sender._kept[None]  # type: ignore[union-attr]
-    assert sum(one.area.nbytes for one in kept) <= 2 * publisher._copy.nbytes
-    assert sent[:2] == ["full", "delta"]
-    assert "full" in sent[2:]
-    assert "delta" in sent[-2:], "a new chain"
-    await asyncio.to_thread(publisher.close)
-
-
-def test_what_was_in_vain_is_tried_again_later() -> None:
-    copy = HostCopy()
-    copy.in_vain = TRIES - 1
-    assert copy.is_tried()
-    for _ in range(2):
-        copy.in_vain += 1
-        assert [copy.is_tried() for _ in range(AGAIN)] == [False] * AGAIN
-        assert copy.is_tried()
-
-
 async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that nobody can read beforehand refuse it."""
     plane.spawn()
@@ -634,99 +291,6 @@ async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeyp
     begin = functools.partial(WeightPublisher, plane.model(1), plane.url, initial="one", **where)
     await asyncio.to_thread((await asyncio.to_thread(begin)).close)
     assert {(label, digest) for label, digest, _ in await served(plane)} == {("one", model_digest(plane.model(1)))}
-
-
-async def test_what_nixl_was_lent_goes_before_more_memory_is_taken(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is too little for a copy, there is too little for one more."""
-    pytest.importorskip("nixl")
-    nixl = importlib.import_module("rl_plane.publish.nixl")
-
-    plane.spawn()
-    how: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "bucket_bytes": 1500}
-    source = Changing()
-    publisher = WeightPublisher(source, plane.url, transport="nixl", options={"host": "127.0.0.1"}, **how)
-    monkeypatch.setattr(platform, "node", lambda: "elsewhere")
-    source.path = plane.model(1)
-    await publisher.publish_async("one")
-    assert publisher._way is not None
-    sender, make, lent = publisher._way._sender, nixl.Memory, []
-    assert sender._loan is not None  # type: ignore[union-attr]
-
-    def memory(*given: Any) -> Any:
-        lent.append(sender._loan)  # type: ignore[union-attr]
-        return make(*given)
-
-    monkeypatch.setattr(by_copy, "free_memory", lambda: 0)
-    monkeypatch.setattr(nixl, "Memory", memory)
-    source.path = plane.model(2)
-    await publisher.publish("two", wait=False).wait()
-    assert lent == [None]
-    assert await served(plane) == {("two", model_digest(plane.model(2)), 2)}
-    await asyncio.to_thread(publisher.close)
-
-
-async def test_what_is_compared_in_vain_is_left(plane: Plane) -> None:
-    plane.spawn()
-    sent, publisher = await publish_changed(plane, 1.0, 4, transport="object_store")
-    assert sent == ["full"] * 4
-    assert publisher._copy.specs
-    await publisher.publish_async("one more")
-    assert not publisher._copy.specs
-    rows = (await (await plane.client()).run("workers"))["workers"]
-    assert [row.get("kept") for row in rows] == [None]
-    await asyncio.to_thread(publisher.close)
-
-
-@pytest.mark.parametrize(
-    ("how", "encoding"),
-    [
-        ({}, "auto"),
-        ({"encoding": "delta"}, "delta"),
-        ({"encoding": "full"}, "full"),
-        ({"policy": {"keep_staged": True}}, "auto"),
-        ({"policy": {"keep_staged": False}}, "full"),
-        ({"policy": {"staging": "none"}}, "full"),
-        ({"cast": True}, "full"),
-        ({"stays": False}, "full"),
-        ({"stays": False, "encoding": "delta"}, "delta"),
-    ],
-)
-def test_where_deltas_may_go(how: dict[str, Any], encoding: str, tmp_path: Path) -> None:
-    assert WeightPublisher(DirectorySource(tmp_path), "http://127.0.0.1:9", **how)._encoding == encoding
-
-
-def test_adapters_go_whole(tmp_path: Path) -> None:
-    adapter = make_fake_adapter(tmp_path / "a", 1, make_fake_model(tmp_path / "model", 0))
-    assert WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a")._encoding == "full"
-    with pytest.raises(InvalidRequest, match="go whole") as caught:
-        WeightPublisher(adapter, "http://127.0.0.1:9", adapter="a", encoding="delta")
-    assert caught.value.facts["field"] == "encoding"
-
-
-def test_how_much_memory_is_free(tmp_path: Path) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    assert free_memory(proc, cgroups) == 0, "nobody knows"
-    assert free_memory() > 0
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemAvailable: 32 kB\nHugePages_Total: 0\n")
-    (proc / "self" / "cgroup").write_text("4:cpu,memory:/one\n0::/pods/one\n")
-    assert free_memory(proc, cgroups) == 32 << 10
-    for group, limit in ((cgroups / "memory", str(2**63 - 4096)), (cgroups / "memory" / "one", "30000")):
-        group.mkdir(parents=True)
-        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
-        (group / "memory.usage_in_bytes").write_text("12000\n")
-        (group / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 2000\n")
-    assert free_memory(proc, cgroups) == 20000
-    for group, limit in ((cgroups / "pods", "20000"), (cgroups / "pods" / "one", "max")):
-        group.mkdir(parents=True)
-        (group / "memory.max").write_text(f"{limit}\n")
-        (group / "memory.current").write_text("12000\n")
-        (group / "memory.stat").write_text("anon 9000\ninactive_file 2000\n")
-    assert free_memory(proc, cgroups) == 10000
-    (cgroups / "pods" / "one" / "memory.max").write_text("5000\n")
-    assert free_memory(proc, cgroups) == 0, "it is over its limit"
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -1115,13 +679,6 @@ async def test_a_version_is_pulled_from_the_tensors_themselves_and_one_copy_is_k
     await asyncio.to_thread(publisher.close)
 
 
-def save(model: Any, directory: Path) -> None:
-    from safetensors.torch import save_file
-
-    tensors = dict(ModuleSource(model).take().tensors)
-    save_file(tensors, directory / "model.safetensors")
-
-
 def loaded(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
@@ -1154,29 +711,6 @@ async def test_without_a_copy_a_late_worker_heals_from_another_one(plane: Plane)
         await client.run("update_weights", unstaged)
     assert refused.value.facts["field"] == "policy.staging"
     await asyncio.to_thread(publisher.close)
-
-
-class Gathering(Held):
-    """As sharded weights are: every rank must use the iterator up."""
-
-    collective = True
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.go.set()
-        self.taken = 0
-        self.thread: threading.Thread | None = None
-
-    def take(self) -> Taken:
-        taken = super().take()
-
-        def tensors() -> Iterator[Any]:
-            self.thread = threading.current_thread()
-            for pair in taken.tensors:
-                self.taken += 1
-                yield pair
-
-        return Taken(taken.specs, tensors(), None, taken.close)
 
 
 class Joining:
@@ -1302,150 +836,6 @@ async def test_a_worker_that_joins_before_anything_is_read_gets_the_version_too(
     await asyncio.to_thread(publisher.close)
 
 
-def test_other_ranks_only_gather(tmp_path: Path) -> None:
-    from worker.engines.fake import make_fake_model
-
-    source = Gathering(make_fake_model(tmp_path, 1))
-    publisher = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)  # which is never asked
-    publication = publisher.publish("one")
-    assert publication.done
-    assert publication.result() == {}
-    publisher.close()
-    taken = source.take()
-    assert source.taken == len(taken.specs)
-    taken.close()
-
-
-async def test_a_gather_runs_on_the_callers_thread_and_to_its_end(plane: Plane) -> None:
-    plane.spawn()
-    fleet = await plane.fleet()
-    source = Gathering(plane.model(1))
-    publisher = WeightPublisher(source, fleet, root=root_of(plane))
-
-    def publish(label: str) -> threading.Thread:
-        publication = publisher.publish(label, wait=False)
-        assert publication.read
-        publication.result(BOUND_S)
-        return threading.current_thread()
-
-    assert await asyncio.to_thread(publish, "one") is source.thread
-    count = source.taken
-    with pytest.raises(InvalidRequest):
-        await asyncio.to_thread(publish, "")
-    assert source.taken == 2 * count  # it failed before a byte was sent, and other ranks were not left waiting
-
-
-class CurrentGpu(threading.local):
-    """Stands in for what `torch.cuda` notes for each thread."""
-
-    number = 0
-
-    def set_in(self, patch: pytest.MonkeyPatch) -> None:
-        cuda = pytest.importorskip("torch").cuda
-
-        @contextlib.contextmanager
-        def device(number: int) -> Iterator[None]:
-            before, self.number = self.number, number
-            yield
-            self.number = before
-
-        patch.setattr(cuda, "is_initialized", lambda: True)
-        patch.setattr(cuda, "current_device", lambda: self.number)
-        patch.setattr(cuda, "device", device)
-
-
-class OnGpu(Gathering):
-    """Notes by which GPU it is read."""
-
-    def __init__(self, path: Path, current: CurrentGpu) -> None:
-        super().__init__(path)
-        self.current = current
-        self.read_at: list[tuple[int, bool]] = []
-
-    def take(self) -> Taken:
-        taken = super().take()
-
-        def tensors() -> Iterator[Any]:
-            for pair in taken.tensors:
-                self.read_at.append((self.current.number, threading.current_thread() is threading.main_thread()))
-                yield pair
-
-        return Taken(taken.specs, tensors(), None, taken.close)
-
-
-@pytest.mark.parametrize("collective", [True, False])
-async def test_what_is_read_on_another_thread_is_read_by_the_callers_gpu(
-    collective: bool, plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else every rank would gather by number 0."""
-    plane.spawn()
-    fleet = await plane.fleet()
-    current = CurrentGpu()
-    source = OnGpu(plane.model(1), current)
-    source.collective = collective
-    count = len(source.take().specs)
-    publisher = WeightPublisher(source, fleet, root=root_of(plane))
-    with monkeypatch.context() as patch:
-        current.set_in(patch)
-        current.number = 1
-        await publisher.publish_async("one")
-        assert source.read_at == [(1, False)] * count
-        if collective:
-            other = WeightPublisher(source, "nats://127.0.0.1:9", rank=1)
-            await other.publish_async("one")
-            assert source.read_at == [(1, False)] * 2 * count
-            assert await asyncio.to_thread(lambda: current.number) == 0  # the pool's threads are others' too
-        else:
-            current.number = 2
-            publication = publisher.publish("two", wait=False)
-            await publication.wait()
-            assert source.read_at[count:] == [(2, False)] * count
-    await asyncio.to_thread(publisher.close)
-
-
-def test_a_gpu_that_has_failed_is_for_its_readers_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end what they have begun, which a thread that did not come to them would not."""
-    CurrentGpu().set_in(monkeypatch)
-
-    def failed(number: int) -> Any:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr("torch.cuda.device", failed)
-    told: Future[str] = Future()
-    attempts.on_thread(lambda: told.set_result("read"))
-    assert told.result(BOUND_S) == "read"
-
-
-async def test_a_trainer_without_cuda_does_not_initialise_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = pytest.importorskip("torch").cuda
-    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(cuda, "current_device", lambda: pytest.fail("it would be initialised"))
-    source = Gathering(make_fake_model(tmp_path, 1))
-    publication = await WeightPublisher(source, "nats://127.0.0.1:9", rank=1).publish_async("one")
-    assert publication.result() == {}
-    assert source.taken > 0
-
-
-def test_a_trainer_without_torch_does_not_import_it() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import asyncio, threading\n"
-        "from rl_plane.publish.attempt import at_callers_gpu, on_thread\n"
-        "read = threading.Event()\n"
-        "on_thread(read.set)\n"
-        f"assert read.wait({BOUND_S})\n"
-        "sys.modules['torch.cuda'] = type(sys)('torch.cuda')  # that another thread has begun to import\n"
-        "assert at_callers_gpu(read.set) == read.set\n"
-        "print('read')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S, check=False
-    )
-    assert done.stdout == "read\n", done.stderr
-
-
 class Lost(Gathering):
     """Once nothing can be sent any more, it can't be gathered either."""
 
@@ -1519,82 +909,6 @@ async def test_a_source_that_does_not_close_ends_the_publication(plane: Plane) -
             await publisher.publish_async("one")
     assert {label for label, _, _ in await served(plane)} == {"initial"}
     await asyncio.to_thread(publisher.close)
-
-
-async def told_by_two_ranks(plane: Plane, script: str, *args: str) -> list[dict[str, Any]]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [*torchrun, script, plane.url, plane.namespace, plane.component, *args],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=RANKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
-
-
-@pytest.mark.timeout(RANKS_S + 60)
-async def test_when_rank_0_fails_in_the_middle_of_sending_all_ranks_go_on(plane: Plane) -> None:
-    """It gathers to the end, so that nobody waits for it, and tells its own error; the next version is published."""
-    torch = pytest.importorskip("torch")
-    from tests.failing_ranks import BROKEN, VERSIONS
-    from tests.sharded_sources import digest_of, fresh
-
-    model, first = fresh(), plane.tmp / "weights" / "first"
-    first.mkdir(parents=True)
-    save(model, first)
-    plane.spawn_many(2, model=first)
-    transports = ("gloo", "ipc")
-    told = await told_by_two_ranks(plane, "tests/failing_ranks.py", *transports)
-    versions = [f"{transport} {number}" for transport in transports for number in range(1, VERSIONS + 1)]
-    assert {(one["rank"], one["version"]): one["error"] for one in told} == {
-        (rank, version): f"OSError: {BROKEN}" if rank == 0 and version.endswith("2") else ""
-        for rank in range(2)
-        for version in versions
-    }
-    for _ in versions:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-    _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(transports))}
-
-
-@pytest.mark.timeout(RANKS_S + 60)
-async def test_rank_0_uses_an_export_up_as_the_others_do(plane: Plane) -> None:
-    """Also what comes after the last tensor that is sent: one that is left out is gathered, and a barrier is met. One
-    that was not announced fails the version."""
-    torch = pytest.importorskip("torch")
-    from tests.exporting_ranks import GROWN, VERSIONS
-    from tests.sharded_sources import digest_of, fresh
-
-    model, first = fresh(), plane.tmp / "weights" / "first"
-    first.mkdir(parents=True)
-    save(model, first)
-    plane.spawn_many(2, model=first)
-    ways = ("gloo:full", "ipc:full", "ipc:delta")
-    told = await told_by_two_ranks(plane, "tests/exporting_ranks.py", *ways)
-    versions = [f"{way} {number}" for way in ways for number in range(1, VERSIONS + 1)]
-    assert [(one["version"], one["error"]) for one in told if one["rank"] == 1] == [
-        (name, "") for name in versions
-    ]
-    refused = f"InvalidRequest: nothing was announced next, and {GROWN!r} came"
-    assert [(one["version"], one["error"]) for one in told if one["rank"] == 0] == [
-        (name, refused if name.endswith("2") else "") for name in versions
-    ]
-    for rank in range(2):  # once more for each publisher, at first
-        ended = [one["ended"] for one in told if one["rank"] == rank]
-        assert ended == [number + number // VERSIONS + 2 for number in range(len(versions))]
-    for _ in versions:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(1)
-    _, digest = digest_of(ModuleSource(model))
-    assert await served(plane) == {(versions[-1], digest, len(versions) - len(ways))}
 
 
 @pytest.mark.parametrize("kind", [Held, Gathering])
@@ -1969,128 +1283,6 @@ async def test_an_adapter_that_is_served_from_the_start_is_compared_too(plane: P
         await served(plane)  # else it would be sent again
 
 
-# ---- the choice ----
-
-
-def row(name: str, host: str, *transports: str, ranks: int = 1) -> dict[str, Any]:
-    return {"instance_id": name, "host": host, "transports": list(transports), "world_size": ranks}
-
-
-ALL = ("filesystem", "gloo", "ipc", "nixl", "object_store")
-
-
-@pytest.mark.parametrize(
-    ("told", "workers", "with_root", "expected"),
-    [
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], True, "filesystem nixl ipc gloo object_store"),
-        ("auto", [row("a", "here", *ALL), row("b", "here", *ALL)], False, "nixl ipc gloo object_store"),
-        ("auto", [row("a", "here", "filesystem", "gloo", "ipc")], False, "ipc gloo"),
-        ("auto", [row("a", "here", *ALL), row("b", "there", *ALL)], False, "nixl gloo object_store"),
-        ("auto", [row("a", "here", "gloo", "ipc"), row("b", "there", "gloo", "ipc")], False, "gloo"),
-        ("auto", [row("a", "there", "filesystem", "gloo"), row("b", "there", "gloo")], True, "gloo"),
-        ("auto", [row("a", "there", "filesystem", "object_store")], True, "filesystem object_store"),
-        ("auto", [row("a", "there", "filesystem", "object_store")], False, "object_store"),
-        ("gloo", [row("a", "here", *ALL)], True, "gloo"),
-    ],
-)
-def test_the_choice_of_a_transport(told: str, workers: list[Any], with_root: bool, expected: str) -> None:
-    assert candidates(told, workers, ALL, with_root=with_root, host="here") == expected.split()
-
-
-@pytest.mark.parametrize(
-    ("host", "with_root", "expected"),
-    [
-        ("here", True, "filesystem object_store nixl ipc gloo"),
-        ("here", False, "object_store nixl ipc gloo"),
-        ("there", False, "object_store nixl gloo"),
-    ],
-)
-def test_what_lasts_comes_first_where_the_trainer_ends(host: str, with_root: bool, expected: str) -> None:
-    workers = [row("a", host, *ALL)]
-    assert candidates("auto", workers, ALL, with_root=with_root, stays=False, host="here") == expected.split()
-
-
-def lacks_nixl(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("rl_plane.publish.nixl_wire.have_nixl", lambda: False)
-
-
-def lacks_torch_and_linux(patch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise Unsupported("ipc needs Linux")
-
-    lacks_nixl(patch)
-    patch.setattr("rl_plane.publish.ipc.check_platform", refuse)
-    patch.setitem(sys.modules, "torch.distributed", None)
-
-
-def is_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("platform.node", lambda: "elsewhere")
-
-
-@pytest.mark.engines("nixl")
-@pytest.mark.parametrize(
-    ("of_the_trainer", "expected"),
-    [(lacks_nixl, "ipc"), (lacks_torch_and_linux, "object_store"), (is_elsewhere, "object_store")],
-)
-async def test_auto_goes_by_what_the_trainer_has(
-    of_the_trainer: Callable[[pytest.MonkeyPatch], None],
-    expected: str,
-    plane: Plane,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plane.spawn()
-    fleet = await plane.fleet()
-    (worker,) = (await fleet.run("workers"))["workers"]
-    assert set(ALL) <= set(worker["transports"])
-    of_the_trainer(monkeypatch)
-    publisher = WeightPublisher(plane.model(1), fleet)
-    for label in ("one", "two"):
-        await publisher.publish_async(label)
-        assert publisher.backend == expected
-    assert await served(plane) == {("two", model_digest(plane.model(1)), 2)}
-    await asyncio.to_thread(publisher.close)
-    # Nothing can be had: what each needs is told.
-    publisher = WeightPublisher(plane.model(1), fleet, options={"colour": "red"})
-    with pytest.raises(Unsupported, match="no option 'colour'") as caught:
-        await publisher.publish_async("never")
-    assert "object_store: " in str(caught.value)
-    assert "nixl: " in str(caught.value)
-    assert caught.value.facts["field"] == "transport"
-    await asyncio.to_thread(publisher.close)
-
-
-@pytest.mark.parametrize(
-    ("told", "workers", "error", "words"),
-    [
-        ("pigeon", [row("a", "here", "pigeon")], InvalidRequest, "no sender 'pigeon'"),
-        ("gloo", [row("a", "here", *ALL), row("b", "here", "ipc")], Unsupported, "no gloo transport on b"),
-        ("auto", [row("a", "here", "filesystem")], Unsupported, "filesystem"),
-        ("auto", [row("a", "here", "pigeon")], Unsupported, "the workers have none"),
-        ("auto", [], NoWorkers, "no worker"),
-    ],
-)
-def test_no_way_is_told_with_a_fix(told: str, workers: list[Any], error: type[PlaneError], words: str) -> None:
-    with pytest.raises(error, match=words) as caught:
-        candidates(told, workers, ALL, with_root=False, host="here")
-    assert caught.value.facts["fix"]
-
-
-def test_workers_that_have_left_do_not_count() -> None:
-    there = row("a", "here", *ALL)
-    gone = {"instance_id": "b", "status": "error"}
-    around = Surroundings(lambda op, body: {"workers": [there, gone]})
-    assert around.workers() == [there]
-
-
-def test_every_rank_of_every_replica_counts() -> None:
-    assert world_size([row("a", "here"), row("b", "there", ranks=4), row("c", "there", ranks=4)]) == 10
-
-
-def test_what_is_installed_can_be_loaded() -> None:
-    for point in installed().values():
-        assert callable(point.load())
-
-
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -2112,34 +1304,6 @@ async def test_no_fleet_is_told_within_the_bound(plane: Plane) -> None:
     publisher = WeightPublisher(plane.model(1), await plane.fleet(), root=root_of(plane), wait_s=0.1)
     with pytest.raises(NoWorkers):
         await publisher.publish_async("one")
-
-
-# ---- every way ----
-
-
-class Changing:
-    """A trainer's weights: other ones each time."""
-
-    collective = False
-    adapter = False
-
-    def __init__(self) -> None:
-        self.path = Path()
-
-    def take(self) -> Taken:
-        return DirectorySource(self.path).take()
-
-
-def nudged(plane: Plane, model: Path, number: int) -> Path:
-    """The same weights, but for a few bits of one tensor."""
-    tensors = tensors_in(model)
-    name = sorted(tensors)[number % len(tensors)]
-    spec, data = tensors[name]
-    tensors[name] = (spec, bytes([data[0] ^ (1 + number)]) + data[1:])
-    path = plane.tmp / "weights" / f"{model.name}+{number}"
-    path.mkdir()
-    write_safetensors(path / "model.safetensors", tensors)
-    return path
 
 
 @pytest.mark.parametrize("transport", ["filesystem", "gloo", "ipc", "nixl", "object_store"])
@@ -2174,7 +1338,7 @@ async def test_each_transport_brings_one_version_after_another(transport: str, p
 
 def test_the_page_of_transports_lists_what_is_tested() -> None:
     """In every engine, at one rank and two: tests/each_transport.py."""
-    page = (Path(__file__).parent.parent / "docs" / "transports.md").read_text()
+    page = (ROOT / "docs" / "transports.md").read_text()
     everywhere = "| base, LoRA, delta " * 3 + "|"
     listed = {
         line.split("`")[1] for line in page.splitlines() if line.startswith("| `") and line.endswith(everywhere)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from rl_plane.publish.sources import (  # noqa: E402
     as_source,
 )
 from rl_plane.versions import TensorSpec  # noqa: E402
+from tests.scripts import ROOT, told_by_ranks  # noqa: E402
 from tests.sharded_sources import Tied, fresh, lora  # noqa: E402
 from worker.engines.fake import make_fake_model  # noqa: E402
 from worker.staging import adapter_digest, model_digest  # noqa: E402
@@ -37,7 +37,6 @@ from worker.tiny_model import make_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 RANKS_S = 300.0
 """Two processes that import torch beside other tests."""
 
@@ -332,21 +331,10 @@ def test_sharded_weights_are_gathered_on_several_ranks(ranks: int, kinds: list[s
     deepspeed = Path(sys.prefix) / "deepspeed"
     if kinds is ZERO and not deepspeed.is_dir():
         pytest.skip("deepspeed not installed: make engines")
-    path = [str(ROOT), *([str(deepspeed)] if kinds is ZERO else [])]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-            *("tests/sharded_sources.py", *kinds),
-        ],
-        cwd=ROOT,
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join(path), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        timeout=RANKS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"kind"')]
+    environ = {"DS_ACCELERATOR": "cpu"}
+    if kinds is ZERO:
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(deepspeed)])
+    told = told_by_ranks(ranks, "tests/sharded_sources.py", *kinds, timeout_s=RANKS_S, **environ)
     assert [one["kind"] for one in told] == kinds
     for one in told:
         assert one["same"], one

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +27,7 @@ from rl_plane.publish.packing import Place, Tensor, fill
 from rl_plane.publish.publication import Publication
 from rl_plane.publish.sender import DeviceSender, KeepingSender, LendingSender, PushingSender, Sender
 from rl_plane.publish.sources import Source, Taken
+from rl_plane.publish.threads import on_thread
 from rl_plane.publish.way import Way
 
 log = logging.getLogger("rl_plane.publish")
@@ -193,6 +191,9 @@ class Attempt:
         self._publication.goes_by(partial(self._close, self._sender))
 
     def _when_free(self, act: Callable[[], T]) -> T:
+        """What `act` returns. While another trainer's update is under way, or is prepared and waits, that is refused as
+        Locked, and done again each AGAIN_S; the first refusal after OTHERS_S is raised. Who gives the publication up
+        meanwhile is heard before the next time, and that is raised."""
         until = time.monotonic() + OTHERS_S
         while True:
             self._check_wanted()
@@ -431,24 +432,3 @@ def _failed_rows(error: PlaneError) -> list[dict[str, Any]]:
 def drain(tensors: Iterator[tuple[str, Tensor]]) -> None:
     for _ in tensors:
         pass
-
-
-def on_thread(work: Callable[[], object]) -> None:
-    threading.Thread(target=at_callers_gpu(work), name="rl-plane-publish", daemon=True).start()
-
-
-def at_callers_gpu(work: Callable[[], T]) -> Callable[[], T]:
-    """For another thread. Which GPU is the current one, by which torch gathers, each thread has for itself: number 0 in
-    a new one, on every rank."""
-    cuda: Any = sys.modules.get("torch.cuda")
-    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():  # not imported, or not to its end
-        return work
-    number = cuda.current_device()
-
-    def there() -> T:
-        with ExitStack() as stack:
-            with suppress(RuntimeError):  # of a GPU that has failed: what is read there tells it
-                stack.enter_context(cuda.device(number))
-            return work()
-
-    return there

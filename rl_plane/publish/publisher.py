@@ -25,13 +25,14 @@ from typing import Any, get_args
 from rl_plane.delta import import_numba
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
-from rl_plane.publish.attempt import JOINS, Attempt, at_callers_gpu, drain, on_thread
+from rl_plane.publish.attempt import JOINS, Attempt, drain
 from rl_plane.publish.attempt_by_copy import AttemptByCopy
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.senders import AUTO
 from rl_plane.publish.sources import Names, as_source
+from rl_plane.publish.threads import at_callers_gpu, on_thread
 from rl_plane.publish.way import Encoding, Told, Way
 from rl_plane.subjects import DEFAULT_NAMESPACE
 

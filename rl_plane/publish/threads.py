@@ -1,0 +1,32 @@
+"""The trainer's other threads, which read tensors by the same GPU as the thread that began them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def on_thread(work: Callable[[], object]) -> None:
+    threading.Thread(target=at_callers_gpu(work), name="rl-plane-publish", daemon=True).start()
+
+
+def at_callers_gpu(work: Callable[[], T]) -> Callable[[], T]:
+    """For another thread. Which GPU is the current one, by which torch gathers, each thread has for itself: number 0 in
+    a new one, on every rank."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():  # not imported, or not to its end
+        return work
+    number = cuda.current_device()
+
+    def there() -> T:
+        with ExitStack() as stack:
+            with suppress(RuntimeError):  # of a GPU that has failed: what is read there tells it
+                stack.enter_context(cuda.device(number))
+            return work()
+
+    return there
