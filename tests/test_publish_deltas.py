@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import functools
 import importlib
+import os
 import platform
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 
 import rl_plane.publish.attempt_by_copy as by_copy
 from rl_plane.errors import InvalidRequest, UpdateAborted
-from rl_plane.publish import WeightPublisher
+from rl_plane.publish import WeightPublisher, host_copy
 from rl_plane.publish.free_memory import free_memory
 from rl_plane.publish.host_copy import AGAIN, TRIES, HostCopy
 from rl_plane.publish.sources import DirectorySource
@@ -384,3 +386,22 @@ def test_how_much_memory_is_free(tmp_path: Path) -> None:
     assert free_memory(proc, cgroups) == 10000
     (cgroups / "pods" / "one" / "memory.max").write_text("5000\n")
     assert free_memory(proc, cgroups) == 0, "it is over its limit"
+
+
+async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that nobody can read beforehand refuse it."""
+    plane.spawn()
+
+    def refused(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(host_copy, "host_memory", refused)
+    publisher = WeightPublisher(plane.model(1), await plane.client(), transport="object_store")
+    await publisher.publish_async("one")
+    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
+    assert not publisher._copy.specs
+    await asyncio.to_thread(publisher.close)
+    where: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
+    begin = functools.partial(WeightPublisher, plane.model(1), plane.url, initial="one", **where)
+    await asyncio.to_thread((await asyncio.to_thread(begin)).close)
+    assert {(label, digest) for label, digest, _ in await served(plane)} == {("one", model_digest(plane.model(1)))}

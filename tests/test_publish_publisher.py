@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import functools
 import itertools
-import os
 import platform
 import subprocess
 import sys
@@ -19,7 +16,6 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 import rl_plane.publish.attempt as attempts
-import rl_plane.publish.host_copy as host_copy
 import rl_plane.publish.ipc as ipc
 import rl_plane.publish.publisher as publishers
 import rl_plane.publish.way as ways
@@ -272,25 +268,6 @@ async def test_a_sender_that_keeps_is_told_what_is_committed(
     with pytest.raises(Conflict, match="0 workers"):
         await WeightPublisher(plane.model(3), fleet, root=root_of(plane)).publish_async("three")
     assert events[0] == ("kept", None)
-
-
-async def test_without_memory_for_a_copy_versions_go_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that nobody can read beforehand refuse it."""
-    plane.spawn()
-
-    def refused(nbytes: int) -> memoryview:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(host_copy, "host_memory", refused)
-    publisher = WeightPublisher(plane.model(1), await plane.client(), transport="object_store")
-    await publisher.publish_async("one")
-    assert await served(plane) == {("one", model_digest(plane.model(1)), 1)}
-    assert not publisher._copy.specs
-    await asyncio.to_thread(publisher.close)
-    where: dict[str, Any] = {"namespace": plane.namespace, "component": plane.component, "root": root_of(plane)}
-    begin = functools.partial(WeightPublisher, plane.model(1), plane.url, initial="one", **where)
-    await asyncio.to_thread((await asyncio.to_thread(begin)).close)
-    assert {(label, digest) for label, digest, _ in await served(plane)} == {("one", model_digest(plane.model(1)))}
 
 
 @pytest.mark.parametrize("gathered", [False, True])
