@@ -468,9 +468,15 @@ def _identity(tensor: Any) -> Any:
 
 
 def _device(tensor: Any) -> str:
-    """Where `_whole` brings it."""
-    mesh = getattr(tensor, "device_mesh", None)
-    return str(tensor.device if mesh is None else mesh.device_type)
+    """Where `_whole` brings it: a mesh tells of which kind, and not which one of this rank's."""
+    import torch
+
+    device, mesh = torch.device(tensor.device), getattr(tensor, "device_mesh", None)
+    if mesh is not None and mesh.device_type != device.type:  # CPU offload
+        device = torch.device(mesh.device_type)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return str(device)
 
 
 def _spec(name: str, tensor: Any, dtype: torch.dtype | None) -> TensorSpec:
