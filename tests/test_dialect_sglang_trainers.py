@@ -33,6 +33,7 @@ from tests.test_dialect_sglang import aborts_what_runs, one_by_one
 from tests.test_fed_updates import GLOO_S, free_port
 from tests.test_hf_fleet import START_S, Witnesses
 from worker.engines.fake_model import make_fake_adapter
+from worker.staging import TIE_FIX
 from worker.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -600,6 +601,23 @@ async def test_tied_embeddings_may_come_or_not(plane: Plane) -> None:
             save_file({**tensors, TIED: tensors[TIED] + 1}, untied / "model.safetensors", {"format": "pt"})
             (whole,) = parts_of(untied, 1)
             told_of = refused(await replay.send("g", untied, whole), 400)
+            assert (told_of["code"], told_of["field"]) == ("invalid_weights", TIED), told_of
+            # So it is in bodies: with the last of them, or before all others of an update that was begun.
+            (broken,) = buckets_of(untied, 1)
+
+            async def body_of(names: list[str]) -> httpx.Response:
+                one = {"serialized_named_tensors": payload({name: broken[name] for name in names})}
+                return await http.post("/update_weights_from_tensor", json=one)
+
+            assert "are held" in fine(await body_of(some))["message"]
+            told_of = refused(await body_of([TIED, last]), 400)
+            assert (told_of["code"], told_of["field"], told_of["fix"]) == ("invalid_weights", TIED, TIE_FIX), (
+                told_of
+            )
+            fine(await http.post("/begin_weight_update", json={}))
+            for names in ([TIED], [*some, last]):
+                assert "are held" in fine(await body_of(names))["message"]
+            told_of = refused(await http.post("/end_weight_update", json={}), 400)
             assert (told_of["code"], told_of["field"]) == ("invalid_weights", TIED), told_of
             assert await served(http) == [(True, str(step))]
 

@@ -297,7 +297,7 @@ from rl_plane.errors import EngineDied
 async def liveness(self):
     if Path({folder!r}, "hashes").exists():
         raise EngineDied("as the model was hashed")
-def model_digest(model):
+def model_digest(model, tied):
     Path({folder!r}, "hashes").touch()
     threading.Event().wait()
 fake.FakeEngine.liveness, process.model_digest = liveness, model_digest

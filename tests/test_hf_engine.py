@@ -1186,6 +1186,24 @@ async def test_what_the_model_ties_comes_as_one(start: Start, tmp_path: Path, in
     assert torch.equal(engine._model.lm_head.weight, tensors[embedding])
 
 
+async def test_a_model_whose_head_is_not_what_its_config_ties_it_to_is_served_as_it_lies_there(
+    start: Start, tmp_path: Path
+) -> None:
+    """transformers does not tie it then: its digest is true, and the engine starts."""
+    from safetensors.torch import load_file, save_file
+
+    path = make_tiny_model(tmp_path / "model", 1, tie_word_embeddings=True)
+    file, head = path / "model.safetensors", "lm_head.weight"
+    tensors = load_file(file)
+    own = tensors["model.embed_tokens.weight"] + 1
+    save_file({**tensors, head: own}, file, {"format": "pt"})
+    engine = await start(path)
+    assert torch.equal(engine._model.lm_head.weight, own)
+    assert engine._info is not None
+    assert model_digest(path, tied=engine._info.tied) == model_digest(path)
+    assert head in engine.weight_spec()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -612,6 +612,16 @@ def test_where_all_are_on_gpus_the_weights_stay_there(
     sender.destroy()
 
 
+@pytest.mark.parametrize("lies", ["cuda:1", "cpu"])
+def test_a_gathered_tensor_is_on_this_ranks_gpu(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, lies: str) -> None:
+    """Not on the first one, where its bytes would be packed: a mesh tells of no number. `cpu`: it is offloaded."""
+    from rl_plane.publish.sources import _device
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    sharded = SimpleNamespace(device=torch.device(lies), device_mesh=SimpleNamespace(device_type="cuda"))
+    assert ipc_cuda.uuid_of(_device(sharded)) == GPUS[1]
+
+
 def test_a_source_knows_where_its_tensors_are() -> None:
     there = SimpleNamespace(device="cuda:1", dtype=torch.float32, shape=(2,))
     assert SOURCE.device == "cpu"

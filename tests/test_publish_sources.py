@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from rl_plane.publish.sources import (  # noqa: E402
     Taken,
     as_source,
 )
-from rl_plane.versions import TensorSpec  # noqa: E402
+from rl_plane.versions import HostTensor, TensorSpec  # noqa: E402
 from tests.scripts import ROOT, told_by_ranks  # noqa: E402
 from tests.sharded_sources import Tied, fresh, lora  # noqa: E402
 from worker.engines.fake import make_fake_model  # noqa: E402
@@ -118,6 +119,61 @@ def test_an_adapter_of_a_compiled_base_model_is_one() -> None:
     source = as_source(model)
     assert source.adapter
     assert names_of(source) == names_of(as_source(lora()))
+
+
+@pytest.fixture
+def own_adapter(tmp_path: Path) -> Any:
+    """In a model of transformers', without a PeftModel around it; saved by transformers."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model", 1), dtype=torch.float32)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), "own")
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path / "saved")
+    return model
+
+
+def test_an_adapter_of_transformers_own_is_as_transformers_saves_it(tmp_path: Path, own_adapter: Any) -> None:
+    taken = AdapterSource(own_adapter, "own").take()
+    saved = DirectorySource(tmp_path / "saved").take()
+    assert dict(taken.specs) == dict(saved.specs)
+    assert all(name.startswith("base_model.model.model.layers.") for name, _ in taken.specs)
+    given = {name: bytes(tensor.data) for name, tensor in saved.tensors if isinstance(tensor, HostTensor)}
+    saved.close()
+    for name, tensor in taken.tensors:
+        assert tensor.numpy().tobytes() == given.pop(name)  # type: ignore[union-attr]
+    assert not given
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_base_of_a_model_with_an_adapter_is_published_by_names(
+    tmp_path: Path, own_adapter: Any, wrapped: bool
+) -> None:
+    """As the fix says it, and the documentation; merged, or without what was trained."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    path, model = tmp_path / "model", own_adapter
+    if wrapped:
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    with pytest.raises(InvalidRequest, match="PEFT's layers") as caught:
+        ModuleSource(model)
+    assert caught.value.facts["field"] == "names"
+    with pytest.raises(InvalidRequest, match="keeps PEFT's names") as not_so:
+        as_source(model, names={})
+    assert "give ModuleSource(model, names=" in not_so.value.facts["fix"]
+    told = caught.value.facts["fix"].partition("names=")[2]
+    assert told in (ROOT / "docs" / "publishing.md").read_text()
+    source = ModuleSource(model, names=eval(told))  # noqa: S307 - our own words
+    assert digest_of(source.take()) == model_digest(path)
+    if wrapped:
+        plain = copy.deepcopy(model).merge_and_unload()
+        model.merge_adapter()
+        assert digest_of(source.take()) == digest_of(ModuleSource(plain).take()) != model_digest(path)
 
 
 def test_only_floating_tensors_are_converted() -> None:

@@ -21,6 +21,7 @@ from worker.engines.fake import FakeAdapter, FakeEngine, FakeWeights, make_fake_
 from worker.engines.fake_holder import FakeHolder
 from worker.reception import Staged, TensorStream
 from worker.staging import (
+    OWN_TIE_FIX,
     TIE_FIX,
     DigestingStream,
     adapter_digest,
@@ -446,6 +447,20 @@ def test_model_digest_errors_name_the_model(tmp_path: Path, no_descriptor_leaks:
     with pytest.raises(InvalidRequest, match="outside"):
         model_digest(model, [tmp_path / "other"])
     assert model_digest(model, [tmp_path]) == model_digest(model)
+
+
+@pytest.mark.parametrize("other", [(TensorSpec("F32", (2,)), b"87654321"), (TensorSpec("U8", (8,)), b"12345678")])
+def test_a_models_digest_is_of_no_tie_that_it_breaks(tmp_path: Path, other: tuple[TensorSpec, bytes]) -> None:
+    """Told apart by the bytes alone, or by what they are."""
+    embedding = (TensorSpec("F32", (2,)), b"12345678")
+    file = tmp_path / "model.safetensors"
+    for tensors in ({"head": embedding, "embedding": embedding}, {"embedding": embedding}, {"head": other}):
+        write_safetensors(file, tensors)
+        assert model_digest(tmp_path, tied={"head": "embedding"}) == model_digest(tmp_path)
+    write_safetensors(file, {"head": other, "embedding": embedding})
+    with pytest.raises(InvalidWeights, match="ties 'head' to 'embedding', but they differ") as caught:
+        model_digest(tmp_path, tied={"head": "embedding"})
+    assert (caught.value.facts["field"], caught.value.facts["fix"]) == ("model", OWN_TIE_FIX)
 
 
 # adapters

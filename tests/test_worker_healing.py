@@ -160,6 +160,26 @@ async def test_a_worker_whose_model_changed_while_it_started_is_not_taken_for_wh
     assert (await client.view()).member(late.instance_id) is None
 
 
+TIES = """
+import dataclasses, worker.engines.fake as fake
+really = fake.FakeEngine.start
+async def start(self):
+    info = await really(self)
+    head, embedding, *_ = self.weight_spec()
+    return dataclasses.replace(info, tied={head: embedding})
+fake.FakeEngine.start = start
+"""
+
+
+async def test_a_worker_does_not_serve_a_directory_whose_tie_is_broken(plane: Plane) -> None:
+    """Its engine has one tensor for the two, and its digest would be of both."""
+    one = plane.spawn(patch=TIES, ready=False)
+    await plane.until(lambda: one.process.poll() is not None, 30)
+    told = one.log.read_text()
+    assert "InvalidWeights: this engine's model ties" in told, told
+    assert (await (await plane.client()).view()).member(one.instance_id) is None
+
+
 async def test_reset_tensors_at_sequence_0_heals_to_the_models_own_bytes(plane: Plane) -> None:
     one = plane.spawn()
     client = await plane.client()

@@ -156,7 +156,7 @@ class OpHandlers:
             max_adapters=self._info.max_adapters,
             max_lora_rank=self._info.max_lora_rank,
             tensors=len(spec),
-            tied=list(self._info.tied),
+            tied=sorted(self._info.tied),
             weight_bytes=sum(tensor.nbytes for tensor in spec.values()),
             version=self._state.wire_version(),
             manifest=None if body.manifest_from is None else _page(spec, body.manifest_from),

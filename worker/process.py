@@ -14,7 +14,7 @@ import platform
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -102,7 +102,8 @@ async def _engine_side(options: WorkerOptions, on_ready: Callable[[list[str]], N
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.told_to_end)
         engines = any(info.stage is None for info in infos)
-        digest = await _digest_of(options.model, adapters) if engines else ""
+        tied = {name: of for info in infos for name, of in info.tied.items()}
+        digest = await _digest_of(options.model, tied, adapters) if engines else ""
         if engines and _weights_at(options.model) != weights:
             return process.model_changed()
         return await process.serve(adapters, infos, digest)
@@ -128,9 +129,10 @@ def _identity(file: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-async def _digest_of(model: Path, adapters: Iterable[EngineAdapter]) -> str:
-    """EngineDied when an engine dies meanwhile: to hash a large model takes minutes."""
-    hashing = _on_a_thread(lambda: model_digest(model))
+async def _digest_of(model: Path, tied: Mapping[str, str], adapters: Iterable[EngineAdapter]) -> str:
+    """EngineDied when an engine dies meanwhile: to hash a large model takes minutes. InvalidWeights where the engine
+    has tied what differs there: it serves something else than this digest would say."""
+    hashing = _on_a_thread(lambda: model_digest(model, tied=tied))
     living = asyncio.create_task(_until_one_dies(adapters))
     first: set[asyncio.Future[Any]] = {hashing, living}
     try:

@@ -38,6 +38,9 @@ SHOWN_CHARS = 200
 
 BASE_FIX = "publish a full checkpoint of the model that this engine runs"
 TIE_FIX = "start the engine with a config whose tie_word_embeddings is false, or tie the trainer's"
+OWN_TIE_FIX = (
+    "start the engine with a config whose tie_word_embeddings is false, or save the model with its head tied"
+)
 ADAPTER_FIX = "publish an adapter of this model as PEFT saves it, with save_embedding_layers=False"
 
 
@@ -90,17 +93,22 @@ def check_specs(
     )
 
 
-def _check_ties(tied: Mapping[str, str], of: Mapping[str, TensorSpec] | Mapping[str, str]) -> None:
+def _check_ties(
+    tied: Mapping[str, str],
+    of: Mapping[str, TensorSpec] | Mapping[str, str],
+    field: str | None = None,
+    fix: str = TIE_FIX,
+) -> None:
     """InvalidWeights where both of a pair are there, and differ (in their specs, or in their digests): the model has
-    one tensor for them, so one of the two would be of the version and never served."""
+    one tensor for them, so one of the two would be of the version and never served. `field` None: the first name."""
     broken = sorted(name for name, to in tied.items() if name in of and to in of and of[name] != of[to])
     if broken:
         first = broken[0]
         raise InvalidWeights(
             f"this engine's model ties {_short(first)} to {_short(tied[first])}, but they differ: {of[first]}, and "
             f"{of[tied[first]]}",
-            field=first,
-            fix=TIE_FIX,
+            field=field or first,
+            fix=fix,
             tied=_fact(broken),
         )
 
@@ -377,12 +385,18 @@ def overwrite(
         delivery.close()
 
 
-def model_digest(directory: Path, roots: Iterable[Path] | None = None) -> str:
+def model_digest(
+    directory: Path, roots: Iterable[Path] | None = None, tied: Mapping[str, str] | None = None
+) -> str:
     """The version digest of a model directory's safetensors files, in bounded memory. Their bytes are read, a
-    manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice."""
+    manifest is not believed. `roots`: refuse files outside; None: the directory is the operator's own choice. `tied`:
+    what the engine that has loaded it ties; InvalidWeights if it serves something else than the digest says."""
     checkpoint = open_checkpoint(directory, None if roots is None else list(roots), field="model")
     try:
-        return checkpoint.digest()
+        _check_ties(tied or {}, checkpoint.specs, "model", OWN_TIE_FIX)
+        digests = checkpoint.tensor_digests()
+        _check_ties(tied or {}, digests, "model", OWN_TIE_FIX)
+        return checkpoint.digest_of(digests)
     finally:
         checkpoint.close()
 

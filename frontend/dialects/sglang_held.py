@@ -115,6 +115,8 @@ class HeldTensors:
         self._label: str | None = None
         self._wanted = 0
         """How many tensors are the model's, as it was last asked; without those that it ties to others."""
+        self._tied: frozenset[str] = frozenset()
+        """The names of these. They are not waited for; who has tied them compares them."""
         self._at = 0.0
 
     def __len__(self) -> int:
@@ -173,7 +175,12 @@ class HeldTensors:
         """How much there is of it, and the last of it, from where its trainer should have gone on."""
         of_all = f" of the model's {self._wanted}" if self._wanted else ""
         last = repr(next(reversed(self._tensors), None))
-        return f"{len(self._tensors)}{of_all} tensors are held, the last of them {last[:200]}"
+        return f"{self._needed}{of_all} tensors are held, the last of them {last[:200]}"
+
+    @property
+    def _needed(self) -> int:
+        """How many of the model's are held."""
+        return len(self._tensors.keys() - self._tied)
 
     async def ask_model(self) -> frozenset[str]:
         """What the model needs, for `is_whole`; gives the names that no worker does, as they are tied to others. Of all
@@ -181,12 +188,13 @@ class HeldTensors:
         rows = await rows_of_all(self._plane, "describe")
         self._wanted = max((int(row.get("tensors", 0)) for row in rows), default=0)
         tied = [frozenset(row.get("tied", ())) for row in rows]
-        return frozenset.intersection(*tied) if tied else frozenset()
+        self._tied = frozenset.intersection(*tied) if tied else frozenset()
+        return self._tied
 
     @property
     def is_whole(self) -> bool:
         """Nothing of what the model needed when it was last asked is missing."""
-        return len(self._tensors) >= self._wanted
+        return self._needed >= self._wanted
 
     async def missing(self) -> list[str]:
         """The first few names that are the model's and are not held."""

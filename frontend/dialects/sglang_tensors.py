@@ -69,22 +69,22 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
         refuse_draft(fields.selector)
         _check_format(fields.load_format)
         report_unused(ask, fields)
-        sent = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
-        tied = await held.ask_model()
-        tensors = {name: one for name, one in sent.items() if name not in tied}
-        if not tensors:
-            return {
-                "success": True,
-                "message": f"{len(sent)} tensors come with others, to which the model ties them",
-            }
+        tensors = await asyncio.to_thread(read_tensors, fields.serialized_named_tensors)
+        only_tied = tensors.keys() <= await held.ask_model()
         async with held.turn:
+            if only_tied and not held and not await updates.opened.is_open():
+                # Before the update, or behind its commit: nobody can tell which.
+                return {
+                    "success": True,
+                    "message": f"{len(tensors)} tensors come with others, to which the model ties them",
+                }
             if await updates.session() is not None:
                 raise Conflict(
                     "an update is received by broadcasts already", field=FIELD, fix="send one in one way"
                 )
             held.add(tensors, fields.policy, fields.weight_version)
             if await updates.waits_for_more(held.update_id) or not held.is_whole:
-                return {"success": True, "message": f"{len(sent)} tensors are held, {len(held)} of this update"}
+                return {"success": True, "message": f"{len(tensors)} tensors are held, {len(held)} of this update"}
             try:
                 reply = await updates.commit_held()
             except Locked:  # it has not begun: this call may come again

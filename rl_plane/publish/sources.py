@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 """What FSDP1, torch.compile and activation checkpointing put into names."""
+PEFT = "base_model.model."
+"""What PEFT puts before each name of an adapter."""
+PEFT_BASE = f'lambda name: None if ".lora_" in name else name.removeprefix("{PEFT}").replace(".base_layer.", ".")'
+"""What names the weights beneath PEFT's layers as the model does without them."""
 HOLDERS = ("DistributedDataParallel", "DeepSpeedEngine")
 """Classes that are not the model, but have it as `module`."""
 
@@ -76,13 +80,19 @@ class Source(Protocol):
 
 class ModuleSource:
     """The parameters and persistent buffers of a module, as `state_dict()` names them; tied weights come once, under
-    the first of their names."""
+    the first of their names. Of a model with PEFT's layers `names` have to say which are sent, and how."""
 
     adapter = False
 
     def __init__(self, module: torch.nn.Module, *, dtype: torch.dtype | None = None, names: Names = None) -> None:
         """`dtype`: floating tensors are converted to it, such as the engine's bfloat16."""
         self._module = _model(module)
+        if names is None and hasattr(self._module, "peft_config"):
+            raise InvalidRequest(
+                "in this model PEFT's layers stand in the place of its own, under names that no engine knows",
+                field="names",
+                fix=f"for its adapter give AdapterSource; for its base names={PEFT_BASE}",
+            )
         self._dtype = dtype
         self._names = names
         self.collective = _is_sharded(self._module)
@@ -216,6 +226,8 @@ class AdapterSource:
                 save_embedding_layers=False,
             )
             state = {_unwrapped(name): tensor for name, tensor in state.items()}
+        # Where transformers has put the adapter into its own model (`add_adapter`), its names lack the wrapper's part.
+        state = {PEFT + name.removeprefix(PEFT): tensor for name, tensor in state.items()}
         return _taken(state, self._dtype, None, self._config())
 
     def _lora_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +275,11 @@ def as_source(weights: Any, *, dtype: torch.dtype | None = None, names: Names = 
     if hasattr(weights, "state_dict"):
         if hasattr(_model(weights), "peft_config"):
             if names is not None:
-                raise InvalidRequest("an adapter keeps PEFT's names", field="names", fix="leave names out")
+                raise InvalidRequest(
+                    "an adapter keeps PEFT's names",
+                    field="names",
+                    fix="leave names out; for the base beneath it give ModuleSource(model, names=…)",
+                )
             return AdapterSource(weights, dtype=dtype)
         return ModuleSource(weights, dtype=dtype, names=names)
     if callable(weights):
@@ -452,9 +468,15 @@ def _identity(tensor: Any) -> Any:
 
 
 def _device(tensor: Any) -> str:
-    """Where `_whole` brings it."""
-    mesh = getattr(tensor, "device_mesh", None)
-    return str(tensor.device if mesh is None else mesh.device_type)
+    """Where `_whole` brings it: a mesh tells of which kind, and not which one of this rank's."""
+    import torch
+
+    device, mesh = torch.device(tensor.device), getattr(tensor, "device_mesh", None)
+    if mesh is not None and mesh.device_type != device.type:  # CPU offload
+        device = torch.device(mesh.device_type)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return str(device)
 
 
 def _spec(name: str, tensor: Any, dtype: torch.dtype | None) -> TensorSpec:

@@ -32,7 +32,7 @@ class Ranks:
         self._client = client
         self._spec: Mapping[str, TensorSpec] = {}
         self.transports: tuple[str, ...] = ()
-        self.tied: tuple[str, ...] = ()
+        self.tied: Mapping[str, str] = {}
 
     @property
     def count(self) -> int:
@@ -43,7 +43,7 @@ class Ranks:
         if any(row != rows[0] for row in rows):
             raise EngineFailed("the ranks don't agree on the model's tensors")
         self._spec = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in rows[0]["tensors"].items()}
-        self.transports, self.tied = tuple(rows[0]["transports"]), tuple(rows[0]["tied"])
+        self.transports, self.tied = tuple(rows[0]["transports"]), rows[0]["tied"]
 
     def weight_spec(self) -> Mapping[str, TensorSpec]:
         return self._spec

@@ -72,7 +72,7 @@ def receiver_methods(receiver: Receiver, rank: int) -> dict[str, Method]:
         return {
             "transports": list(receiver.backends),
             "tensors": {name: [tensor.dtype, list(tensor.shape)] for name, tensor in spec.items()},
-            "tied": sorted(receiver.holder.tied_tensors()),
+            "tied": dict(receiver.holder.tied_tensors()),
         }
 
     def init_transport(body: Mapping[str, Any], _: Cancelled) -> None:

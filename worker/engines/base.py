@@ -115,8 +115,8 @@ class EngineInfo:
     """Why this is no engine but a stage before or after the model: it has no weights and generates nothing. Its worker
     calls `start`, `liveness` and `close` only, and skips all else with these words; it has no rank and no vote, takes
     no update and no request. Never for what serves the model. None: an engine."""
-    tied: tuple[str, ...] = ()
-    """Names that a checkpoint may also hold, because the model ties them to another: `weight_spec` has none of them."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Names that a checkpoint may also hold → the tensor of `weight_spec` to which the model ties each."""
 
     def check_place(self, adapter: str, loaded: Collection[str]) -> None:
         """For this adapter, beside those that are loaded."""

@@ -170,7 +170,7 @@ class HfEngine(Tokenizing):
             max_model_len=length,
             capabilities=_capabilities(bool(self._experts.experts)),
             transports=self._receiver.backends,
-            tied=tuple(sorted(self._held().tied_tensors())),
+            tied=self._held().tied_tensors(),
         )
 
     async def close(self) -> None:
