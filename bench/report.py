@@ -174,7 +174,7 @@ def stored_rows(times: StoredTimes) -> list[Row]:
         )
         for what, ours, beside, theirs, aim in (
             ("filesystem", "file", "plain read", "plain", FILE_AIM),
-            ("filesystem", "file", "plain read into used memory", "used", None),
+            ("filesystem", "file", "plain read into used memory", "used", FILE_AIM),
             ("object_store", "object", "nats-py get", "nats_get", OBJECT_AIM),
             ("object_store", "object", "plain read", "plain", None),
             ("object_store, publishing", "publish", "nats-py put", "nats_put", None),
