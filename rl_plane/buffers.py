@@ -64,14 +64,16 @@ def _mapped(nbytes: int) -> mmap.mmap:
             room -= len(_given_back.popleft())
     mapped = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def _give_back(mapped: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_FREE"):
-        mapped.madvise(mmap.MADV_FREE)
-        _given_back.append(mapped)
+        with contextlib.suppress(OSError):  # memory that is locked goes at once
+            mapped.madvise(mmap.MADV_FREE)
+            _given_back.append(mapped)
 
 
 class Ahead(Generic[T]):

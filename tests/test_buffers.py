@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,16 @@ def test_no_more_memory_is_kept_than_was_used_at_once() -> None:
         assert sum(map(len, buffers._given_back)) + nbytes * len(used) <= most
         del used
         assert sum(map(len, buffers._given_back)) <= most
+
+
+def test_memory_that_is_locked_goes_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    buffers._given_back.clear()
+    memory = host_memory(HUGE_BYTES)
+    if ctypes.CDLL(None, use_errno=True).mlock(ctypes.c_void_p(address(memory)), ctypes.c_size_t(HUGE_BYTES)):
+        pytest.skip("this user may lock no memory")
+    del memory
+    assert not buffers._given_back
+    assert not capfd.readouterr().err
 
 
 def test_threads_that_take_memory_and_give_it_back_share_none() -> None:

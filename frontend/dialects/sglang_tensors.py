@@ -76,7 +76,8 @@ def mount_tensors(app: FastAPI, plane: DialectPlane, updates: Updates, store: St
                 # Before the update, or behind its commit: nobody can tell which.
                 return {
                     "success": True,
-                    "message": f"{len(tensors)} tensors come with others, to which the model ties them",
+                    "message": f"{len(tensors)} tensors come with others, to which the model ties them; they were not "
+                    "compared",
                 }
             if await updates.session() is not None:
                 raise Conflict(
