@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.gaps import SHAPE_500_MB
 from bench.peers import hf_worker
+from rl_plane import buffers
 from rl_plane.publish import WeightPublisher
 from rl_plane.publish.nixl_wire import have_nixl
 from rl_plane.publish.senders import installed
@@ -111,6 +112,7 @@ def measure(backend: str, model: Path, more: dict[str, Any]) -> tuple[int, int]:
             return publication.progress.of_nbytes
 
         step()  # what is served already would be neither swapped nor kept
+        buffers._given_back.clear()  # by the publisher before: it is resident still
         processes: tuple[int | str, ...] = ("self", peer.process.pid)
         before = [_status(pid, "VmRSS") for pid in processes]
         deltas = more.get("encoding") == "delta"
