@@ -13,6 +13,7 @@ from rl_plane.publish.sources import (
     Source,
     StateDictSource,
     as_source,
+    peft_base_name,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "StateDictSource",
     "WeightPublisher",
     "as_source",
+    "peft_base_name",
 ]

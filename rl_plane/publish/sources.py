@@ -37,8 +37,6 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
 """What FSDP1, torch.compile and activation checkpointing put into names."""
 PEFT = "base_model.model."
 """What PEFT puts before each name of an adapter."""
-PEFT_BASE = f'lambda name: None if ".lora_" in name else name.removeprefix("{PEFT}").replace(".base_layer.", ".")'
-"""What names the weights beneath PEFT's layers as the model does without them."""
 HOLDERS = ("DistributedDataParallel", "DeepSpeedEngine")
 """Classes that are not the model, but have it as `module`."""
 
@@ -78,6 +76,12 @@ class Source(Protocol):
         """The weights as they are now; cheap: nothing is gathered before the iterator is asked."""
 
 
+def peft_base_name(name: str) -> str | None:
+    """For `names` of a ModuleSource: what the model calls a weight beneath PEFT's layers, without them; None: it is an
+    adapter's. Of adapters without `modules_to_save`."""
+    return None if ".lora_" in name else name.removeprefix(PEFT).replace(".base_layer.", ".")
+
+
 class ModuleSource:
     """The parameters and persistent buffers of a module, as `state_dict()` names them; tied weights come once, under
     the first of their names. Of a model with PEFT's layers `names` have to say which are sent, and how."""
@@ -91,7 +95,7 @@ class ModuleSource:
             raise InvalidRequest(
                 "in this model PEFT's layers stand in the place of its own, under names that no engine knows",
                 field="names",
-                fix=f"for its adapter give AdapterSource; for its base names={PEFT_BASE}",
+                fix="for its adapter give AdapterSource; for its base names=rl_plane.publish.peft_base_name",
             )
         self._dtype = dtype
         self._names = names
@@ -278,7 +282,7 @@ def as_source(weights: Any, *, dtype: torch.dtype | None = None, names: Names = 
                 raise InvalidRequest(
                     "an adapter keeps PEFT's names",
                     field="names",
-                    fix="leave names out; for the base beneath it give ModuleSource(model, names=…)",
+                    fix="leave names out; for the base beneath it give ModuleSource(model, names=peft_base_name)",
                 )
             return AdapterSource(weights, dtype=dtype)
         return ModuleSource(weights, dtype=dtype, names=names)
