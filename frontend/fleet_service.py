@@ -102,7 +102,6 @@ class FleetService:
         # Told back even of a request that is refused.
         head.update({key: wire[key] for key in ("id", "op") if isinstance(wire.get(key), str)})
         request = request_from_wire(wire)
-        request.check_deadline()
         if len(self._tasks) > MAX_IN_FLIGHT:
             raise Unavailable(f"{MAX_IN_FLIGHT} fleet calls are under way in this frontend", retry_after_s=1.0)
         return await self._calls.run(request.op, call_body(request), request.id)

@@ -203,12 +203,14 @@ class Bus:
             with contextlib.suppress(OSError):  # the server went first
                 await self.nc.close()
 
-    def on_reconnect(self, callback: AsyncCallback) -> None:
+    def on_reconnect(self, callback: AsyncCallback) -> Callable[[], None]:
+        """Calls it after each reconnect, from now on; the result ends that."""
         self._on_reconnect.append(callback)
+        return lambda: self._on_reconnect.remove(callback)
 
     async def _reconnected(self) -> None:
         log.info("%s: connected to NATS again", self.name)
-        for callback in self._on_reconnect:
+        for callback in list(self._on_reconnect):
             try:
                 await callback()
             except PlaneError as error:

@@ -326,7 +326,7 @@ class RlClient:
             body=body or {},
             id=request_id,
             fence=lock.fence if lock else None,
-            deadline=int((time.time() + (timeout_s or spec.timeout_s)) * 1000) if spec.changes else None,
+            timeout_ms=int((timeout_s or spec.timeout_s) * 1000) if spec.changes else None,
         )
 
     async def _send(

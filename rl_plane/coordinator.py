@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rl_plane.bus import WrongSequence
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable, PlaneError, StaleFence, Unavailable
+from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.fanout import Missing
 from rl_plane.history import Journal
-from rl_plane.judge import serves, still_there
+from rl_plane.judge import newest, serves, still_there
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member, Snapshot
 from rl_plane.record import (
@@ -24,11 +23,10 @@ from rl_plane.record import (
     pause_of,
     read_frontends,
     read_session,
-    record_of,
 )
 from rl_plane.rows import WorkerRow
-from rl_plane.subjects import PAUSE, RECORD, SESSION
-from rl_plane.update import UpdateMachine
+from rl_plane.seal import SealedRecord
+from rl_plane.subjects import PAUSE, SESSION
 from rl_plane.update_steps import (
     Answered,
     Ask,
@@ -40,8 +38,6 @@ from rl_plane.update_steps import (
     Instruction,
     Note,
     Result,
-    Settle,
-    Settled,
     Survey,
     Surveyed,
     Tell,
@@ -51,13 +47,12 @@ from rl_plane.update_steps import (
     Write,
     Written,
 )
+from rl_plane.update_sessions import machine_for
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
 
 log = logging.getLogger("rl_plane.coordinator")
 
-WRITES = 3
-"""Of the record, while somebody else writes the same one."""
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
@@ -80,16 +75,16 @@ class Coordinator:
         self._held = held
         self._journal = journal
         self._state = view.subjects.state
+        self._record = SealedRecord(client.bus, view.subjects.state, held)
         self._told_at = 0.0
-        self._written = 0
-        """The record's sequence, when it was last read or written here."""
 
     async def run(self, call: Call) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
-        machine = UpdateMachine(call)
+        machine = machine_for(call)
         event: Event | None = None
+        began = time.monotonic()
         while True:
-            instruction = machine.step(event, time.time())
+            instruction = machine.step(event, time.time(), time.monotonic() - began)
             if isinstance(instruction, End):
                 if isinstance(instruction.result, PlaneError):
                     if self.phases:
@@ -114,7 +109,9 @@ class Coordinator:
 
     async def _carry_out(self, instruction: Instruction) -> Event:
         match instruction:
-            case Survey():
+            case Survey(phase):
+                if phase == "settle":
+                    await self._held.refence()
                 return await self._survey()
             case Ask(_, op, body, workers, timeout_s, together):
                 if together is not None:
@@ -122,10 +119,9 @@ class Coordinator:
                 return Answered(await self._ask(op, body, workers, timeout_s))
             case Tell():
                 return await self._tell(instruction)
-            case Write(_, record, over):
-                return Written(await self._write(record, over))
-            case Settle(record):
-                return await self._settle(record)
+            case Write(phase, record):
+                write = self._record.decide if phase == "decide" else self._record.write
+                return Written(await write(record), self._record.sequence)
             case Note():
                 await self._note(instruction)
                 return Done()
@@ -141,24 +137,20 @@ class Coordinator:
 
     async def _survey(self) -> Surveyed:
         bus, state = self._client.bus, self._state
-        (snapshot, rows), entry, session, pause = await asyncio.gather(
-            self._attests(), bus.get(state, RECORD), read_session(bus, state), bus.get(state, PAUSE)
+        (snapshot, rows), session, pause = await asyncio.gather(
+            self._attests(), read_session(bus, state), bus.get(state, PAUSE)
         )
-        self._written = entry.sequence if entry else 0
-        was, anew = self._held.anew or (0, 0)
+        record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
         return Surveyed(
             _members(snapshot),
             snapshot.fingerprint,
             snapshot.epoch,
             rows,
-            record_of(entry),
-            self._written,
-            was if anew == self._written else self._written,
+            record,
+            self._record.sequence,
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
-            self._view.record,
-            self._held.took_over,
         )
 
     async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
@@ -249,43 +241,6 @@ class Coordinator:
                 silent.append(frontend)
         return silent
 
-    # ---- the record ----
-
-    async def _read(self) -> DecisionRecord | None:
-        entry = await self._client.bus.get(self._state, RECORD)
-        self._written = entry.sequence if entry else 0
-        return record_of(entry)
-
-    async def _write(self, record: DecisionRecord, over: DecisionRecord | None) -> int:
-        """A worker that writes back what a store has lost does not ask for the lock: so the record itself is compared,
-        and it is written anew before a lost lock is taken over, which ends the writes of the holder before."""
-        for _ in range(WRITES):
-            try:
-                self._written = await self._held.replace(RECORD, record.encode(), self._written)
-                return self._written
-            except WrongSequence:
-                await self._held.check()
-            there = await self._read()
-            if there == record:
-                return self._written
-            if there != over:
-                break
-        raise StaleFence(
-            "the record is another one than it was when this began: somebody has written back what the store had lost",
-            fix="read the state, then repeat",
-        )
-
-    async def _settle(self, record: DecisionRecord) -> Settled:
-        await self._held.renew()
-        for _ in range(WRITES):
-            there = await self._read()
-            if there is None or there.update_id == record.update_id:
-                return Settled(there, self._written)
-            with contextlib.suppress(WrongSequence):
-                self._written = await self._held.replace(RECORD, there.encode(), self._written)
-                return Settled(there, self._written)
-        raise StaleFence("the record changes all the time")
-
     # ---- waiting ----
 
     async def _wait_silent(self, wait: WaitSilent) -> None:
@@ -323,7 +278,7 @@ class Coordinator:
         elif note.pause is not None:
             await self._held.put(PAUSE, note.pause.encode())
         elif note.session is not None:
-            await self._held.put(SESSION, note.session.encode())
+            await self._held.put(SESSION, note.session.encode(), ttl_s=note.session.idle_s)
         else:
             await self._held.put(SESSION, b"")  # not a purge: the server takes it only while the lock is held
 

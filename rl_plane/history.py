@@ -219,7 +219,6 @@ def judge(
     record: DecisionRecord | None,
     session: UpdateSession | None,
     holder: str | None,
-    now: float,
 ) -> UpdateEntry:
     """How an entry stands that isn't committed: `holder` is the update that the lock is held for."""
     if entry.outcome == "committed":
@@ -230,7 +229,7 @@ def judge(
         return entry
     if holder is not None and holder == entry.update_id:
         return entry
-    if session is not None and session.update_id == entry.update_id and session.live(now):
+    if session is not None and session.update_id == entry.update_id:
         return replace(entry, outcome="prepared")
     left = UpdateAborted("its coordinator died, or fell silent, before it was decided", fix="repeat it")
     return replace(entry, outcome="aborted", error=left.to_wire())
@@ -335,7 +334,7 @@ async def read_history(bus: Bus, state: Bucket, limit: int = KEEP) -> list[Updat
     judged = []
     for entry in entries[:limit]:
         again = entry if entry.final else await read_entry(bus, state, entry.update_id) or entry
-        judged.append(judge(again, record, session, whose, time.time()))
+        judged.append(judge(again, record, session, whose))
     if record is not None and all(entry.version != record.made for entry in [*judged, *entries[limit:]]):
         judged.insert(0, from_record(record))
     return judged[:limit]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rl_plane.errors import (
@@ -20,18 +20,22 @@ from rl_plane.errors import (
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, Source, UpdateSession, newer
 from rl_plane.rows import WorkerRow
 from rl_plane.update_bodies import LoraTarget, UpdatePolicy, UpdateWeights
-from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed, Told
+from rl_plane.update_steps import Members, Outcome, Prepared, Surveyed
 from rl_plane.versions import WeightVersion
 
 SHOWN = 3
 """Workers that a message names."""
+CLOSED_BY_CHOICE = frozenset({"disabled", "draining", "leaving", "memory", "checking"})
+"""Reasons against a worker's admission that say nothing of its weights."""
 
 
-def newest(seen: Surveyed) -> DecisionRecord | None:
-    """The highest decision that anybody holds: a store may have lost a write that it acknowledged."""
-    best = seen.record
-    told = [row.body["record"] for row in seen.attests if row.ok]
-    for record in [seen.witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
+def newest(
+    stored: DecisionRecord | None, witness: DecisionRecord | None, attests: Sequence[WorkerRow]
+) -> DecisionRecord | None:
+    """The newest record that the store, this process or any worker has: a store may have lost what it acknowledged."""
+    told = [row.body["record"] for row in attests if row.ok]
+    best = stored
+    for record in [witness, *(DecisionRecord.from_wire(wire) for wire in told if wire is not None)]:
         if record is not None and newer(record, best):
             best = record
     return best
@@ -156,7 +160,7 @@ def judge_prepare(
     )
 
 
-def judge_armed(rows: Sequence[WorkerRow]) -> Prepared:
+def judge_listening(rows: Sequence[WorkerRow]) -> Prepared:
     """All of them listen: a sender to a group waits for each, so that nobody can be excluded."""
     failed = [row for row in rows if not row.ok]
     if failed or not rows:
@@ -169,7 +173,7 @@ def is_lost(session: UpdateSession, policy: UpdatePolicy, seen: Surveyed) -> boo
     failed = {row.instance_id for row in seen.attests if row.ok and row.body["failed"] == session.update_id}
     listening = still_there(session.prepared, seen.members).keys() - failed
     needed = len(session.prepared) if policy.on_prepare_failure == "abort" else policy.min_ready
-    return session.armed and len(listening) < needed
+    return session.listening and len(listening) < needed
 
 
 def too_few(ready: int, policy: UpdatePolicy) -> UpdateAborted:
@@ -218,14 +222,16 @@ def still_there(ready: Members, now: Members) -> dict[str, str]:
 
 
 def serves(row: WorkerRow, record: DecisionRecord) -> bool:
-    """By its `state`: is this worker admitted with exactly the committed weights?"""
+    """By its `state`: does this worker compute with exactly the committed weights, and is nothing about them in the way
+    of a request? An operator may have closed it, and a trainer may have its KV memory."""
     version = row.body.get("version")
     return bool(
         row.ok
-        and row.body.get("ready")
+        and row.body.get("engine_alive")
         and row.body.get("sequence") == record.sequence
         and version
         and version["digest"] == record.version.digest
+        and all(reason.partition(":")[0] in CLOSED_BY_CHOICE for reason in row.body["admission"]["reasons"])
     )
 
 
@@ -261,21 +267,17 @@ def commit_body(record: DecisionRecord, written: int, pause_s: float) -> dict[st
 
 
 def outcome_of(
-    record: DecisionRecord, prepared: Prepared, committed: Sequence[WorkerRow], gated: Told, opened: Told
+    record: DecisionRecord, states: Sequence[WorkerRow], told: Sequence[WorkerRow] = (), meant: Iterable[str] = ()
 ) -> Outcome:
-    serving = {row.instance_id for row in committed if row.ok} & {row.instance_id for row in opened.rows if row.ok}
-    # The row that tells most of each worker: its error, else its commit.
-    rows = {
-        row.instance_id: row for row in [*prepared.failed, *committed, *gated.rows, *opened.rows] if not row.ok
-    }
-    rows |= {row.instance_id: row for row in committed if row.instance_id in serving}
-    excluded = sorted({*prepared.ready, *prepared.excluded, *gated.members, *opened.members} - serving)
-    return Outcome(record.made, [rows[key] for key in sorted(rows)], excluded)
+    """Who serves the version now, by the workers' `state`.
 
-
-def outcome_now(record: DecisionRecord, states: Sequence[WorkerRow]) -> Outcome:
-    """By the workers' `state`."""
-    return Outcome(record.made, states, sorted(row.instance_id for row in states if not serves(row, record)))
+    `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of which
+    may have left."""
+    serving = {row.instance_id for row in states if serves(row, record)}
+    rows = {row.instance_id: row for row in states}
+    rows |= {row.instance_id: row for row in told if row.ok == (row.instance_id in serving)}
+    excluded = {row.instance_id for row in [*states, *told]} | set(meant)
+    return Outcome(record.made, [rows[key] for key in sorted(rows)], sorted(excluded - serving))
 
 
 def left_row(instance_id: str, incarnation: str, why: str = "it left before the update began") -> WorkerRow:

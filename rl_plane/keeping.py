@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,16 +11,15 @@ from rl_plane.bus import Bus, WrongSequence
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable
 from rl_plane.lock import HeldLock
-from rl_plane.record import UpdateSession
+from rl_plane.record import UpdateSession, session_of
 from rl_plane.subjects import SESSION, Bucket
 from rl_plane.tasks import end_tasks
-from rl_plane.update import renew_in_s, renewed
 from rl_plane.view import MembershipView
 
 log = logging.getLogger("rl_plane.keeping")
 
-AGAIN_S = 1.0
-"""After a NATS that did not answer."""
+RENEWALS = 4
+"""In one idle time of the session: two may be lost before the session is."""
 
 
 @asynccontextmanager
@@ -43,20 +41,17 @@ async def lock_of(
 
 
 async def _renewals(bus: Bus, state: Bucket, session: UpdateSession) -> None:
-    """Until the update is over, or was silent before."""
-    while session.live(now := time.time()):
-        await asyncio.sleep(renew_in_s(session, now))
+    """Writes the session anew, so that the server counts its silence from then on, until the update is over."""
+    while True:
+        await asyncio.sleep(session.idle_s / RENEWALS)
         try:
             entry = await bus.get(state, SESSION)
-            there = UpdateSession.decode(entry.value) if entry is not None and entry.value else None
+            there = session_of(entry)
             if entry is None or there is None or there.update_id != session.update_id:
                 return
-            session, now = there, time.time()
-            if session.live(now) and renew_in_s(session, now) <= 0:
-                # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
-                await bus.put(state, SESSION, renewed(session, now).encode(), last=entry.sequence)
+            # Without the lock: its holder writes over this at will, and this over nothing that was not read here.
+            await bus.put(state, SESSION, there.encode(), last=entry.sequence, ttl_s=there.idle_s)
         except WrongSequence:
-            pass  # somebody was faster: look again
+            pass  # another call was faster
         except BusUnreachable as error:
             log.warning("could not renew the update %s: %s", session.update_id, error)
-            await asyncio.sleep(AGAIN_S)

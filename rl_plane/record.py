@@ -134,6 +134,12 @@ class DecisionRecord:
     or has lost its serving lease."""
     decided_at: float = field(default_factory=time.time)
     """Unix seconds, for people; nothing is decided by it."""
+    fence: int = 0
+    """The fence of the coordinator that decided it; 0 for sequence 0."""
+    seal: int = field(default=0, compare=False)
+    """The fence of the newest coordinator that has taken the record up: see `seal.py`."""
+    barred: int = field(default=0, compare=False)
+    """No coordinator with this fence or a lower one can write the record any more."""
 
     @property
     def sequence(self) -> int:
@@ -184,6 +190,9 @@ class DecisionRecord:
             "keep_pause": self.keep_pause,
             "open": self.open,
             "decided_at": self.decided_at,
+            "fence": self.fence,
+            "seal": self.seal,
+            "barred": self.barred,
         }
 
     @classmethod
@@ -224,18 +233,22 @@ def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
 
 
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
-    """Was `one` decided after `other`? For a store that may have lost writes that it had acknowledged.
+    """Reports whether `one` replaces `other`, wherever the two are found.
 
-    Of two runs that nobody asked for (a worker that found an empty store began the second), the one that has come
-    further counts, else the elder."""
+    A store may have lost writes that it had acknowledged, so the order comes from the records themselves. In one run the
+    higher seal is newer: the coordinator that wrote it had asked every worker for the newest record before.
+
+    Two stores that were found empty can begin two runs under one number. Then the run with more versions counts, else
+    the older one."""
     if other is None:
         return True
-    mine, theirs = (one.run_number, one.sequence), (other.run_number, other.sequence)
-    if mine != theirs:
-        return mine > theirs
+    if one.run_number != other.run_number:
+        return one.run_number > other.run_number
     if one.version.run != other.version.run:
+        if one.sequence != other.sequence:
+            return one.sequence > other.sequence
         return one.version.run < other.version.run
-    return one.final and not other.final
+    return (one.seal, one.sequence, one.final) > (other.seal, other.sequence, other.final)
 
 
 def version_wire(record: DecisionRecord | None) -> VersionReply | None:
@@ -310,8 +323,10 @@ class UpdateSession:
     refetchable: bool
     prepared: Mapping[str, str]
     """instance_id → incarnation of those that hold it, or listen."""
-    expires_at: float
-    """Unix seconds; silence until then aborts it."""
+    idle_s: int
+    """Seconds of silence after which the server removes the session: the TTL of its key, counted by the server."""
+    parts: int = 0
+    """How many parts a fed update has received."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -330,7 +345,8 @@ class UpdateSession:
         return replace(self, label=version or self.label, body=body)
 
     @property
-    def armed(self) -> bool:
+    def listening(self) -> bool:
+        """The workers listen for what the trainer pushes. Else they hold verified bytes."""
         return not self.digest
 
     @property
@@ -338,9 +354,6 @@ class UpdateSession:
         """Who goes on with it, where its body says so."""
         owner: str | None = self.body.get("owner")
         return owner
-
-    def live(self, now: float) -> bool:
-        return now < self.expires_at
 
 
 def record_of(entry: Entry | None) -> DecisionRecord | None:
@@ -366,9 +379,13 @@ async def read_memory(bus: Bus, state: Bucket) -> DesiredMemory | None:
     return DesiredMemory.decode(entry.value) if entry is not None and entry.value else None
 
 
-async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
-    entry = await bus.get(state, SESSION)
+def session_of(entry: Entry | None) -> UpdateSession | None:
     return UpdateSession.decode(entry.value) if entry is not None and entry.value else None
+
+
+async def read_session(bus: Bus, state: Bucket) -> UpdateSession | None:
+    """The update that waits for its next call. None: there is none, or its trainer was silent for too long."""
+    return session_of(await bus.get(state, SESSION))
 
 
 async def read_frontends(bus: Bus, state: Bucket) -> list[str]:

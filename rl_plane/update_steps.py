@@ -17,8 +17,7 @@ Members = Mapping[str, str]
 
 Phase = Literal[
     "survey",  # who is there, what is committed, what did another coordinator leave?
-    "clear",  # drop what a dead coordinator or a silent trainer has left staged
-    "restore",  # write back a decision that the store has lost
+    "clear",  # drop what a trainer that fell silent has left staged
     "begin",  # tell the history
     "prepare",  # stage and verify, everywhere
     "feed",  # receive tensors that the trainer sends now
@@ -26,7 +25,7 @@ Phase = Literal[
     "abort",  # drop it again
     "session",  # note that it waits for another call, or that this wait is over
     "decide",  # the record: from here on the version is committed
-    "settle",  # was it, when the answer was lost?
+    "settle",  # was it, when the answer was lost? A survey under a new fence
     "pause",  # note that the fleet is to stay paused
     "gate",  # every member and frontend learns the decision, and closes
     "commit",  # swap, on all that are gated
@@ -42,7 +41,9 @@ Phase = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Asks every member to `attest`, and reads record, session and desired pause from the leader. → Surveyed"""
+    """Asks every member to `attest`, reads session and desired pause from the leader, and seals the newest record that
+    anybody has. With phase `settle` it takes a new fence first, so that whatever was written before under the old one
+    counts only if it is found now. → Surveyed, or Failed"""
 
     phase: Phase = "survey"
 
@@ -72,20 +73,11 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """The record, in the place of `over`: StaleFence when another one is there. → Written, or Failed"""
+    """The record, in the place of what this call has sealed or written last. Phase `decide`: a new decision.
+    → Written, or Failed: StaleFence when another writer has been there"""
 
     phase: Phase
     record: DecisionRecord
-    over: DecisionRecord | None
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Reads the record, and if it is not this one, writes it anew, which kills a late copy of our own write.
-    → Settled, or Failed"""
-
-    record: DecisionRecord
-    phase: Phase = "settle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +116,7 @@ class End:
     phase: Phase = "end"
 
 
-Instruction = Survey | Ask | Tell | Write | Settle | Note | WaitSilent | Watch | End
+Instruction = Survey | Ask | Tell | Write | Note | WaitSilent | Watch | End
 
 # ---- events ----
 
@@ -136,20 +128,13 @@ class Surveyed:
     epoch: int
     attests: Sequence[WorkerRow]
     record: DecisionRecord | None
-    """The store's."""
+    """The newest, sealed by this call. None: no worker has fixed sequence 0 yet."""
     written: int
     """Its sequence in the bucket."""
-    decided: int
-    """The same, but for its being written anew for whoever took the lock over: what was noted since is noted after
-    it."""
     session: UpdateSession | None
     pause: DesiredPause
     pause_written: int
     """Its sequence in the bucket."""
-    witness: DecisionRecord | None
-    """The newest that this process has heard of."""
-    took_over: bool
-    """The lock's holder before did not give it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +151,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Written:
+    record: DecisionRecord
+    """As it was written: with the fence of this call."""
     sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    record: DecisionRecord | None
-    sequence: int
+    """Its sequence in the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +169,7 @@ class Failed:
     error: PlaneError
 
 
-Event = Surveyed | Answered | Told | Written | Settled | Done | Failed
+Event = Surveyed | Answered | Told | Written | Done | Failed
 
 # ---- results ----
 

@@ -20,6 +20,7 @@ from rl_plane.fanout import Answer, Gather, Missing, Scatter
 from rl_plane.membership import Changed, Instruction, Member, MembershipCore, Purge, Resync, Snapshot
 from rl_plane.probing import PROBE_TIMEOUT_S, Outcome, ProbeCore
 from rl_plane.record import DecisionRecord, newer, record_of
+from rl_plane.seal import restore
 from rl_plane.subjects import ADVISORY, MEMBER_PREFIX, RECORD, Entry, Subjects
 from rl_plane.tasks import end_tasks
 from rl_plane.wire import Request, encode
@@ -65,7 +66,8 @@ class MembershipView:
         self._resync_wanted = asyncio.Event()
         self._canary: tuple[str, int] | None = None
         self._canary_seen = asyncio.Event()
-        self._dead_connections: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._dead_connections: OrderedDict[tuple[str, int], float] = OrderedDict()
+        """Connection → monotonic seconds when the server told that it is closed."""
         self._connected_at = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -108,8 +110,8 @@ class MembershipView:
             if overtaken or newer(known, record):
                 return
         self._record_sequence = max(sequence, self._record_sequence)
+        self.record = record
         if record != known:
-            self.record = record
             for listener in list(self._record_listeners):
                 listener(record)
 
@@ -129,14 +131,8 @@ class MembershipView:
         decision is as good a witness as a worker."""
         entry = await self.read_record()
         mine = self.record
-        if mine is None or not newer(mine, record_of(entry)):
-            return
-        with contextlib.suppress(WrongSequence):  # somebody was faster: it is read again
-            if entry is None:
-                await self.bus.create(self.subjects.state, RECORD, mine.encode())
-            else:
-                await self.bus.put(self.subjects.state, RECORD, mine.encode(), last=entry.sequence)
-            log.warning("the store has lost %s: written back", mine.made.label)
+        if mine is not None and newer(mine, record_of(entry)):
+            await restore(self.bus, self.subjects.state, mine, entry)
 
     async def wait_until(self, holds: Callable[[Snapshot], bool], timeout_s: float) -> bool:
         """Whether it came to hold within the time-out."""
@@ -158,8 +154,9 @@ class MembershipView:
         return self.snapshot()
 
     def connection_died(self, identity: tuple[str, int]) -> bool:
-        """Did the server tell us that this connection is closed?"""
-        return identity in self._dead_connections
+        """Did the server tell us that this connection is closed, so long ago that a living process has another one?"""
+        closed_at = self._dead_connections.get(identity)
+        return closed_at is not None and time.monotonic() >= closed_at + RECONNECT_GRACE_S
 
     def found_dead(self, instance_id: str, revision: int) -> None:
         """Somebody has proof: a 503 to the member registered at `revision`. Just after a connect it is none."""
@@ -188,7 +185,7 @@ class MembershipView:
         identity = (str(event["server"]["id"]), int(event["client"]["id"]))
         if identity == self._canary:
             self._canary_seen.set()
-        self._dead_connections[identity] = None
+        self._dead_connections.setdefault(identity, time.monotonic())
         while len(self._dead_connections) > REMEMBERED_DISCONNECTS:
             self._dead_connections.popitem(last=False)
         self._carry_out(self._core.disconnected(*identity))

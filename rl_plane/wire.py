@@ -7,14 +7,13 @@ replies the other way, in the format of the request.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgpack
 
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError, error_from_wire
+from rl_plane.errors import InvalidRequest, PlaneError, error_from_wire
 from rl_plane.strict_json import parse_json_object
 
 PROTOCOL_VERSION = 1
@@ -49,23 +48,19 @@ class Request:
     """The sequence of the sender's lock acquire; workers refuse lower ones than they have seen."""
     incarnation: str | None = None
     """The process that is meant; another one refuses."""
-    deadline: int | None = None
-    """Unix ms after which the sender no longer waits. A courtesy: safety never rests on it."""
+    timeout_ms: int | None = None
+    """How long the sender waits; the receiver counts from the arrival. A duration, so that clocks need not agree."""
 
     def to_wire(self) -> dict[str, Any]:
         wire: dict[str, Any] = {"v": PROTOCOL_VERSION, "op": self.op, "body": self.body}
         if self.id:
             wire["id"] = self.id
-        for key in ("epoch", "fingerprint", "fence", "incarnation", "deadline"):
+        for key in ("epoch", "fingerprint", "fence", "incarnation", "timeout_ms"):
             if (value := getattr(self, key)) is not None:
                 wire[key] = value
         if self.targets is not None:
             wire["targets"] = list(self.targets)
         return wire
-
-    def check_deadline(self) -> None:
-        if self.deadline is not None and time.time() * 1000 > self.deadline:
-            raise DeadlineExceeded("the request's deadline had passed when it arrived", field="deadline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +144,7 @@ _TYPES: dict[str, tuple[type, str]] = {
     "targets": (list, "a list of instance ids"),
     "fence": (int, "an integer"),
     "incarnation": (str, "a string"),
-    "deadline": (int, "an integer (Unix ms)"),
+    "timeout_ms": (int, "an integer (milliseconds)"),
 }
 
 

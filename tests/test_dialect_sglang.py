@@ -22,7 +22,7 @@ from rl_plane.errors import BusUnreachable, Locked, Unavailable
 from rl_plane.fleet import Fleet
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.subjects import OPENED
-from rl_plane.update import SESSION_IDLE_S
+from rl_plane.update_sessions import SESSION_IDLE_S
 from tests.dialect_facade import PROMPT, Answered, facade, fine, just_before, refused, served
 from tests.faults import Told
 from tests.test_colocated import WITHOUT_A_SAVER

@@ -48,10 +48,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Write this record over the leader's, if that is still at sequence `last` (0: there is none). → Read again"""
+    """Write this record over the leader's, if that is still the one that was read. → Read again"""
 
     record: DecisionRecord
-    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +183,12 @@ class WorkerCore:
         """The leader's record, and so the serving lease, unless the leader has lost what this worker knows: then it
         is written back. The first worker of all fixes sequence 0 by its own model."""
         if record is None:
-            return Restore(self.record or first_record(self.model_digest), 0)
+            return Restore(self.record or first_record(self.model_digest))
         if self.record is not None and newer(self.record, record):
-            return Restore(self.record, written)
-        if self.record is None or self.record != record:
+            return Restore(self.record)
+        if self.record != record:
             self._written = min(self._written, written - 1)  # the leader's word counts, also after a lost store
-            self.learnt(record, written, now)
+        self.learnt(record, written, now)
         self._written = max(self._written, written)
         self.state.confirm_lease(asked_at, connection)
         return None
@@ -217,21 +216,23 @@ class WorkerCore:
         """Is something here that only its coordinator would end?"""
         return self._coordinated() is not None or self._on_the_old()
 
-    def still_coordinated(self, fence: int) -> bool:
-        """Is the lock, which is held under `fence`, that of whoever coordinates what is here?"""
-        self._alone = False
-        here = self._coordinated()
-        return here is None or fence <= here.fence
-
-    def coordinator_is(self, fence: int, held: bool, waiting_for: str | None) -> str | None:
-        """What the leader says of lock and session: the update here that was given up, to be dropped.
-        `waiting_for`: the update that is prepared and waits for another call."""
+    def coordinator_holds(self, fence: int, held: bool) -> bool:
+        """By the leader's lock: does the coordinator of what is here hold it still?"""
         self._alone = self._on_the_old() and not held
         here = self._coordinated()
-        if here is None or (held and fence <= here.fence):
-            return None
-        decided = self.record is not None and self.record.update_id == here.update_id
-        return None if decided or waiting_for == here.update_id else here.update_id
+        return held and (here is None or fence <= here.fence)
+
+    def given_up(self, waiting_for: str | None) -> Receiving | None:
+        """What is here of a coordinator that is gone, to be dropped once that coordinator is barred from the record.
+
+        `waiting_for`: the update of the session, which waits for another call."""
+        here = self._coordinated()
+        decided = here is not None and self.record is not None and self.record.update_id == here.update_id
+        return None if here is None or decided or waiting_for == here.update_id else here
+
+    def bars(self, fence: int) -> bool:
+        """Can no coordinator with this fence write the record any more?"""
+        return self.record is not None and self.record.barred >= fence
 
     def _coordinated(self) -> Receiving | None:
         """What a coordinator has begun here: staged, or still received."""

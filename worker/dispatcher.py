@@ -121,7 +121,6 @@ class Dispatcher:
             if not self._is_meant(request, direct):
                 return
             op = op_named(request.op)
-            request.check_deadline()
             skips = self._stage is not None and op.name not in OF_STAGES
             if op.changes and not skips:
                 self._state.check_changing(request)
@@ -213,9 +212,7 @@ class Dispatcher:
 
     @staticmethod
     def _bound_s(request: Request, op: Op) -> float:
-        if request.deadline is None:
-            return op.timeout_s
-        return max(0.0, request.deadline / 1000 - time.time())
+        return op.timeout_s if request.timeout_ms is None else request.timeout_ms / 1000
 
     def _reply(self, request: Request, start: float, body: Mapping[str, Any], status: Status = "ok") -> Reply:
         return Reply(

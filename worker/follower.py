@@ -15,7 +15,7 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from rl_plane import ops, update_bodies
-from rl_plane.bus import Bus, WrongSequence
+from rl_plane.bus import Bus
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -25,9 +25,10 @@ from rl_plane.errors import (
     NotAtBase,
     PlaneError,
 )
-from rl_plane.lock import fence_of, given_back
+from rl_plane.lock import fence_of
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, Source, read_pause, read_session, record_of
-from rl_plane.subjects import LOCK, RECORD, Entry, Subjects
+from rl_plane.seal import bar, restore
+from rl_plane.subjects import LOCK, RECORD, Subjects
 from rl_plane.versions import tensors_digest
 from worker.core import (
     HEAL_RETRY_S,
@@ -38,7 +39,6 @@ from worker.core import (
     Read,
     Receiving,
     Relabel,
-    Restore,
     Swap,
     Unload,
     Wait,
@@ -59,9 +59,6 @@ log = logging.getLogger("worker.follower")
 
 CONFIRM_S = SERVING_LEASE_S / 3
 """Two confirmations may be lost before the lease is."""
-SESSION_GRACE_S = 3.0
-"""A prepared update is kept so long beyond its end: who completes it in the last moment, by a clock that is a little
-behind, decides what is still staged."""
 FREEZE_S = ops.OPS["commit_update"].timeout_s
 """How long a worker that changes by itself waits for its engine to pause: with `wait` running requests end first. It
 tries again. What a coordinator asks for waits until that one's deadline."""
@@ -148,28 +145,14 @@ class RecordFollower:
                 entry = None
             record, written = record_of(entry), entry.sequence if entry is not None else 0
             before = self._core.record
-            restore = self._core.leader_said(record, written, asked_at, connection, time.monotonic())
-            if restore is None:
+            lost = self._core.leader_said(record, written, asked_at, connection, time.monotonic())
+            if lost is None:
                 if before is not self._core.record:
                     self.look()
                     self._tell()
                 return
-            await self._restore(restore)
+            await restore(self._bus, state, lost.record, entry)
         raise BusUnreachable("the record could not be written")
-
-    async def _restore(self, restore: Restore) -> None:
-        state, value = self._subjects.state, restore.record.encode()
-        try:
-            if restore.last:
-                await self._bus.put(state, RECORD, value, last=restore.last)
-            else:
-                await self._bus.create(state, RECORD, value)
-        except WrongSequence:
-            return  # somebody was faster, or a new decision has overtaken the leader's answer
-        if restore.last:
-            log.warning(
-                "%s: the store has lost %s: written back", self._state.instance_id, restore.record.made.label
-            )
 
     # ---- by itself ----
 
@@ -581,38 +564,30 @@ class RecordFollower:
             return
         # In this order: a session that is over was decided or aborted before, and the record tells which.
         before = self._core.record
-        lock = await self._bus.get(self._subjects.state, LOCK)
-        fence, held = fence_of(lock)
-        if held and self._core.still_coordinated(fence):
+        fence, held = fence_of(await self._bus.get(self._subjects.state, LOCK))
+        if self._core.coordinator_holds(fence, held):
             return  # as mostly; a thousand workers that read on here would take the leader's time from the update
         session = await read_session(self._bus, self._subjects.state)
         await self._read()
         if self._core.record is not before:
             return  # a newer decision has a coordinator of its own, which the lock as read knows nothing of
-        waits = session is not None and session.live(time.time() - SESSION_GRACE_S)
-        waiting_for = session.update_id if session is not None and waits else None
-        given_up = self._core.coordinator_is(fence, held, waiting_for)
-        if given_up is not None:
-            if not (held or given_back(lock) or await self._is_over(lock)):
-                return  # the record is another one: looked at again with the next tick
-            log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up)
-            await self._updates.give_up(given_up)
+        given_up = self._core.given_up(session.update_id if session is not None else None)
+        if given_up is not None and await self._is_barred(given_up.fence):
+            log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up.update_id)
+            await self._updates.give_up(given_up.update_id)
         self.look()
 
-    async def _is_over(self, lock: Entry | None) -> bool:
-        """Of a lock that was lost, and that nobody has: will a decision that its holder may have on its way be refused?
-        It is based on the record, which is written anew for that by who takes such a lock, or by one of the workers."""
-        state, record = self._subjects.state, self._core.record
+    async def _is_barred(self, fence: int) -> bool:
+        """Bars a coordinator that has lost the lock from the record, unless another one has: a decision that is still on
+        its way would need what is staged here."""
+        if self._core.bars(fence):
+            return True
+        state = self._subjects.state
         entry = await self._bus.get(state, RECORD)
-        if entry is None or entry.value is None or record_of(entry) != record:
-            return False
-        if lock is not None and entry.sequence > lock.sequence:
-            return True  # somebody has done it since
-        try:
-            await self._bus.put(state, RECORD, entry.value, last=entry.sequence)
-        except WrongSequence:
-            await self._read()  # somebody was faster
-        return self._core.record == record
+        if entry is not None and record_of(entry) == self._core.record:
+            await bar(self._bus, state, entry, fence)
+        await self._read()
+        return self._core.bars(fence)
 
     async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""

@@ -219,7 +219,7 @@ class OpHandlers:
 
     async def _feed(self, body: update_bodies.FeedUpdate, fence: int) -> update_bodies.FedReply:
         self._state.check_fence(fence)
-        missing = await self._updates.feed(body)
+        missing = await self._updates.feed(body, fence)
         return update_bodies.FedReply(
             tensors=len(body.names), bytes=sum(spec.nbytes for spec in body.specs), missing=missing
         )

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plane.errors import Conflict, InvalidRequest, PlaneError, Unsupported, UpdateAborted
@@ -197,9 +197,10 @@ class WeightUpdates:
             begun.armed = True
             await asyncio.shield(begun.opened)
 
-    async def feed(self, part: FeedUpdate) -> int:
+    async def feed(self, part: FeedUpdate, fence: int) -> int:
         """Of an update that is listened for: these tensors come now. How many are missing yet. Raises what ends its
         receive."""
+        self._adopt(part.update_id, fence)
         one = self._receiving or self._failed
         if one is None or one.wanted.update_id != part.update_id or not one.armed:
             raise UpdateAborted(
@@ -218,6 +219,7 @@ class WeightUpdates:
 
     async def _begin(self, wanted: Wanted, taint: Taint) -> Staging | _Receiving:
         async with self._beginning:
+            self._adopt(wanted.update_id, wanted.fence)
             if self.staged is not None and self.staged.wanted.update_id == wanted.update_id:
                 return self.staged
             failed = self._failed
@@ -228,7 +230,8 @@ class WeightUpdates:
                 if wanted.fence is None and busy is not None and busy.fence is not None:
                     raise Conflict(f"waiting for the update {busy.update_id}, which is being prepared")
                 self.check_backend(wanted.transport["backend"])
-                await self.drop(None)  # whatever an earlier coordinator left: it has lost the lock
+                # What another coordinator has left. It is barred: the one that asks now has sealed the record before.
+                await self.drop(None)
                 cancelled, opened = threading.Event(), asyncio.get_running_loop().create_future()
                 name = next(self._names)
                 work = self._receive(wanted, name, cancelled, taint, opened)
@@ -236,6 +239,14 @@ class WeightUpdates:
                 self._receiving.task.add_done_callback(self._received)
                 self._receiving.task.add_done_callback(functools.partial(_ended, opened))
             return self._receiving
+
+    def _adopt(self, update_id: str, fence: int | None) -> None:
+        """The coordinator that asks for an update again is responsible for it from now on."""
+        staged, receiving = self.staged, self._receiving
+        if receiving is not None and receiving.wanted.update_id == update_id:
+            receiving.wanted = replace(receiving.wanted, fence=fence)
+        elif staged is not None and staged.wanted.update_id == update_id and staged.wanted.fence != fence:
+            self._set(replace(staged, wanted=replace(staged.wanted, fence=fence)))
 
     def _received(self, task: asyncio.Task[Staging]) -> None:
         """Whether anybody still waits for it or not."""
@@ -280,6 +291,9 @@ class WeightUpdates:
             reply = await asyncio.to_thread(self._adapter.receive, reception.staging, cancelled.is_set)
         finally:
             await self._look_at_kept(wanted)
+        now = self._receiving  # another coordinator may have asked for it since
+        if now is not None and now.staging == name:
+            wanted = now.wanted
         staging = Staging(wanted, None if wanted.in_place else reception.staging, reply)
         if cancelled.is_set():
             await self._discard(staging)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from frontend.dialects import DialectPlane
 from rl_plane.record import read_pause
 from rl_plane.subjects import OPENED
-from rl_plane.update import SESSION_IDLE_S
+from rl_plane.update_sessions import SESSION_IDLE_S
 
 
 @dataclass(frozen=True, slots=True)

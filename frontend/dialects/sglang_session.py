@@ -31,7 +31,7 @@ from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, Pl
 from rl_plane.fleet import FORM_WAIT_S
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
-from rl_plane.update import SESSION_IDLE_S
+from rl_plane.update_sessions import SESSION_IDLE_S
 from rl_plane.update_bodies import MAX_FED_TENSORS
 
 OWNER = "sglang"
@@ -116,7 +116,7 @@ class Updates:
     async def session(self) -> UpdateSession | None:
         """The update that is fed by SGLang's calls; another dialect's is for its own to end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        if session is None or session.owner != OWNER or not session.live(time.time()):
+        if session is None or session.owner != OWNER:
             return None
         return session
 

@@ -19,7 +19,7 @@ from rl_plane.errors import BusUnreachable, Conflict, Locked, PlaneError
 from rl_plane.history import read_entry
 from rl_plane.record import read_session
 from rl_plane.rows import engine_rows
-from rl_plane.update import SESSION_IDLE_S
+from rl_plane.update_sessions import SESSION_IDLE_S
 from rl_plane.vllm_bodies import (
     InitInfo,
     Transfer,
@@ -128,7 +128,7 @@ class Transactions:
     async def standing(self) -> str | None:
         """The id of the update of this dialect that waits for its parts, or for its end."""
         session = await read_session(self._plane.calls.fleet.client.bus, self._plane.view.subjects.state)
-        if session is None or session.owner != self._group or not session.live(time.time()):
+        if session is None or session.owner != self._group:
             return None
         return session.update_id
 

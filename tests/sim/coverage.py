@@ -32,9 +32,9 @@ def _watchers(reached: set[str]) -> list[tuple[Any, str, Any]]:
 
 
 def _watched_step(step: Any, reached: set[str]) -> Any:
-    def watched(self: UpdateMachine, event: Any, now: float) -> Any:
+    def watched(self: UpdateMachine, event: Any, now: float, elapsed_s: float) -> Any:
         before = self.phase
-        instruction = step(self, event, now)
+        instruction = step(self, event, now, elapsed_s)
         if event is not None:  # else it begins
             what = "fails" if isinstance(event, Failed) else "goes well"
             after: str = instruction.phase
@@ -83,7 +83,7 @@ def _wait(self: WorkerCore, until: float | None) -> str:
 def _leader_said(self: WorkerCore, args: Any, result: Any) -> str:
     if result is None:
         return "the leader said → lease"
-    if result.last:
+    if args[0] is not None:
         return "the leader has lost a decision → Restore"
     return "the leader has nothing → Restore " + ("the first" if result.record.sequence == 0 else "a decision")
 
@@ -93,9 +93,10 @@ _NAMES: dict[str, Any] = {
     "leader_said": _leader_said,
     "learnt": lambda self, args, result: f"learnt → {'news' if result else 'old'}",
     "commit_step": lambda self, args, result: f"commit → {_instruction(self, result, 0.0)}",
-    "coordinator_is": lambda self, args, result: (
-        "asks after its coordinator → " + ("given up" if result else "alone" if self._alone else "goes on")
+    "coordinator_holds": lambda self, args, result: (
+        "asks after its coordinator → " + ("holds the lock" if result else "alone" if self._alone else "is gone")
     ),
+    "given_up": lambda self, args, result: "what a coordinator has left → " + ("given up" if result else "stays"),
     "overwriting": lambda self, args, result: "overwriting",
     "overwrite_failed": lambda self, args, result: "overwrite failed",
     "fetch_failed": lambda self, args, result: "fetch failed",

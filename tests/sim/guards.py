@@ -9,7 +9,8 @@ from unittest import mock
 
 from rl_plane.lock import HeldLock, fence_of
 from rl_plane.record import DesiredPause
-from rl_plane.subjects import LOCK
+from rl_plane.subjects import LOCK, RECORD
+from rl_plane.update_steps import Written
 
 
 async def _nothing(*args: Any, **more: Any) -> None:
@@ -45,20 +46,25 @@ def _no_changes(*args: Any, **more: Any) -> list[Any]:
     return []
 
 
-def _undecided(self: Any, record: Any, base: Any) -> Any:
+def _undecided(self: Any, record: Any) -> Any:
     """A step of the machine that yields nothing: the record is not written."""
-    return 1
+    return Written(record, 1)
     yield
 
 
-async def _unguarded_put(self: Any, key: str, value: bytes, last: int = 0) -> int:
-    return int(await self._bus.put(self._bucket, key, value))
+async def _unguarded_put(self: Any, key: str, value: bytes, ttl_s: int | None = None) -> int:
+    return int(await self._bus.put(self._bucket, key, value, ttl_s=ttl_s))
+
+
+async def _unguarded_write(self: Any, record: Any, last: int) -> Any:
+    await self._bus.put(self._bucket, RECORD, record.encode())
+    return record
 
 
 async def _acquire_at_once(bus: Any, bucket: Any, mine: Any, *bounds: Any) -> Any:
     """No lock at all: everybody holds it."""
     fence, _ = fence_of(await bus.get(bucket, LOCK))
-    return HeldLock(bus, bucket, mine, fence, False)
+    return HeldLock(bus, bucket, mine, fence)
 
 
 GUARDS: dict[str, dict[str, Any]] = {
@@ -69,8 +75,8 @@ GUARDS: dict[str, dict[str, Any]] = {
     # The record is written only under the lock, by its newest holder, and workers obey nobody else.
     "fence": {
         "rl_plane.lock.HeldLock.put": _unguarded_put,
-        "rl_plane.lock.HeldLock.replace": _unguarded_put,
         "rl_plane.lock.HeldLock.renew": _nothing,
+        "rl_plane.seal.SealedRecord._put": _unguarded_write,
         "rl_plane.lock.HeldLock.release": _nothing,
         "rl_plane.lock._acquire": _acquire_at_once,
         "worker.lock_watch.LockWatch.is_live": _live,

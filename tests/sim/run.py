@@ -48,7 +48,7 @@ REST_S = 200.0
 QUIET_S = 4.0
 """The fleet must not only become whole, but stay so."""
 LOOK_S = 1.0
-SHORT_IDLE_S = 3.0
+SHORT_IDLE_S = 3
 """Of a prepared update in some runs: in the others nobody lives to see the end of the real one."""
 
 
@@ -144,7 +144,7 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
                 stack.enter_context(mock.patch.object(target, name, stand_in))
             stack.enter_context(mock.patch("rl_plane.view.Client", _NoCanary))
             if seed % 3 == 0:
-                stack.enter_context(mock.patch("rl_plane.update.SESSION_IDLE_S", SHORT_IDLE_S))
+                stack.enter_context(mock.patch("rl_plane.update_sessions.SESSION_IDLE_S", SHORT_IDLE_S))
             stack.enter_context(virtual_time(loop))
             yield loop, rng
     finally:
