@@ -27,6 +27,7 @@ from rl_plane.record import (
 from rl_plane.rows import WorkerRow
 from rl_plane.seal import SealedRecord
 from rl_plane.subjects import PAUSE, SESSION
+from rl_plane.update_sessions import machine_for
 from rl_plane.update_steps import (
     Answered,
     Ask,
@@ -47,7 +48,6 @@ from rl_plane.update_steps import (
     Write,
     Written,
 )
-from rl_plane.update_sessions import machine_for
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
 

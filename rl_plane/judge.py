@@ -271,8 +271,8 @@ def outcome_of(
 ) -> Outcome:
     """Who serves the version now, by the workers' `state`.
 
-    `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of which
-    may have left."""
+    `told`: what they have answered on the way; a later answer tells more. `meant`: those that prepared it, some of
+    which may have left."""
     serving = {row.instance_id for row in states if serves(row, record)}
     rows = {row.instance_id: row for row in states}
     rows |= {row.instance_id: row for row in told if row.ok == (row.instance_id in serving)}

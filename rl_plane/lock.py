@@ -1,8 +1,8 @@
 """The component's lock: one coordinator at a time, enforced by the server.
 
-Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the lock
-a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone does
-not stop a write of the former holder that is still on its way: `seal.py` does.
+Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the
+lock a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone
+does not stop a write of the former holder that is still on its way: `seal.py` does.
 """
 
 from __future__ import annotations
@@ -72,15 +72,11 @@ class HeldLock:
         async with self._busy:
             await self._check_ours()
             try:
-                return await self._bus.put(
-                    self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s
-                )
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
             except WrongSequence:
                 await self._look()  # a renewal may have been taken whose answer was lost
             try:
-                return await self._bus.put(
-                    self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s
-                )
+                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)
             except WrongSequence as error:
                 self.lost = True
                 raise self.stale() from error

@@ -235,8 +235,8 @@ def first_record(digest: str, run_number: int = 0) -> DecisionRecord:
 def newer(one: DecisionRecord, other: DecisionRecord | None) -> bool:
     """Reports whether `one` replaces `other`, wherever the two are found.
 
-    A store may have lost writes that it had acknowledged, so the order comes from the records themselves. In one run the
-    higher seal is newer: the coordinator that wrote it had asked every worker for the newest record before.
+    A store may have lost writes that it had acknowledged, so the order comes from the records themselves. In one run
+    the higher seal is newer: the coordinator that wrote it had asked every worker for the newest record before.
 
     Two stores that were found empty can begin two runs under one number. Then the run with more versions counts, else
     the older one."""

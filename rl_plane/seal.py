@@ -98,7 +98,9 @@ class SealedRecord:
         if entry is None or there is None or self._mine is None:
             return False
         sealed = (there.seal, there.barred) == (self._mine.seal, self._mine.barred)
-        return sealed and entry.sequence == self._sequence and there == self._mine and there.seal == self._held.fence
+        return (
+            sealed and entry.sequence == self._sequence and there == self._mine and there.seal == self._held.fence
+        )
 
     async def _put(self, record: DecisionRecord, last: int) -> DecisionRecord:
         fence = self._held.fence
@@ -124,7 +126,9 @@ async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
     there = record_of(entry)
     assert there is not None
     try:
-        await bus.put(bucket, RECORD, replace(there, barred=max(there.barred, fence)).encode(), last=entry.sequence)
+        await bus.put(
+            bucket, RECORD, replace(there, barred=max(there.barred, fence)).encode(), last=entry.sequence
+        )
     except WrongSequence:
         return False
     return True

@@ -5,8 +5,8 @@
                  └─ any failure before the decision ─→ abort: nothing has changed anywhere
 
 The protocol is written as generators that yield an instruction and get its event: each reads as the steps of a call.
-`coordinator.py` carries the instructions out, under the component's lock. `update_sessions.py` has the calls of an update
-that spans several. See docs/protocol.md.
+`coordinator.py` carries the instructions out, under the component's lock. `update_sessions.py` has the calls of an
+update that spans several. See docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -321,7 +321,11 @@ class UpdateMachine:
         return enough(outcome_of(record, watched.rows, told, meant), policy)
 
     def _answer(
-        self, record: DecisionRecord, policy: UpdatePolicy, told: Sequence[WorkerRow] = (), meant: Sequence[str] = ()
+        self,
+        record: DecisionRecord,
+        policy: UpdatePolicy,
+        told: Sequence[WorkerRow] = (),
+        meant: Sequence[str] = (),
     ) -> Generator[Instruction, Any, Outcome]:
         """What the workers serve at this moment, or once enough of them serve the version."""
         for timeout_s in (0.0, max(policy.commit_timeout_s, LEASES_END_S)):

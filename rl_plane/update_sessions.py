@@ -1,8 +1,8 @@
 """The calls of an update that spans several: prepare, feed, name, complete, abort. Pure, as `update.py`.
 
-Between two calls the update is a *session*: a key in the state bucket that the server removes when its trainer has been
-silent for too long. Any coordinator can continue it. The workers hold verified bytes, or they listen for what the trainer
-pushes; `complete` asks them to prepare in both cases, which is idempotent and waits for what is still to come.
+Between two calls the update is a *session*: a key in the state bucket that the server removes when its trainer has
+been silent for too long. Any coordinator can continue it. The workers hold verified bytes, or they listen for what the
+trainer pushes; `complete` asks them to prepare in both cases, which is idempotent and waits for what is still to come.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class SessionMachine(UpdateMachine):
         return session
 
     def _give_up(self, update_id: str) -> Generator[Instruction, Any, None]:
-        """Ends an update that waits for another call: what the session names stays staged, so the session goes first."""
+        """Ends an update that waits for another call. The session goes first: what it names stays staged."""
         try:
             yield Note("session")
         except PlaneError:

@@ -578,8 +578,8 @@ class RecordFollower:
         self.look()
 
     async def _is_barred(self, fence: int) -> bool:
-        """Bars a coordinator that has lost the lock from the record, unless another one has: a decision that is still on
-        its way would need what is staged here."""
+        """Bars a coordinator that has lost the lock from the record, unless another one has: a decision that is still
+        on its way would need what is staged here."""
         if self._core.bars(fence):
             return True
         state = self._subjects.state

@@ -31,8 +31,8 @@ from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, Locked, Pl
 from rl_plane.fleet import FORM_WAIT_S
 from rl_plane.lock import POLL_S, read_holder
 from rl_plane.record import UpdateSession, read_session
-from rl_plane.update_sessions import SESSION_IDLE_S
 from rl_plane.update_bodies import MAX_FED_TENSORS
+from rl_plane.update_sessions import SESSION_IDLE_S
 
 OWNER = "sglang"
 """Of the fleet's session."""
