@@ -165,6 +165,9 @@ OPENED = "opened"
 """State bucket: the lock, the decision record, the desired pause, the memory that is to be released, an update that
 spans several calls, what a trainer that speaks to SGLang has opened and will close."""
 
+CANARY_HISTORY = "canary_history"
+"""State bucket: the values that earlier versions gave for the numeric canary (`rl_plane.canary.CanaryHistory`)."""
+
 HISTORY_PREFIX = "history."
 """State bucket: `history.<hash of the request id>`, an update and its outcome."""
 

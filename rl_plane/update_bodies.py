@@ -7,6 +7,7 @@ from typing import Any, Literal, NotRequired, Self, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from rl_plane.bodies import DIGEST, LABEL_CHARS, MAX_TIMEOUT_S, PAUSE_WORDS, PRINTABLE, Body, without_sglangs_names
+from rl_plane.canary import Canary, OnCanaryFailure, PolicyCanary
 from rl_plane.errors import InvalidRequest
 from rl_plane.record import DecisionRecord, Encoding, PauseMode, Source
 from rl_plane.versions import DTYPE_BYTES, MAX_RANK, TensorSpec, VersionReply, checked_name
@@ -261,6 +262,13 @@ class UpdatePolicy(Body):
     gate_timeout_s: float = Field(2.0, gt=0, le=MAX_TIMEOUT_S)
     """To close and to open admission; a worker's NATS loop answers at once."""
     commit_timeout_s: float = Field(60.0, gt=0, le=MAX_TIMEOUT_S)
+    canary: PolicyCanary = None
+    """The token sequences that every worker scores after the swap, before it serves the version. None: sequences that
+    follow from the size of the vocabulary. `off`: no worker scores anything."""
+    on_canary_failure: OnCanaryFailure = "rollback"
+    """What happens if every worker fails the canary. `rollback`: the fleet returns to the version before. `exclude`: no
+    worker serves the version. `warn`: the workers serve it, and the answer says so. A worker that fails
+    while another passes is excluded."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -291,6 +299,12 @@ class _Update(Body):
                 "an adapter is staged: it is small, and the base weights stay as they are",
                 field="policy.staging",
                 fix="use staging host",
+            )
+        if self.target.kind == "lora" and isinstance(self.policy.canary, Canary):
+            raise InvalidRequest(
+                "a canary scores the base weights, which an adapter's update leaves as they are",
+                field="policy.canary",
+                fix="leave it out",
             )
         _check_delta(self)
         if self.policy.staging == "none" and self.policy.keep_staged:

@@ -207,6 +207,8 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
             "prepare_timeout_s": 33.0,
             "gate_timeout_s": 2.0,
             "commit_timeout_s": 60.0,
+            "canary": None,
+            "on_canary_failure": "rollback",
         },
     }
     out = capsys.readouterr().out
