@@ -5,7 +5,7 @@ Life: `build(options)` makes the adapter without starting anything; `start()` bu
 any time, twice included. All coroutines run on the engine loop, which is not the loop that serves NATS; a
 call that blocks for more than a few milliseconds goes to a thread of the adapter's.
 
-The worker calls the changing methods (pause, resume, swap, flush, …) one at a time. `generate`, `abort` and
+The worker calls the changing methods (pause, resume, swap, flush, score, …) one at a time. `generate`, `abort` and
 `liveness` may run at any moment, those included. A method raises a PlaneError: `Unsupported` with the reason
 for what this engine or build can't do, `InvalidRequest` for bad input (the engine then serves on as before),
 `EngineFailed` when the engine itself fails.
@@ -13,7 +13,7 @@ for what this engine or build can't do, `InvalidRequest` for bad input (the engi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -232,6 +232,21 @@ class EngineAdapter(Protocol):
 
     def destroy_transport(self, backend: str, group: str | None = None) -> list[dict[str, Any]]:
         """Likewise. `group`: of several of this backend, only this one."""
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """The logprob of each token after the first of each sequence, given the tokens before it: the natural-log
+        softmax of the raw logits, by the weights that the engine holds now. All sequences go through the model
+        together. `adapter` None scores the base model, whatever adapters are loaded.
+
+        Works while the engine is paused in any mode, which it then stays, and while it runs. Requests in flight make no
+        token meanwhile. They may lose their KV, which they compute anew when they go on. No KV that was computed before
+        is used, and no later request finds KV that a score has left behind.
+
+        -inf is told as `scoring.LOGPROB_FLOOR`, and so is what is lower: every score is a finite number. EngineFailed
+        where a logprob is NaN. InvalidRequest for sequences outside the bounds of `scoring`, for ids outside the
+        vocabulary, and for an adapter that is not loaded (`field="adapter"`). Unavailable while memory is released: ask
+        again after `resume_memory`. Unsupported, with the reason that `capabilities` has under `score`, where this
+        engine can't."""
 
     # adapters (LoRA); where the engine has none, `capabilities` has `prepare_update:lora` and these raise Unsupported
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ from worker.engines.fake_model import (
     permitted,
     token_of,
 )
+from worker.engines.scoring import check_adapter, check_memory, check_sequences, checked_scores
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import StopStrings
 from worker.engines.token_checks import NO_EXPERTS, check_tokens, check_vocabulary, kept_of_prompt
@@ -95,8 +96,8 @@ class _Running:
 
 
 class FakeEngine:
-    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite` and `hang_liveness` may be set while it runs.
-    `transports`: instead of those that are installed."""
+    """An EngineAdapter. `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute` and `hang_liveness` may be set
+    while it runs. `transports`: instead of those that are installed."""
 
     def __init__(self, options: EngineOptions, transports: Mapping[str, WeightTransport] | None = None) -> None:
         self.config = FakeConfig.parse(options.extra)
@@ -111,6 +112,7 @@ class FakeEngine:
         self.fail_stage = self.config.fail_stage
         self.fail_swap = self.config.fail_swap
         self.fail_overwrite = self.config.fail_overwrite
+        self.miscompute = self.config.miscompute
         self.hang_liveness = self.config.hang_liveness
         if transports is None:
             transports = load_transports(options.places)
@@ -118,6 +120,7 @@ class FakeEngine:
         self._options = options
         self._specs: dict[str, TensorSpec] = {}
         self._weights: FakeWeights | None = None  # None before start and after close
+        self._miscomputes = False  # the last swap was one with `miscompute`
         self._snapshot: FakeWeights | None = None
         self._version: WeightVersion | None = None
         self._adapters: dict[str, FakeAdapter] = {}
@@ -202,6 +205,11 @@ class FakeEngine:
             raise EngineFailed("the fake engine is not running")
         return self._weights
 
+    def _computed_with(self) -> str:
+        """The digest that tokens and scores follow from."""
+        digest = self._held().digest
+        return f"other than {digest}" if self._miscomputes else digest
+
     # generation
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
@@ -234,7 +242,7 @@ class FakeEngine:
                     break
                 # From here to the yield nothing waits, so that weights and label belong together.
                 adapter = self._adapters[running.adapter] if running.adapter is not None else None
-                digests = self._held().digest, None if adapter is None else adapter.digest
+                digests = self._computed_with(), None if adapter is None else adapter.digest
                 weights = both_digests(*digests)
                 scored = None
                 if request.prompt_logprobs and not running.made:
@@ -440,6 +448,7 @@ class FakeEngine:
         await self._before_a_swap()
         kept = self.receiver.kept is not None and self.receiver.kept.staged is staged
         self._weights, self._version = staged.copied() if kept else staged, version
+        self._miscomputes = self.miscompute
         return await self.flush_cache()
 
     def set_version(self, version: WeightVersion) -> None:
@@ -473,6 +482,18 @@ class FakeEngine:
         finally:
             if not self._closed:
                 self._weights = FakeWeights(mixed)  # its digest is that of the bytes, also half-way
+                self._miscomputes = self.miscompute
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """What `fake_prompt_logprobs` gives, but for the first token."""
+        self._held()
+        checked = check_sequences(sequences, self.config.vocab_size, self.config.max_model_len)
+        check_adapter(adapter, self._adapters)
+        check_memory(self._released)
+        await asyncio.sleep(0)
+        digests = self._computed_with(), None if adapter is None else self._adapters[adapter].digest
+        rows = [fake_prompt_logprobs(digests[0], sequence, digests[1])[1:] for sequence in checked]
+        return checked_scores([[value for value in row if value is not None] for row in rows], checked)
 
     def offer(self) -> dict[str, Any] | None:
         return self.receiver.offer()

@@ -35,6 +35,9 @@ class FakeConfig:
     """Fails before anything has changed."""
     fail_overwrite: bool = False
     """Fails after the first tensor: the weights are then a mixture."""
+    miscompute: bool = False
+    """After a swap it computes with other weights than those that it was given, and does not say so: its tokens and
+    scores are of no version, until a swap without this."""
     hang_liveness: bool = False
     stage: bool = False
     """To be no engine but a stage beside some, without weights and requests: for trials of a mixed pipeline."""

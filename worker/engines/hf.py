@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from worker.engines.hf_holder import HfHolder
 from worker.engines.hf_loop import GenerationLoop
 from worker.engines.hf_streams import Piece, Stream
 from worker.engines.hf_weights import ModelWeights, StagedTensors
+from worker.engines.scoring import check_sequences, checked_scores
 from worker.engines.spans import SpanLog
 from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import NO_EXPERTS, check_tokens, refuse_lacking
@@ -322,6 +323,13 @@ class HfEngine(Tokenizing):
 
     def set_version(self, version: WeightVersion) -> None:
         self._running().version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        self._running()
+        info = self._info
+        assert info is not None, "start sets it before the loop is there"
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        return checked_scores(await self._call(lambda loop: loop.score(checked, adapter)), checked)
 
     def offer(self) -> dict[str, Any] | None:
         return self._receiving().offer()

@@ -26,7 +26,8 @@ from worker.engines.finite_logits import NOT_FINITE
 from worker.engines.hf_adapters import ModelAdapters, StagedAdapter
 from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_prefixes import PrefixKeys, salted
-from worker.engines.hf_streams import Piece, Stream, choose, likeliest
+from worker.engines.hf_streams import Piece, Stream, choose, likeliest, score_batch
+from worker.engines.scoring import check_adapter, in_batches
 from worker.engines.spans import Label
 
 IDLE_WAIT_S = 0.1
@@ -205,6 +206,13 @@ class GenerationLoop(ContinuousBatchingManager):  # type: ignore[misc]  # the li
         self._adapters.remove(name)
         self.adapter_versions.pop(name, None)
         self._prefix_keys.pop(name, None)
+
+    def score(self, sequences: list[list[int]], adapter: str | None) -> list[list[float]]:
+        """By a forward of its own, without a cache, for as many sequences as a step has tokens."""
+        check_adapter(adapter, self.adapter_versions)
+        self._adapters.activate(adapter)
+        most = self.continuous_batching_config.max_batch_tokens
+        return [row for batch in in_batches(sequences, most) for row in score_batch(self.model, batch)]
 
     def stop_loop(self) -> None:
         self._stopping = True

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,11 @@ from worker.engines.base import (
     PauseMode,
 )
 from worker.engines.lora import NO_LORA
+from worker.engines.scoring import check_adapter, check_memory, check_sequences, checked_scores
 from worker.engines.sglang_args import parse_arguments
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
+from worker.engines.sglang_scoring import NO_PIPELINE
 from worker.engines.sglang_streams import FIRST_KEY, Experts, Feeder
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
@@ -159,6 +162,8 @@ class SglangEngine(Tokenizing):
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         if self._on_cpu or not arguments.enable_memory_saver:
             lacking |= {"release_memory": NO_SAVER, "resume_memory": NO_SAVER}
+        if arguments.pp_size > 1:
+            lacking["score"] = NO_PIPELINE
         lacking |= lacking_seeds(
             self._on_cpu, arguments.sampling_backend, arguments.enable_deterministic_inference
         )
@@ -397,6 +402,26 @@ class SglangEngine(Tokenizing):
         self._running().key, self._version = key, None  # half-way there are no known weights
         await self._process.call("swap", key=key)
         self._version = version
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Running requests are retracted: they compute their KV anew."""
+        self._running()
+        info = self._info
+        assert info is not None, "start sets it"
+        if (reason := info.capabilities.get("score")) is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        check_adapter(adapter, self._adapters)
+        check_memory(self._released)
+        lora_id = "" if adapter is None else self._adapters[adapter].lora_id
+        was_paused = self._paused
+        try:
+            await self._freeze("retract")
+            rows = await self._process.call("score", sequences=json.dumps(checked), lora_id=lora_id)
+        finally:
+            if not was_paused:
+                await self.resume()
+        return checked_scores(rows[0]["scores"], checked)
 
     def set_version(self, version: WeightVersion) -> None:
         self._version = version

@@ -120,17 +120,19 @@ class SglangProcess:
         if not task.cancelled():
             task.exception()  # it may be that the caller has given up
 
-    async def call(self, op: str, **arguments: str) -> None:
-        """In every rank, between two steps (see sglang_scheduler), to its end in all. Raises what a rank raised;
-        `rank_results` tell which."""
-        await self.ask(self._call(op, arguments))
+    async def call(self, op: str, **arguments: str) -> list[dict[str, Any]]:
+        """In every rank, between two steps (see sglang_scheduler), to its end in all; a row for each, with what it
+        gave. Raises what a rank raised; `rank_results` tell which."""
+        return await self.ask(self._call(op, arguments))
 
-    async def _call(self, op: str, arguments: dict[str, str]) -> None:
+    async def _call(self, op: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
         async with self._calling:
             failure = await asyncio.to_thread(self._remote_call, op, arguments)
-            check_rows(await asyncio.to_thread(self.ranks.rows, "outcome"))  # with their types
+            rows = await asyncio.to_thread(self.ranks.rows, "outcome")
+            check_rows(rows)  # with their types
             if failure is not None:
                 raise EngineFailed(f"{op}: {failure}")
+            return rows
 
     def _remote_call(self, op: str, arguments: dict[str, str]) -> str | None:
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv, sock_send

@@ -6,6 +6,7 @@ requests: the ranks of one model stay in step.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rl_plane.errors import EngineFailed, PlaneError
 from worker.agent.server import AgentServer, receiver_methods
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.sglang_holder import SglangHolder, StagedAdapter, model_device
+from worker.engines.sglang_scoring import score_between_steps
 from worker.receiver import Receiver, load_transports
 from worker.reception import Cancelled, Staged
 from worker.transports.base import Places
@@ -29,8 +31,9 @@ class Rank:
         device = str(model_device(scheduler.tp_worker.model_runner.model))
         self._receiver = Receiver(self._holder, load_transports(Places.from_wire(told["places"]), device))
         self._taken: Staged | None = None
-        self._outcome: PlaneError | None = None
-        """Of the last call: SGLang passes on the first rank's alone, and of that the words."""
+        self._outcome: dict[str, Any] = {}
+        """What the last call gave, or its `error`: SGLang passes on the first rank's error alone, and of that the
+        words."""
         rank = _number()
         methods = receiver_methods(self._receiver, rank) | {"check": self._check, "outcome": self._tell_outcome}
         self._agent = AgentServer(Path(told["directory"]), rank, methods)
@@ -39,19 +42,19 @@ class Rank:
         self._agent.start()
 
     def call(self, op: str, **arguments: Any) -> None:
-        """On the scheduler's thread. Raises what it also keeps as the outcome."""
-        self._outcome = None
+        """On the scheduler's thread. Raises what it also keeps in the outcome."""
         try:
-            getattr(self, f"_{op}")(**arguments)
+            self._outcome = getattr(self, f"_{op}")(**arguments) or {}
         except PlaneError as error:
-            self._outcome = error
+            self._outcome = {"error": error.to_wire()}
             raise
         except Exception as error:
-            self._outcome = EngineFailed(f"{type(error).__name__}: {error}")
-            raise self._outcome from error
+            failure = EngineFailed(f"{type(error).__name__}: {error}")
+            self._outcome = {"error": failure.to_wire()}
+            raise failure from error
 
     def _tell_outcome(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
-        return {"error": self._outcome.to_wire()} if self._outcome is not None else {}
+        return self._outcome
 
     def _check(self, body: Mapping[str, Any], cancelled: Cancelled) -> dict[str, Any]:
         return self._holder.checks.row(body["action"])
@@ -73,6 +76,11 @@ class Rank:
         self._forget_cache()
         self._relabel(key)
         self._holder.reset()
+
+    def _score(self, sequences: str, lora_id: str) -> dict[str, Any]:
+        """`sequences`: as JSON, since SGLang's remote call takes flat arguments only. `lora_id`: empty for the base."""
+        self._forget_cache()
+        return {"scores": score_between_steps(self._scheduler, json.loads(sequences), lora_id or None)}
 
     def _put_adapter(self, staging: str, name: str, lora_id: str) -> None:
         staged = self._receiver.take(staging)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from worker.engines.base import (
     PauseMode,
 )
 from worker.engines.lora import NO_LORA
+from worker.engines.scoring import check_adapter, check_memory, check_sequences, checked_scores
 from worker.engines.spans import Label, SpanLog
 from worker.engines.stop_strings import ReplyText
 from worker.engines.token_checks import NO_EXPERTS, NO_ROUTED, check_tokens, no_cut_rows, refuse_lacking
@@ -42,6 +43,7 @@ from worker.engines.vllm_args import parse_arguments
 from worker.engines.vllm_memory import SLEEP_LEVEL, Call, ReleasedMemory
 from worker.engines.vllm_plugin import lora_request
 from worker.engines.vllm_process import NO_TRITON, VllmProcess, quieten
+from worker.engines.vllm_scoring import METHOD
 from worker.engines.vllm_streams import Streams
 from worker.reception import Cancelled, Reception
 
@@ -150,10 +152,13 @@ class VllmEngine(Tokenizing):
         if self._process.config.lora_config is None:
             lacking |= {"prepare_update:lora": NO_LORA, "update_weights:lora": NO_LORA}
         config = self._process.config
+        wrong: str | None = None
         if config.cache_config.kv_sharing_fast_prefill:
-            lacking["generate:prompt_logprobs"] = _FAST_PREFILL
+            wrong = _FAST_PREFILL
         elif config.lora_config is not None and config.use_v2_model_runner:
-            lacking["generate:prompt_logprobs"] = _SECOND_RUNNER
+            wrong = _SECOND_RUNNER
+        if wrong is not None:
+            lacking |= {"generate:prompt_logprobs": wrong, "score": wrong}
         if not config.aux_output_config.enable_return_routed_experts:
             lacking["generate:routed_experts"] = self._no_routed_experts()
         else:
@@ -344,6 +349,29 @@ class VllmEngine(Tokenizing):
         flushed = await self._flush(stale=True)
         await self._name_state(version, self._adapter_versions())
         return flushed
+
+    async def score(self, sequences: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
+        """Running requests have their KV computed again."""
+        self._process.check_alive()
+        info = self._info
+        assert info is not None, "start sets it"
+        if (reason := info.capabilities.get("score")) is not None:
+            raise Unsupported(reason, field="op", fix=LACKING)
+        checked = check_sequences(sequences, info.vocab_size, info.max_model_len)
+        check_adapter(adapter, self._loras)
+        check_memory(self._released.tags)
+        lora = None if adapter is None else (self._loras[adapter].number, self._loras[adapter].path)
+        was_paused, llm = self._paused, self._process.llm
+        try:
+            await self._freeze("keep")
+            flush = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            if not await self._process.ask(flush):
+                raise EngineFailed("vLLM did not flush its prefix cache: a request holds KV")
+            scores = await self._process.ask(llm.engine_core.call_utility_async(METHOD, checked, lora))
+        finally:
+            if not was_paused:
+                await self.resume()
+        return checked_scores(scores, checked)
 
     async def _flush(self, stale: bool) -> bool:
         """`stale`: new requests would find what is in it."""

@@ -34,6 +34,11 @@ class ReleasedMemory:
         self._tags: frozenset[str] = frozenset()
         self._unsure: Call | None = None
 
+    @property
+    def tags(self) -> frozenset[str]:
+        """What is released, or may be."""
+        return self._tags | (self._unsure.released if self._unsure is not None else frozenset())
+
     def release(self, tags: Iterable[str]) -> Iterator[Call]:
         """After which these are released too."""
         yield from self._settled()

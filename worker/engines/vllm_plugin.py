@@ -28,6 +28,7 @@ def register() -> None:
     _poll_politely()
     _wake_without_a_step()
     drain_preempted()
+    _score_between_steps()
     _leave_no_nan_in_blocks()
     _end_as_a_rank_does()
     take_temperatures_as_they_are()
@@ -59,6 +60,14 @@ def _wake_without_a_step() -> None:
         return not core.model_executor.is_sleeping
 
     EngineCore.wake_up = wake_up
+
+
+def _score_between_steps() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from worker.engines.vllm_scoring import METHOD, score_in_core
+
+    setattr(EngineCore, METHOD, score_in_core)
 
 
 def _leave_no_nan_in_blocks() -> None:
