@@ -148,6 +148,11 @@ def default_canary(vocab_size: int) -> Canary:
     return Canary(sequences=[ids[start : start + DEFAULT_SEQUENCE_TOKENS] for start in starts])
 
 
+def shortened(canary: Canary, max_model_len: int) -> Canary:
+    """The canary for a model whose context is shorter than its sequences."""
+    return Canary(sequences=[tokens[: max(2, max_model_len - 1)] for tokens in canary.sequences])
+
+
 def check_vocabulary(
     canary: Canary, vocab_size: int, max_model_len: int | None = None, field: str = "policy.canary"
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_plane.canary import CanaryHistory
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, PlaneError, Unavailable
 from rl_plane.fanout import Missing
@@ -26,7 +27,7 @@ from rl_plane.record import (
 )
 from rl_plane.rows import WorkerRow
 from rl_plane.seal import SealedRecord
-from rl_plane.subjects import PAUSE, SESSION
+from rl_plane.subjects import CANARY_HISTORY, PAUSE, SESSION
 from rl_plane.update_sessions import machine_for
 from rl_plane.update_steps import (
     Answered,
@@ -137,8 +138,8 @@ class Coordinator:
 
     async def _survey(self) -> Surveyed:
         bus, state = self._client.bus, self._state
-        (snapshot, rows), session, pause = await asyncio.gather(
-            self._attests(), read_session(bus, state), bus.get(state, PAUSE)
+        (snapshot, rows), session, pause, history = await asyncio.gather(
+            self._attests(), read_session(bus, state), bus.get(state, PAUSE), bus.get(state, CANARY_HISTORY)
         )
         record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
         return Surveyed(
@@ -151,6 +152,7 @@ class Coordinator:
             session,
             pause_of(pause),
             pause.sequence if pause else 0,
+            CanaryHistory.decode(history.value if history else None),
         )
 
     async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
@@ -277,6 +279,8 @@ class Coordinator:
                 await self._journal.begin(note.base)
         elif note.pause is not None:
             await self._held.put(PAUSE, note.pause.encode())
+        elif note.canary is not None:
+            await self._held.put(CANARY_HISTORY, note.canary.encode())
         elif note.session is not None:
             await self._held.put(SESSION, note.session.encode(), ttl_s=note.session.idle_s)
         else:

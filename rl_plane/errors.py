@@ -134,6 +134,12 @@ class UpdateAborted(Conflict):
     code = "update_aborted"
 
 
+class CanaryFailed(Conflict):
+    """The engine computes something else with the new weights than it should: see `canary.py`."""
+
+    code = "numerics"
+
+
 class PayloadTooLarge(PlaneError):
     code = "payload_too_large"
     http_status = 413

@@ -110,6 +110,7 @@ def updated(call: Call, outcome: Outcome, phases: Mapping[str, float]) -> dict[s
         "workers": [row.to_wire() for row in outcome.rows],
         "excluded": list(outcome.excluded),
         "phases": dict(phases),
+        **({"canary": dict(outcome.canary)} if outcome.canary is not None else {}),
     }
 
 
@@ -123,6 +124,7 @@ def answered(call: Call, entry: UpdateEntry) -> dict[str, Any]:
         "workers": entry.rows(),
         "excluded": list(entry.excluded),
         "phases": dict(entry.phases),
+        **({"canary": dict(entry.canary)} if entry.canary is not None else {}),
     }
 
 

@@ -144,7 +144,7 @@ class FleetUpdates:
         assert isinstance(outcome, Outcome)
         reply = updated(call, outcome, coordinator.phases)
         if journal is not None:
-            await journal.committed(outcome.version, reply["workers"], outcome.excluded, coordinator.phases)
+            await journal.committed(outcome, reply["workers"], coordinator.phases)
         return reply
 
     async def prepare(self, call: Call) -> dict[str, Any]:

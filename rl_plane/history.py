@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from rl_plane.bus import Bus
+from rl_plane.canary_commit import missed_error
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -34,6 +35,7 @@ from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, Source, UpdateSession, read_record, read_session
 from rl_plane.subjects import HISTORY_PREFIX, Bucket, Entry
 from rl_plane.update_bodies import PUSHED
+from rl_plane.update_steps import Outcome as UpdateOutcome
 from rl_plane.versions import WeightVersion
 
 log = logging.getLogger("rl_plane.history")
@@ -78,6 +80,8 @@ class UpdateEntry:
     workers_left_out: int = 0
     """Workers that did well and are not listed, for size."""
     excluded: Sequence[str] = ()
+    canary: Mapping[str, Any] | None = None
+    """What the numeric canary has shown: see `rl_plane.canary_judge.Settlement.summary`."""
     target: Mapping[str, Any] | None = None
     transport: Mapping[str, Any] | None = None
     """The request's; None for sequence 0."""
@@ -182,6 +186,10 @@ def from_record(record: DecisionRecord, entry: UpdateEntry | None = None) -> Upd
     """The entry of an update that was decided, whatever else is known of it."""
     version, source = record.made, record.made_source
     known = entry or UpdateEntry(record.update_id, version.label, "running")
+    if record.missed is not None:  # the version before is back
+        error = missed_error(record)
+        summary = error.facts["canary"]
+        return replace(known, outcome="aborted", ended_at=record.decided_at, error=_kept(error), canary=summary)
     return replace(
         known,
         label=version.label,
@@ -463,9 +471,8 @@ class Journal:
 
     async def committed(
         self,
-        version: WeightVersion,
+        outcome: UpdateOutcome,
         rows: Iterable[Mapping[str, Any]],
-        excluded: Sequence[str],
         phases: Mapping[str, float],
     ) -> None:
         """The end, with what the reply says; what the record says of the source stands there."""
@@ -479,10 +486,11 @@ class Journal:
             replace(
                 from_record(record, self._entry),
                 error=None,
-                version=version,
+                version=outcome.version,
                 workers=_outcomes(rows),
-                excluded=list(excluded),
+                excluded=list(outcome.excluded),
                 phases={**self._entry.phases, **phases},
+                canary=outcome.canary,
             )
         )
 
@@ -491,7 +499,8 @@ class Journal:
         if not self._begun or isinstance(error, OutcomeUnknown):
             return  # nothing to tell; or the record tells it, once it can be read
         workers = _outcomes(error.facts.get("workers", ()))
-        entry = replace(self._entry, error=_kept(error), workers=workers or self._entry.workers)
+        canary = error.facts.get("canary")
+        entry = replace(self._entry, error=_kept(error), workers=workers or self._entry.workers, canary=canary)
         try:
             record = await read_record(self._bus, self._state)
         except BusUnreachable:
@@ -501,7 +510,7 @@ class Journal:
             return  # it is untold still: only too few who serve it are an answer
         phases = {**entry.phases, **error.facts.get("phases", {})}
         ended = from_record(record, entry) if decided and record else replace(entry, outcome="aborted")
-        await self._end(replace(ended, phases=phases))
+        await self._end(replace(ended, phases=phases, error=entry.error))
 
     async def _end(self, entry: UpdateEntry) -> None:
         # At once: the entry is there already, so it is counted however they come.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rl_plane.canary import CanaryRecord
 from rl_plane.errors import (
     Conflict,
     InvalidRequest,
@@ -52,6 +54,7 @@ def next_record(
     prepared: Prepared,
     now: float,
     before: Source | None = None,
+    canary: CanaryRecord | None = None,
 ) -> DecisionRecord:
     """The decision for what was prepared, on top of what is committed. `before`: of a delta, see Source."""
     policy = body.policy
@@ -73,6 +76,8 @@ def next_record(
         version, base_source = made, source
         adapters = adapters if body.target.adapters == "keep" else {}
     rolling = policy.barrier == "rolling"
+    on_failure = policy.on_canary_failure
+    returns = canary is not None and version is made and on_failure == "rollback" and base.restorable
     return DecisionRecord(
         version,
         base_source,
@@ -83,6 +88,9 @@ def next_record(
         base.held if rolling else None,
         policy.pause_mode,
         policy.keep_pause,
+        canary=canary,
+        on_canary_failure=on_failure,
+        fallback=replace(base, missed=None, fallback=None) if returns else None,
         open=rolling,
         decided_at=now,
     )
@@ -157,6 +165,7 @@ def judge_prepare(
         [row.instance_id for row in failed],
         all(row.body["refetchable"] for row in ready.values()),
         failed,
+        rows=list(ready.values()),
     )
 
 
@@ -253,6 +262,7 @@ def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
         version=outcome.version.to_wire(),
         workers=[row.to_wire() for row in outcome.rows],
         excluded=list(outcome.excluded),
+        canary=outcome.canary,
         fix="read the state until they are ready; don't send it again",
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from rl_plane.canary import CanaryRecord, OnCanaryFailure
 from rl_plane.subjects import FRONTEND_PREFIX, MEMORY, PAUSE, RECORD, SESSION, Bucket, Entry
 from rl_plane.versions import VersionReply, WeightVersion
 
@@ -129,6 +130,14 @@ class DecisionRecord:
     pause_mode: PauseMode = "keep"
     keep_pause: bool = False
     """How a worker that has to swap by itself treats its running requests, as the update's policy says."""
+    canary: CanaryRecord | None = None
+    """What the base weights must compute. None: nothing scores them."""
+    on_canary_failure: OnCanaryFailure = "exclude"
+    fallback: DecisionRecord | None = None
+    """The record before, which comes back if every worker fails the canary. None: nothing can come back, or the version
+    is open."""
+    missed: Mapping[str, Any] | None = None
+    """What the canary has shown of the update's own version. This record brings the version before back."""
     open: bool = True
     """May it be served already? False from the decision until every member and every frontend has learnt it, has left,
     or has lost its serving lease."""
@@ -173,8 +182,14 @@ class DecisionRecord:
         """Nothing more is to come of this update."""
         return self.open and self.rolling_from is None
 
+    @property
+    def restorable(self) -> bool:
+        """Can a worker that has lost these weights get them again?"""
+        sources = (self.source, *(adapter.source for adapter in self.adapters.values()))
+        return all(source.from_scratch for source in sources)
+
     def opened(self) -> DecisionRecord:
-        return replace(self, open=True, rolling_from=None)
+        return replace(self, open=True, rolling_from=None, fallback=None)
 
     def to_wire(self) -> dict[str, Any]:
         # Each worker makes one for each update: `asdict` takes twenty times as long.
@@ -188,6 +203,10 @@ class DecisionRecord:
             "rolling_from": self.rolling_from.to_wire() if self.rolling_from is not None else None,
             "pause_mode": self.pause_mode,
             "keep_pause": self.keep_pause,
+            "canary": self.canary.to_wire() if self.canary is not None else None,
+            "on_canary_failure": self.on_canary_failure,
+            "fallback": self.fallback.to_wire() if self.fallback is not None else None,
+            "missed": self.missed,
             "open": self.open,
             "decided_at": self.decided_at,
             "fence": self.fence,
@@ -201,7 +220,7 @@ class DecisionRecord:
             name: Adapter(WeightVersion.from_wire(one["version"]), Source.from_wire(one["source"]))
             for name, one in wire["adapters"].items()
         }
-        rolling = wire["rolling_from"]
+        rolling, canary, fallback = wire["rolling_from"], wire["canary"], wire["fallback"]
         return cls(
             **{
                 **wire,
@@ -210,6 +229,8 @@ class DecisionRecord:
                 "source": Source.from_wire(wire["source"]),
                 "adapters": adapters,
                 "rolling_from": Held.from_wire(rolling) if rolling is not None else None,
+                "canary": CanaryRecord.from_wire(canary) if canary is not None else None,
+                "fallback": cls.from_wire(fallback) if fallback is not None else None,
             }
         )
 

@@ -16,6 +16,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rl_plane.canary import CanaryHistory, CanaryRecord
+from rl_plane.canary_commit import (
+    canary_of,
+    check_canary,
+    goes_back,
+    limits_of,
+    missed_error,
+    record_back,
+    settled,
+)
+from rl_plane.canary_judge import Settlement
 from rl_plane.errors import (
     BusUnreachable,
     InvalidRequest,
@@ -110,6 +121,9 @@ class UpdateMachine:
         """Whose failure matters: a worker that says that it is closed can't fail an update."""
         self._attests: Sequence[WorkerRow] = ()
         self._pause, self._pause_written = DesiredPause(False), 0
+        self._history = CanaryHistory()
+        self._settlement: Settlement | None = None
+        """What the canary of the record that is carried out has shown."""
         self._steps = self._kinds()[call.kind]()
 
     def _kinds(self) -> Mapping[str, Callable[[], Steps]]:
@@ -144,9 +158,11 @@ class UpdateMachine:
             return (yield from self._answer(base, body.policy))
         before = self._before(base, body)
         check_against(base, body, before)
+        check_canary(body, limits_of(self._attests))
         try:
             prepared = yield from self._prepare(base, body)
-            record = next_record(base, body, self.call.update_id, prepared, self._now, before)
+            canary = self._canary(base, body, prepared)
+            record = next_record(base, body, self.call.update_id, prepared, self._now, before, canary)
             decided = yield from self._decide(record)
         except OutcomeUnknown:
             raise
@@ -184,6 +200,9 @@ class UpdateMachine:
         """For a delta: the source of the version that it changes."""
         return (self.call.before or base.source) if body.encoding == "delta" else None
 
+    def _canary(self, base: DecisionRecord, body: UpdateWeights, prepared: Prepared) -> CanaryRecord | None:
+        return canary_of(base, body, prepared.digest, prepared.rows, limits_of(self._attests), self._history)
+
     # ---- the steps ----
 
     def _survey(self) -> Generator[Instruction, Any, tuple[UpdateSession | None, DecisionRecord]]:
@@ -210,14 +229,17 @@ class UpdateMachine:
             raise NoWorkers("no worker has fixed the fleet's first version yet", retry_after_s=1.0)
         if not base.final:
             yield from self._keep_paused(base)
-            yield from self._swap_all(Written(base, seen.written), seen.members, UpdatePolicy())
-            base = base.opened()
+            decided = Written(base, seen.written)
+            yield from self._swap_all(decided, seen.members, UpdatePolicy())
+            if goes_back(base, self._settlement):
+                base, _ = yield from self._go_back(base, UpdatePolicy())
+            base, self._settlement = self._opened(base), None
             self._see((yield Survey("recheck")))  # a worker that only this update had closed is open now
         return session, base
 
     def _see(self, seen: Surveyed) -> None:
         self._members, self._fingerprint, self._attests = seen.members, seen.fingerprint, seen.attests
-        self._pause, self._pause_written = seen.pause, seen.pause_written
+        self._pause, self._pause_written, self._history = seen.pause, seen.pause_written, seen.history
         closed = {row.instance_id for row in seen.attests if row.ok and not row.body["admitted"]}
         self._counted = seen.members.keys() - closed
 
@@ -308,17 +330,21 @@ class UpdateMachine:
             yield from self._keep_paused(record)
             carried = self._roll if record.rolling_from is not None else self._swap_all
             told += yield from carried(decided, prepared.ready, policy)
+            if goes_back(record, self._settlement):
+                back, rows = yield from self._go_back(record, policy)
+                raise missed_error(back, rows)
             return (yield from self._answer(record, policy, told, meant))
         except (BusUnreachable, StaleFence):
             pass  # said in the shell's log
         if record.rolling_from is not None:
             yield from self._end_roll(record)
         watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
-        try:
-            yield Write("open", record.opened())
-        except (BusUnreachable, StaleFence):
-            pass  # the next holder of the lock does it
-        return enough(outcome_of(record, watched.rows, told, meant), policy)
+        if record.canary is None or self._settlement is not None:
+            try:
+                yield Write("open", self._opened(record))
+            except (BusUnreachable, StaleFence):
+                pass  # the next holder of the lock does it
+        return enough(self._outcome(record, watched.rows, told, meant), policy)
 
     def _answer(
         self,
@@ -328,12 +354,22 @@ class UpdateMachine:
         meant: Sequence[str] = (),
     ) -> Generator[Instruction, Any, Outcome]:
         """What the workers serve at this moment, or once enough of them serve the version."""
-        for timeout_s in (0.0, max(policy.commit_timeout_s, LEASES_END_S)):
+        if record.missed is not None:
+            raise missed_error(record)
+        late_s = max(policy.commit_timeout_s, LEASES_END_S)
+        none_passed = self._settlement is not None and self._settlement.action != "open"
+        for timeout_s in (0.0,) if none_passed else (0.0, late_s):
             watched: Answered = yield Watch(record, timeout_s)
-            outcome = outcome_of(record, watched.rows, told, meant)
+            outcome = self._outcome(record, watched.rows, told, meant)
             if is_enough(outcome, policy):
                 break
         return enough(outcome, policy)
+
+    def _outcome(
+        self, record: DecisionRecord, states: Sequence[WorkerRow], told: Sequence[WorkerRow], meant: Sequence[str]
+    ) -> Outcome:
+        summary = self._settlement.summary() if self._settlement is not None else None
+        return replace(outcome_of(record, states, told, meant), canary=summary)
 
     def _keep_paused(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
         """As the update's policy says, unless the fleet was paused or resumed by another call since."""
@@ -352,10 +388,13 @@ class UpdateMachine:
         swapping = [key for key in still_there(ready, told.members) if key in shut]
         commit = commit_body(record, decided.sequence, self._pause.left_s(self._now))
         committed: Answered = yield Ask("commit", "commit_update", commit, swapping, policy.commit_timeout_s)
-        yield from self._leases(told)
-        opened: Written = yield Write("open", record.opened())
-        yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)
-        return [*(row for row in told.rows if not row.ok), *committed.rows]
+        rows = [*(row for row in told.rows if not row.ok), *committed.rows]
+        self._settlement, rows = settled(record, rows)
+        if not goes_back(record, self._settlement):
+            yield from self._leases(told)
+            opened = yield from self._open(record)
+            yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)
+        return rows
 
     def _roll(
         self, decided: Written, ready: Members, policy: UpdatePolicy
@@ -368,10 +407,42 @@ class UpdateMachine:
             commit = commit_body(record, decided.sequence, self._pause.left_s(self._now))
             one: Answered = yield Ask("roll", "commit_update", commit, [key], policy.commit_timeout_s)
             rows += one.rows
-        opened: Written = yield Write("open", record.opened())
+            self._settlement, judged = settled(record, rows)
+            if goes_back(record, self._settlement):
+                return judged  # the others serve the version before still
+        self._settlement, rows = settled(record, rows)
+        opened = yield from self._open(record)
         after: Told = yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)
         yield from self._leases(after)
         return rows
+
+    def _opened(self, record: DecisionRecord) -> DecisionRecord:
+        """With what the workers have scored, which a worker that comes later has to give too."""
+        opened = record.opened()
+        return opened if self._settlement is None else replace(opened, canary=self._settlement.record)
+
+    def _open(self, record: DecisionRecord) -> Generator[Instruction, Any, Written]:
+        opened: Written = yield Write("open", self._opened(record))
+        canary, settlement = opened.record.canary, self._settlement
+        if canary is not None and settlement is not None and settlement.action == "open":
+            digest = record.version.digest
+            yield Note("open", canary=self._history.with_values(digest, canary.sequences, canary.references))
+        return opened
+
+    def _go_back(
+        self, record: DecisionRecord, policy: UpdatePolicy
+    ) -> Generator[Instruction, Any, tuple[DecisionRecord, Sequence[WorkerRow]]]:
+        """Brings the version before `record` back: a decision like any other. Each worker fetches it by itself."""
+        assert self._settlement is not None
+        back = record_back(record, self._settlement, self._now)
+        decided = yield from self._decide(back)
+        self._settlement = None
+        try:
+            yield from self._swap_all(decided, {}, policy)
+            watched: Answered = yield Watch(back, max(policy.commit_timeout_s, LEASES_END_S))
+        except (BusUnreachable, StaleFence):
+            return decided.record, ()  # the next holder of the lock opens it
+        return decided.record, watched.rows
 
     def _end_roll(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
         """A worker whose turn has not come waits as long as the lock is held, and so for this call: without a roll

@@ -107,6 +107,8 @@ class PreparedReply(TypedDict):
     tensors: int
     bytes: int
     refetchable: bool
+    canary: NotRequired[dict[str, Any]]
+    """The `canary.json` beside the checkpoint, where there is one: see `rl_plane.canary.Canary`."""
     ranks: NotRequired[list[dict[str, Any]]]
     """What each rank staged, `{rank, digest, tensors, bytes}`: on the wire the reply's `rank_results`."""
 
@@ -212,6 +214,13 @@ class AttestReply(TypedDict):
     """Of the model that it was started with."""
     failed: str | None
     """The update that it listened for, and can't receive any more."""
+    canary: NotRequired[CanaryLimits | None]
+    """What its engine can score. None: nothing."""
+
+
+class CanaryLimits(TypedDict):
+    vocab_size: int
+    max_model_len: int
 
 
 class Commit(FollowRecord):
@@ -227,8 +236,19 @@ class CommittedReply(TypedDict):
     cache_flushed: bool
     swap_s: float
     """Seconds for which generation stood still."""
+    canary: NotRequired[ScoresReply]
+    """Absent: the record has no canary, the engine can't score, or its memory is released."""
     ranks: NotRequired[list[dict[str, Any]]]
     """What each rank had staged, and has swapped in: see PreparedReply."""
+
+
+class ScoresReply(TypedDict):
+    """What the engine computes with the weights that it holds now, for the sequences of the record's canary."""
+
+    kind: str
+    """The engine kind: engines of one kind must agree closely."""
+    vectors: list[list[float]]
+    """For each sequence the log probability of each token but the first, in nats. Empty: the engine could not say."""
 
 
 class AbortUpdate(Body):

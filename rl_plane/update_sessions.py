@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from rl_plane.canary_commit import check_canary, limits_of
 from rl_plane.errors import (
     BusUnreachable,
     Conflict,
@@ -81,6 +82,7 @@ class SessionMachine(UpdateMachine):
         if session is not None:
             return Prepared(session.digest, session.prepared, [], session.refetchable, session=session)
         check_against(base, body, self._before(base, body))
+        check_canary(body, limits_of(self._attests))
         if body.pushed and body.policy.staging == "none":
             raise InvalidRequest(
                 "nobody generates from the first byte of an unstaged update on, so none waits for its trainer",
@@ -181,7 +183,8 @@ class SessionMachine(UpdateMachine):
             prepared = replace(prepared, excluded=[*gone, *prepared.excluded])
             if before is not None:
                 check_against(base, body, before)
-            record = next_record(base, body, session.update_id, prepared, self._now, before)
+            canary = self._canary(base, body, prepared)
+            record = next_record(base, body, session.update_id, prepared, self._now, before, canary)
             decided = yield from self._decide(record)
         except OutcomeUnknown:
             raise

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_plane.canary import CanaryHistory
 from rl_plane.errors import PlaneError
 from rl_plane.record import DecisionRecord, DesiredPause, PauseMode, Source, UpdateSession
 from rl_plane.rows import WorkerRow
 from rl_plane.update_bodies import Part, UpdateWeights
 from rl_plane.versions import WeightVersion
 
+NO_HISTORY = CanaryHistory()
 Members = Mapping[str, str]
 """instance_id → incarnation."""
 
@@ -82,12 +84,13 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The desired pause, the history's entry, or the session (None: it is over). → Done"""
+    """The desired pause, the history's entry, what the canary gave, or the session (None: it is over). → Done"""
 
     phase: Phase
     session: UpdateSession | None = None
     pause: DesiredPause | None = None
     base: DecisionRecord | None = None
+    canary: CanaryHistory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,8 @@ class Surveyed:
     pause: DesiredPause
     pause_written: int
     """Its sequence in the bucket."""
+    history: CanaryHistory = NO_HISTORY
+    """What earlier versions gave for the numeric canary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,8 @@ class Prepared:
     """What those that could not prepare have said."""
     session: UpdateSession | None = None
     """Of an update that waits for complete or abort."""
+    rows: Sequence[WorkerRow] = ()
+    """What those that prepared have said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,8 @@ class Outcome:
     version: WeightVersion
     rows: Sequence[WorkerRow] = ()
     excluded: Sequence[str] = ()
+    canary: Mapping[str, Any] | None = None
+    """What the numeric canary has shown, over all workers. None: nothing was scored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ with what the fleet has committed, and says the one thing to do now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rl_plane.canary import CanaryRecord
 from rl_plane.errors import Conflict, NotPrepared, PlaneError
 from rl_plane.record import (
     LEASE_MARGIN_S,
@@ -26,7 +27,8 @@ from rl_plane.record import (
     newer,
 )
 from rl_plane.versions import WeightVersion
-from worker.state import WorkerState
+from worker.numerics import Numerics
+from worker.state import Scores, WorkerState
 
 HEAL_RETRY_S = 1.0
 MAX_HEAL_RETRY_S = 30.0
@@ -97,13 +99,20 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """Score these sequences by the weights that are here. → `scored`, or `fetch_failed`"""
+
+    canary: CanaryRecord
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """For the next event, or until then (monotonic seconds)."""
 
     until: float | None = None
 
 
-Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Wait
+Instruction = Read | Relabel | Drop | Swap | Unload | Fetch | Score | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +147,10 @@ class _Change:
 
 
 class WorkerCore:
-    def __init__(self, state: WorkerState, model_digest: str) -> None:
+    def __init__(self, state: WorkerState, model_digest: str, engine_kind: str | None = None) -> None:
+        """`engine_kind`: None for an engine that can't score."""
         self.state = state
+        self.numerics = Numerics(state, engine_kind)
         self.record: DecisionRecord | None = None
         self.staged: Staged | None = None
         self.receiving: Receiving | None = None
@@ -168,6 +179,7 @@ class WorkerCore:
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
             self._learnt_at, self._alone = now, False
             self._retry_now()
+            self.numerics.new_decision(record)
         self.record, self._written = record, written
         self._judge(now)
         return True
@@ -197,10 +209,15 @@ class WorkerCore:
         """Admission, by what is held and what is committed."""
         record, state = self.record, self.state
         assert record is not None
-        if record.open or now >= self._learnt_at + GATE_S:
+        final = record.open or now >= self._learnt_at + GATE_S
+        if final:
             state.open("updating")
         else:
             state.close("updating")
+        self.numerics.judge(record, final)
+        if final and state.digest == record.version.digest and self.numerics.take_heal():
+            state.lose_weights("the weights are fetched again: the engine computes something else with them")
+            self._wait_longer(now)
         if self._is_whole() or self._may_serve_the_old():
             state.open("behind")
         else:
@@ -275,11 +292,15 @@ class WorkerCore:
         """Bounded retries with growing pauses; a new decision or an operator's `enable` comes at once."""
         if self._missing() is not None:  # a commit may have been faster
             self.state.close("behind", why)
+        self._wait_longer(now)
+
+    def _wait_longer(self, now: float) -> None:
         self._next_try = now + self._retry_s
         self._retry_s = min(MAX_HEAL_RETRY_S, self._retry_s * 2)
 
     def enabled(self) -> None:
         self._retry_now()
+        self.numerics.try_again()
 
     def _retry_now(self) -> None:
         self._next_try, self._retry_s = 0.0, HEAL_RETRY_S
@@ -300,6 +321,7 @@ class WorkerCore:
             state.adapters.pop(swap.name, None)
         elif swap.name is None:
             state.hold(swap.version)
+            self.numerics.swapped(self.record)
         else:
             state.adapters[swap.name] = swap.version
         if swap.name is not None:
@@ -325,10 +347,22 @@ class WorkerCore:
         self.state.adapters = dict(record.held.adapters)
         self._settle()
 
+    def scored(self, scores: Scores, now: float) -> None:
+        self.state.scores = scores
+        if self.record is not None:
+            self._judge(now)
+
+    def took_back(self, tags: Iterable[str], now: float) -> None:
+        """Memory is there again. What was swapped in meanwhile is still to be scored."""
+        self.state.take_back(tags)
+        if self.record is not None:
+            self._judge(now)
+
     def _settle(self) -> None:
         """Opens a worker that holds exactly the committed state."""
         record, state = self.record, self.state
         if record is not None and self._missing() is None and self._held() == record.held:
+            self.numerics.judge(record, record.open)
             state.sequence = record.sequence
             state.open("behind")
             state.open("starting")
@@ -345,6 +379,8 @@ class WorkerCore:
         if change is None:
             if not self._is_whole():
                 return Relabel(record)
+            if (canary := self.numerics.wanted(record)) is not None:
+                return Score(canary) if now >= self._next_try else Wait(self._next_try)
             return Drop(staged.update_id) if staged is not None and self._is_left(staged) else Wait()
         if self._may_serve_the_old():
             return Wait()

@@ -39,6 +39,7 @@ from worker.core import (
     Read,
     Receiving,
     Relabel,
+    Score,
     Swap,
     Unload,
     Wait,
@@ -53,6 +54,7 @@ from worker.engines.base import AdapterLost, EngineAdapter, PauseMode
 from worker.peers import Peers
 from worker.reception import Link
 from worker.staging import not_fitting
+from worker.state import Scores
 from worker.updates import Staging, Wanted, WeightUpdates
 
 log = logging.getLogger("worker.follower")
@@ -62,6 +64,8 @@ CONFIRM_S = SERVING_LEASE_S / 3
 FREEZE_S = ops.OPS["commit_update"].timeout_s
 """How long a worker that changes by itself waits for its engine to pause: with `wait` running requests end first. It
 tries again. What a coordinator asks for waits until that one's deadline."""
+SCORE_S = ops.OPS["commit_update"].timeout_s
+"""A canary is a prefill of at most 2,048 tokens; an engine on a CPU with a large model takes seconds for it."""
 RESTORES = 3
 """Writes of a lost record in a row that somebody else was faster with: then it is looked at later."""
 
@@ -222,6 +226,9 @@ class RecordFollower:
                 await self._updates.drop(update_id)
             case Swap() | Unload() | Relabel():
                 await self._change(instruction)
+            case Score():
+                async with self.changing:
+                    await self.score_wanted()
             case Wait():
                 pass
 
@@ -412,6 +419,11 @@ class RecordFollower:
                 done = update_bodies.CommittedReply(version=record.made.to_wire(), cache_flushed=False, swap_s=0.0)
             while (step := self._core.commit_step(record)) is not None:
                 done = await self._step(step, body.pause_s, None) or done
+            await self.score_wanted()
+            scores, kind = self._state.scores, self._core.numerics.kind
+            if scores is not None and kind is not None:
+                vectors = [list(vector) for vector in scores.vectors]
+                done = {**done, "canary": update_bodies.ScoresReply(kind=kind, vectors=vectors)}
         self.look()
         self._tell()
         return done
@@ -496,11 +508,14 @@ class RecordFollower:
             raise
         try:
             with self._watch.blocking():
+                if core.numerics.flow != "open":  # the running requests' KV is of weights that did not pass
+                    await self._engine.run(self._adapter.abort(None))
                 taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)
                 self._watch.answered()
             core.swapped(swap, time.monotonic())
             swapped = True
+            await self.score_wanted()
         except BaseException as error:
             lost, cut = isinstance(error, AdapterLost), isinstance(error, asyncio.CancelledError)
             core.swap_failed(swap, f"the swap did not end: {why(error)}", time.monotonic(), lost, cut)
@@ -531,6 +546,30 @@ class RecordFollower:
         self._last_commit = done
         log.info("%s holds %s", self._state.instance_id, made.label)
         return done
+
+    async def score_wanted(self) -> None:
+        """The caller has its turn. Scores the record's canary, if these weights were not scored yet. Running requests
+        of a worker that fails end here: their tokens do not go out."""
+        core = self._core
+        canary = core.numerics.wanted(core.record)
+        if canary is None:
+            return
+        sequences = [list(tokens) for tokens in canary.sequences]
+        try:
+            with self._watch.blocking():
+                async with asyncio.timeout(SCORE_S):
+                    vectors = await self._engine.run(self._adapter.score(sequences))
+                self._watch.answered()
+            scores = Scores(canary.sequences, vectors)
+        except TimeoutError as error:
+            raise EngineFailed(f"the engine did not score the canary within {SCORE_S:g} s") from error
+        except EngineFailed as error:
+            scores = Scores(canary.sequences, [], error.message)
+        core.scored(scores, time.monotonic())
+        if core.numerics.flow == "cut":
+            log.error("%s: %s", self._state.instance_id, self._state.closed.get("numerics"))
+            await self._engine.run(self._adapter.abort(None))
+        self._tell()
 
     async def _exchange(self, swap: Swap | Unload) -> bool:
         """Whether the prefix cache was flushed."""

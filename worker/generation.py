@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,19 @@ MAX_ROUTED_BESIDE = 1 << 14
 
 class GenerationService:
     def __init__(
-        self, bus: Bus, adapter: EngineAdapter, engine: EngineLoop, state: WorkerState, witnesses: bool
+        self,
+        bus: Bus,
+        adapter: EngineAdapter,
+        engine: EngineLoop,
+        state: WorkerState,
+        witnesses: bool,
+        delivers: Callable[[], bool],
     ) -> None:
-        """`witnesses`: the engine says which weights make its tokens."""
+        """`witnesses`: the engine says which weights make its tokens. `delivers`: may a token go out now? It raises
+        what its request ends with where it may never."""
         self._witnesses = witnesses
+        self._delivers = delivers
+        self._changed = asyncio.Event()
         self._bus = bus
         self._adapter = adapter
         self._engine = engine
@@ -66,6 +75,16 @@ class GenerationService:
 
     async def stop(self) -> None:
         await end_tasks([*self._tasks.values(), *([self._reaper] if self._reaper else [])])
+
+    def look(self) -> None:
+        """`delivers` may say something else from now on."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _may_deliver(self) -> None:
+        """Until a token may go out. A worker that can't open never waits longer than the gate of its decision."""
+        while not self._delivers():
+            await self._changed.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether every stream ended within the time-out."""
@@ -154,6 +173,7 @@ class GenerationService:
         made = 0
         try:
             async for batch in self._engine.stream(self._adapter.generate(request)):
+                await self._may_deliver()
                 for delta in joined(batch):
                     if delta.token_ids:
                         prompt = delta.prompt_token_ids

@@ -132,6 +132,11 @@ class OpHandlers:
             admitted=self._state.admission()["open"],
             model_digest=self._core.model_digest,
             failed=self._updates.failed,
+            canary=update_bodies.CanaryLimits(
+                vocab_size=self._info.vocab_size, max_model_len=self._info.max_model_len
+            )
+            if self._core.numerics.kind is not None
+            else None,
         )
 
     def _describe(self, body: ops.Describe, fence: int) -> ops.DescribeReply:

@@ -89,7 +89,8 @@ class EngineMemory:
             await self.weights_are_gone("the weights were released")  # a deep sleep discards them
         if state.released <= set(tags) and state.digest is not None and state.pause_mode is None:
             await self._engine.run(self._adapter.resume())  # first: cut or failed, it is asked for again
-        state.take_back(tags)
+        self._core.took_back(tags, time.monotonic())
+        await self._follower.score_wanted()
         self._follower.look()
         self._tell()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rl_plane.canary import Sequences
 from rl_plane.errors import Conflict, FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
 from rl_plane.ops import AdmissionState, PauseState
 from rl_plane.record import SERVING_LEASE_S
@@ -23,6 +24,7 @@ Reason = Literal[
     "draining",  # an operator lets its requests end
     "leaving",  # its process ends
     "memory",  # memory was released
+    "numerics",  # its weights compute something else than they should, or nobody has looked yet
     "checking",  # all of its weights are read, and requests would wait for that
     "engine",  # the engine does not answer
 ]
@@ -69,6 +71,16 @@ class TokenShare:
         self._tokens = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the engine computes with the base weights that it holds."""
+
+    sequences: Sequences
+    vectors: list[list[float]]
+    """As the engine gave them. Empty: it gave none, and `error` says why."""
+    error: str = ""
+
+
 @dataclass(slots=True)
 class WorkerState:
     instance_id: str
@@ -78,6 +90,8 @@ class WorkerState:
     """Of the weights that the engine holds; None: of no known ones."""
     version: WeightVersion | None = None
     """The committed version that they are; None: not known to be one."""
+    scores: Scores | None = None
+    """None: these weights were not scored yet."""
     adapters: dict[str, WeightVersion] = field(default_factory=dict)
     """The LoRA adapters that the engine holds."""
     sequence: int | None = None
@@ -214,11 +228,14 @@ class WorkerState:
     # ---- version ----
 
     def hold(self, version: WeightVersion) -> None:
+        """Weights that were just swapped in, or those that are here under a new label."""
+        if version.digest != self.digest:
+            self.scores = None
         self.digest, self.version = version.digest, version
 
     def lose_weights(self, why: str) -> None:
         """Nobody serves before weights are there again, verified."""
-        self.digest = self.version = self.sequence = None
+        self.digest = self.version = self.sequence = self.scores = None
         self.close("behind", why)
 
     def wire_version(self) -> VersionReply | None:

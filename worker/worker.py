@@ -14,6 +14,7 @@ import msgpack
 import nats.errors
 
 from rl_plane.bus import Bus
+from rl_plane.canary import engine_kind
 from rl_plane.errors import EngineFailed, PlaneError
 from rl_plane.record import read_memory, read_pause
 from rl_plane.subjects import ADMISSION_PREFIX, Subjects
@@ -61,7 +62,7 @@ class Worker:
         self.bus = bus
         self.subjects = subjects
         self.state = WorkerState(bus.name, secrets.token_hex(8), digest=model_digest, since=time.monotonic())
-        self.core = WorkerCore(self.state, model_digest)
+        self.core = WorkerCore(self.state, model_digest, _engine_kind(info))
         self._adapter = adapter
         self._engine = engine
         self._stage = info.stage
@@ -71,7 +72,9 @@ class Worker:
         self._updates = WeightUpdates(
             adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
         )
-        self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses)
+        self._generation = GenerationService(
+            bus, adapter, engine, self.state, info.witnesses, self.core.numerics.delivers
+        )
         self._follower = RecordFollower(
             bus,
             subjects,
@@ -241,6 +244,7 @@ class Worker:
         """Publishes what changed, for the frontends' routing."""
         if self._stage is not None:
             return
+        self._generation.look()
         state = self.state
         lasting: dict[str, Any] = {
             "admission": state.admission(),
@@ -271,3 +275,10 @@ class Worker:
     async def _publish_status(self, message: bytes) -> None:
         with contextlib.suppress(nats.errors.Error):
             await self.bus.nc.publish(self.subjects.status, message)
+
+
+def _engine_kind(info: EngineInfo) -> str | None:
+    """None: the engine can't score."""
+    if "score" in info.capabilities:
+        return None
+    return engine_kind(info.engine, info.engine_version, info.dtype, info.device, info.tp_size)
