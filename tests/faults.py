@@ -25,14 +25,14 @@ _PATCH = """
 import worker.engines.fake as fake
 def _switch(name):
     return property(lambda self: Path({folder!r}, name).exists(), lambda self, value: None)
-for _name in ("fail_stage", "fail_swap", "fail_overwrite"):
+for _name in ("fail_stage", "fail_swap", "fail_overwrite", "miscompute"):
     setattr(fake.FakeEngine, _name, _switch(_name))
 """
 
 
 @dataclass
 class Faulty:
-    """A worker, and the faults of its engine: `fail_stage`, `fail_swap`, `fail_overwrite`."""
+    """A worker, and the faults of its engine: `fail_stage`, `fail_swap`, `fail_overwrite`, `miscompute`."""
 
     worker: Spawned
     folder: Path
