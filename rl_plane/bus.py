@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -370,6 +371,13 @@ class Bus:
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return int(info["state"]["last_seq"])
+
+    async def server_time(self, bucket: Bucket) -> float:
+        """The clock of the stream's leader, in Unix seconds. What several processes compare is told by this clock, so
+        that their own need not agree."""
+        info = await self._ask(bucket, "STREAM.INFO")
+        assert info is not None, "there is a stream, or an error"
+        return datetime.fromisoformat(info["ts"]).timestamp()
 
     async def _ask(self, bucket: Bucket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """A question to the stream's leader; None: no such message."""

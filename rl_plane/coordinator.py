@@ -78,6 +78,9 @@ class Coordinator:
         self._state = view.subjects.state
         self._record = SealedRecord(client.bus, view.subjects.state, held)
         self._told_at = 0.0
+        self._server_ahead_s = time.time() - time.monotonic()
+        """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
+        server's clock, since every worker can read that one."""
 
     async def run(self, call: Call) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
@@ -85,7 +88,7 @@ class Coordinator:
         event: Event | None = None
         began = time.monotonic()
         while True:
-            instruction = machine.step(event, time.time(), time.monotonic() - began)
+            instruction = machine.step(event, self._server_time(), time.monotonic() - began)
             if isinstance(instruction, End):
                 if isinstance(instruction.result, PlaneError):
                     if self.phases:
@@ -138,9 +141,14 @@ class Coordinator:
 
     async def _survey(self) -> Surveyed:
         bus, state = self._client.bus, self._state
-        (snapshot, rows), session, pause, history = await asyncio.gather(
-            self._attests(), read_session(bus, state), bus.get(state, PAUSE), bus.get(state, CANARY_HISTORY)
+        (snapshot, rows), session, pause, history, server_time = await asyncio.gather(
+            self._attests(),
+            read_session(bus, state),
+            bus.get(state, PAUSE),
+            bus.get(state, CANARY_HISTORY),
+            bus.server_time(state),
         )
+        self._server_ahead_s = server_time - time.monotonic()
         record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
         return Surveyed(
             _members(snapshot),
@@ -154,6 +162,9 @@ class Coordinator:
             pause.sequence if pause else 0,
             CanaryHistory.decode(history.value if history else None),
         )
+
+    def _server_time(self) -> float:
+        return time.monotonic() + self._server_ahead_s
 
     async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
         snapshot = await self._view.barrier()

@@ -238,7 +238,9 @@ class RecordFollower:
                 return  # a commit was faster, or another decision came
             record = self._core.record
             # Asked in turn with `pause` and `resume`, which write what they want before they ask the workers.
-            pause_s = (await read_pause(self._bus, self._subjects.state)).left_s(time.time())
+            desired = await read_pause(self._bus, self._subjects.state)
+            now = await self._bus.server_time(self._subjects.state) if desired.paused else 0.0
+            pause_s = desired.left_s(now)
             # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
             if record is not None and record.keep_pause and not record.final:
                 pause_s = max(pause_s, ops.DEFAULT_PAUSE_LEASE_S)

@@ -242,6 +242,10 @@ class SimBus(Bus):
         last: int = await self._request(lambda: self.server.stream(bucket).last)
         return last
 
+    async def server_time(self, bucket: Bucket) -> float:
+        now: float = await self._request(lambda: 1.7e9 + self.server.loop.time())
+        return now
+
     async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
         return await self.read_keys(bucket, ">")
 
