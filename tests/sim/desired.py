@@ -11,6 +11,8 @@ from tests.sim.checks import CallRecord
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+MAX_SKEW_S = 60.0
+"""Of two processes' wall clocks, by which a pause ends that a worker reads when it joins."""
 UNSURE_S = 5.0
 """A lease's end, give or take what a call takes."""
 
@@ -50,7 +52,8 @@ class Desired:
             extended = until if paused and call.op not in ("pause", "resume") else 0.0
             until = max(extended, call.ended_at + lease_s)
             paused = call.op != "resume"
-        if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < UNSURE_S + 20.0):
+        unsure_s = UNSURE_S + 20.0 + (2 * MAX_SKEW_S if self._world.clock_drift else 0.0)
+        if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < unsure_s):
             return None
         return paused and self._world.loop.now < until
 
@@ -66,6 +69,9 @@ class Desired:
             reasons.add("disabled")
         if self._calls("release_memory") and not self.tidied:
             reasons.add("memory")  # who was away when it was resumed has not heard of it
+        canary = self._world.checks.canary_here(instance_id)
+        if canary == "fails" or (canary == "wrong" and not self.tidied):
+            reasons |= {"numerics", "behind"}
         return reasons
 
     def _disabled(self, instance_id: str) -> bool | None:
