@@ -115,7 +115,7 @@ class Coordinator:
         match instruction:
             case Survey(phase):
                 if phase == "settle":
-                    await self._held.refence()
+                    await self._record.refence()
                 return await self._survey()
             case Ask(_, op, body, workers, timeout_s, together):
                 if together is not None:

@@ -32,6 +32,11 @@ POLL_S = 0.05
 DEFAULT_LOCK_WAIT_S = 2.0
 """Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
 
+FENCE_KEY = "fence"
+"""Of the state bucket: written to raise its sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
+
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, once it is known (from the first
@@ -59,10 +64,11 @@ class HeldLock:
         async with self._busy:
             await self._write_lock(self._value())
 
-    async def refence(self) -> None:
-        """Takes a new and higher fence without giving the lock away."""
+    async def refence(self, lowest: int = 0) -> None:
+        """Takes a new and higher fence, of `lowest` at least, without giving the lock away."""
         async with self._busy:
             await self._check_ours()
+            await raise_sequence(self._bus, self._bucket, lowest - 1)
             self._holder = {**self._holder, **_identity(self._bus), "nonce": _nonce()}
             await self._write_lock(json.dumps(self._holder).encode())
             self.fence = self._revision
@@ -222,6 +228,17 @@ def _holder(entry: Entry | None) -> Holder | None:
         return None
     holder: Holder = json.loads(entry.value)
     return holder
+
+
+async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
+    """Raises the bucket's last sequence to `least`. A store that has lost writes would else give out fences that
+    workers and records have left behind."""
+    if await bus.last_sequence(bucket) >= least:
+        return
+    log.warning("the state's store has gone back below the fence %d", least)
+    for _ in range(MAX_RAISES):
+        if await bus.put(bucket, FENCE_KEY, b"") >= least:
+            return
 
 
 async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:
