@@ -6,11 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from rl_plane.bus import WrongSequence
+from rl_plane.errors import BusUnreachable
 from rl_plane.record import DecisionRecord
+from rl_plane.seal import bar
 from rl_plane.subjects import LOCK, RECORD
 from tests.sim import product
 from tests.sim.calls import call
@@ -233,6 +238,64 @@ def test_a_decision_that_arrives_after_the_workers_gave_up_is_refused(pushed: bo
     world = live(attack)
     assert outcome(world, "late") == "stale_fence"
     assert outcome(world, "next") == "ok"
+
+
+def test_a_decision_that_arrives_after_it_was_told_as_failed_is_refused() -> None:
+    """Its answer did not come in time, and the update has ended."""
+
+    async def attack(world: World) -> None:
+        one = trainer(world)
+        await begin(world, one, 1, "good")
+        bus: Any = one.client.bus
+        put, late = bus.put, []
+
+        async def timing_out(*write: Any, **conditions: Any) -> int:
+            if write[1] == RECORD and json.loads(write[2])["made"]["label"] == "late":
+                late.append((write, conditions))
+                raise BusUnreachable("it has not answered")
+            return int(await put(*write, **conditions))
+
+        bus.put = timing_out
+        await begin(world, one, 2, "late")
+        assert outcome(world, "late") == "bus_unreachable"
+        write, conditions = late[0]
+        with pytest.raises(WrongSequence):
+            await put(*write, **conditions)
+
+    assert labels(live(attack)) == ["initial", "good"]
+
+
+def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before() -> None:
+    """A worker has just barred the dead coordinator, and is about to drop what that one has staged, when the next one
+    asks it to prepare the same update."""
+    asked: list[str] = []
+
+    async def attack(world: World) -> None:
+        one = trainer(world)
+        await begin(world, one, 1, "good")
+        late = Late(one)
+        begin(world, one, 2, "late")
+        await late.on_its_way.wait()
+        one.process.kill()
+
+        async def asked_again(bus: Any, bucket: Any, entry: Any, fence: int) -> bool:
+            barred = await bar(bus, bucket, entry, fence)
+            if not asked:
+                _, worker = next(world.live_workers())
+                staging = worker._updates.staged
+                assert staging is not None
+                await worker._updates.prepare(replace(staging.wanted, fence=fence + 100))
+                asked.append(product.instance_id(worker))
+            return barred
+
+        with mock.patch("worker.follower.bar", asked_again):
+            await until(lambda: asked)
+            await asyncio.sleep(0.1)  # the worker looks again after half a second
+            assert staged(world) == [late.update_id]
+            await until(lambda: not staged(world))  # the next coordinator is gone too
+        await begin(world, world.frontends()[0], 3, "next")
+
+    assert labels(live(attack, workers=1)) == ["initial", "good", "next"]
 
 
 # ---- a store that loses the decision ----
