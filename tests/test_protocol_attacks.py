@@ -14,7 +14,7 @@ import pytest
 
 from rl_plane.bus import WrongSequence
 from rl_plane.errors import BusUnreachable
-from rl_plane.record import DecisionRecord
+from rl_plane.record import DecisionRecord, read_session
 from rl_plane.seal import bar
 from rl_plane.subjects import LOCK, RECORD
 from tests.sim import product
@@ -23,6 +23,7 @@ from tests.sim.checks import CallRecord
 from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import PHASES
 from tests.sim.world import Coordinator, World
+from worker.staging import model_digest
 
 UP_S = 3.0
 """Virtual seconds until the fleet has started."""
@@ -296,6 +297,39 @@ def test_who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_befo
         await begin(world, world.frontends()[0], 3, "next")
 
     assert labels(live(attack, workers=1)) == ["initial", "good", "next"]
+
+
+def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_one() -> None:
+    """Between its look at the lock and its look at the record the next coordinator has come, and prepares here."""
+    looked: list[str] = []
+
+    async def attack(world: World) -> None:
+        one, two = trainer(world), world.frontends()[0]
+        await begin(world, one, 1, "good")
+        first = Late(one)
+        begin(world, one, 2, "late")
+        await first.on_its_way.wait()
+        one.process.kill()
+        await until(lambda: world.server.value(world.subjects.state, LOCK).value is None)  # type: ignore[union-attr]
+        late = Late(two)
+
+        async def meanwhile(bus: Any, bucket: Any) -> Any:
+            if not looked:
+                looked.append(bus.name)
+                begin(world, two, 3, "late")
+                await late.on_its_way.wait()
+            return await read_session(bus, bucket)
+
+        with mock.patch("worker.follower.read_session", meanwhile):
+            await late.on_its_way.wait()
+            await asyncio.sleep(0.1)  # the worker goes on, and looks again after half a second
+            late.arrives.set()
+            await late.arrived.wait()
+        await until(lambda: labels(world)[-1] == "late")
+
+    world = live(attack, workers=1)
+    assert labels(world) == ["initial", "good", "late"]
+    assert stored(world).made.digest == model_digest(world.models[3])
 
 
 # ---- a store that loses the decision ----

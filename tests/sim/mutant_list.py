@@ -14,6 +14,9 @@ ATTACK = "tests/test_protocol_attacks.py::test_"
 LEASE = "tests/test_frontend_lease.py::test_"
 LABELS = "tests/test_frontend_committed.py::test_"
 CANARY = "tests/test_canary.py::test_"
+NUMERICS = "tests/test_worker_numerics.py::test_"
+WATCH = "tests/test_lock_watch.py::test_"
+OPS = "tests/test_worker_ops.py::test_"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ MUTANTS = [
         "rl_plane/seal.py",
         "RECORD, sealed.encode(), last=last)",
         "RECORD, sealed.encode())",
-        ATTACK + "a_decision_that_arrives_after_another_has_taken_the_lock",
+        ATTACK + "a_decision_that_arrives_after_another_has_taken_the_lock[after the seal-False]",
     ),
     Mutant(
         "seal: no fence in the record",
@@ -190,7 +193,7 @@ MUTANTS = [
         "rl_plane/record.py",
         "(one.seal, one.sequence, one.final) > (other.seal, other.sequence, other.final)",
         "(one.sequence, one.final) > (other.sequence, other.final)",
-        ATTACK + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true",
+        ATTACK + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true[False-a coordinator that has not]",
     ),
     Mutant(
         "newer: a decided one over an open one",
@@ -276,7 +279,7 @@ MUTANTS = [
         "rl_plane/lock.py",
         '{**self._holder, **_identity(self._bus), "fence": self.fence}',
         '{**self._holder, "fence": self.fence}',
-        ATTACK + "a_coordinator_whose_connection_broke_during_a_long_prepare_keeps_its_lock",
+        ATTACK + "a_coordinator_whose_connection_broke_during_a_long_prepare_keeps_its_lock[pause]",
     ),
     Mutant(
         "lock: a renewal is a new fence",
@@ -606,7 +609,8 @@ MUTANTS = [
         "rl_plane/judge.py",
         "        if record is not None and newer(record, best):\n            best = record\n",
         "        pass\n",
-        ATTACK + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true",
+        ATTACK
+        + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true[False-a coordinator that has heard of it]",
     ),
     # ---- rl_plane/coordinator.py ----
     Mutant(
@@ -810,7 +814,7 @@ MUTANTS = [
         "worker/follower.py",
         "await self._is_barred(given_up.fence)",
         "given_up",
-        ATTACK + "a_decision_that_arrives_after_the_workers_gave_up_is_refused",
+        ATTACK + "a_decision_that_arrives_after_the_workers_gave_up_is_refused[False]",
     ),
     Mutant(
         "follower: bars over a record that it has not read",
@@ -826,6 +830,166 @@ MUTANTS = [
         "            if given_up == self._core.given_up(waiting_for):\n",
         "            if True:\n",
         ATTACK + "who_asks_for_an_update_again_does_not_lose_it_with_the_coordinator_before",
+    ),
+    # ---- worker/numerics.py ----
+    Mutant(
+        "numerics: opens before it has scored",
+        "worker/numerics.py",
+        '                state.close("numerics", NOT_SCORED)\n',
+        "                pass\n",
+        NUMERICS + "after_a_swap_it_scores_before_a_token_goes_out",
+        short=True,
+    ),
+    Mutant(
+        "numerics: opens though it failed",
+        "worker/numerics.py",
+        '            state.close("numerics", state.scores.error or verdict.message)\n',
+        "            pass\n",
+        NUMERICS + "what_it_computes_beside_the_trainers_values_goes_nowhere",
+    ),
+    Mutant(
+        "numerics: tokens of a worker that failed go out",
+        "worker/numerics.py",
+        '            state.close("numerics", state.scores.error or verdict.message)\n            self.flow = "cut"\n',
+        '            state.close("numerics", state.scores.error or verdict.message)\n            self.flow = "open"\n',
+        NUMERICS + "what_it_computes_beside_the_trainers_values_goes_nowhere",
+    ),
+    Mutant(
+        "numerics: tokens go out before the verdict",
+        "worker/numerics.py",
+        '        self.flow = "held" if awaited else "open"\n',
+        '        self.flow = "open"\n',
+        NUMERICS + "after_a_swap_it_scores_before_a_token_goes_out",
+    ),
+    Mutant(
+        "numerics: tokens go out before the others are compared",
+        "worker/numerics.py",
+        'if self.flow == "held" and (final or verdict.against != "nothing"):',
+        'if self.flow == "held":',
+        NUMERICS + "with_nothing_to_compare_with_tokens_wait_for_the_other_workers",
+    ),
+    Mutant(
+        "numerics: tokens of weights that nobody judged go out",
+        "worker/numerics.py",
+        '        if self.flow == "held" and record.version.digest != self._state.digest:\n',
+        "        if False:\n",
+        NUMERICS + "a_decision_that_comes_before_the_verdict_cuts_what_waits",
+    ),
+    Mutant(
+        "numerics: tokens wait while other weights come in",
+        "worker/numerics.py",
+        'if self.flow == "cut" or (self.flow == "held" and self._state.digest is None):',
+        'if self.flow == "cut":',
+        NUMERICS + "while_other_weights_come_in_what_waits_is_cut",
+    ),
+    Mutant(
+        "numerics: other sequences say enough",
+        "worker/numerics.py",
+        "        return scores is not None and scores.sequences == canary.sequences\n",
+        "        return scores is not None\n",
+        NUMERICS + "what_other_sequences_gave_says_nothing",
+    ),
+    Mutant(
+        "numerics: heals for ever",
+        "worker/numerics.py",
+        ' or verdict.reason == "tie" or self._tries >= HEAL_TRIES:',
+        ' or verdict.reason == "tie":',
+        NUMERICS + "weights_that_compute_something_else_are_fetched_again_a_few_times",
+    ),
+    Mutant(
+        "numerics: heals from a tie",
+        "worker/numerics.py",
+        ' or verdict.reason == "tie" or self._tries >= HEAL_TRIES:',
+        " or self._tries >= HEAL_TRIES:",
+        NUMERICS + "of_a_tie_no_worker_heals",
+    ),
+    Mutant(
+        "state: scores of other weights",
+        "worker/state.py",
+        "        if version.digest != self.digest:\n            self.scores = None\n",
+        "",
+        None,
+        second_line="`lose_weights` has forgotten the scores before other weights come in.",
+    ),
+    # ---- worker/lock_watch.py and worker/dispatcher.py: whom a worker obeys ----
+    Mutant(
+        "watch: the fence of a lock that was given back",
+        "worker/lock_watch.py",
+        "return self._held and self._asked_on == self._bus.identity and fence == self._state.fence",
+        "return self._asked_on == self._bus.identity and fence == self._state.fence",
+        WATCH + "the_fence_of_the_holder_is_live_and_no_other",
+    ),
+    Mutant(
+        "watch: news of another connection",
+        "worker/lock_watch.py",
+        "return self._held and self._asked_on == self._bus.identity and fence == self._state.fence",
+        "return self._held and fence == self._state.fence",
+        WATCH + "on_a_new_connection_the_leader_is_asked_before_anything_is_live",
+    ),
+    Mutant(
+        "watch: another fence than the holder's",
+        "worker/lock_watch.py",
+        "return self._held and self._asked_on == self._bus.identity and fence == self._state.fence",
+        "return self._held and self._asked_on == self._bus.identity",
+        WATCH + "the_fence_of_the_holder_is_live_and_no_other",
+    ),
+    Mutant(
+        "watch: fences may come a second time",
+        "worker/lock_watch.py",
+        "            await self._raise_fence()\n",
+        "            pass\n",
+        WATCH + "a_store_that_went_back_gives_no_fence_that_was_left_behind",
+    ),
+    Mutant(
+        "dispatcher: a change without fence or process",
+        "worker/dispatcher.py",
+        "                self._state.check_changing(request)\n",
+        "                pass\n",
+        OPS + "fence_and_incarnation_are_checked",
+    ),
+    Mutant(
+        "dispatcher: a change by nobody",
+        "worker/dispatcher.py",
+        "        if not await self._lock.is_live(fence):\n",
+        "        if False:\n",
+        OPS + "a_fence_that_nobody_holds_changes_nothing",
+    ),
+    Mutant(
+        "follower: a turn of a former coordinator",
+        "worker/follower.py",
+        "        async with self.changing:\n            self._state.check_fence(fence)\n",
+        "        async with self.changing:\n",
+        None,
+        second_line="The dispatcher has refused each fence that is not live; this looks again after the wait for a turn.",
+    ),
+    Mutant(
+        "follower: bars the next coordinator",
+        "worker/follower.py",
+        "        if self._core.record is not before:\n",
+        "        if False:\n",
+        ATTACK + "a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_one",
+    ),
+    Mutant(
+        "follower: an abort without a look at the record",
+        "worker/follower.py",
+        "        await self._read()\n        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
+        "        self._state.check_fence(fence)\n        self._core.check_undecided(update_id)\n",
+        None,
+        second_line="A coordinator aborts only what it has found undecided under its own seal.",
+    ),
+    Mutant(
+        "worker: a lease from a leader that is behind",
+        "worker/core.py",
+        "        if self.record is not None and newer(self.record, record):\n            return Restore(self.record)\n",
+        "        if self.record is not None and newer(self.record, record):\n            self.state.confirm_lease(asked_at, connection)\n            return Restore(self.record)\n",
+        CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
+    ),
+    Mutant(
+        "worker: a lease from when the answer came",
+        "worker/core.py",
+        "        self.state.confirm_lease(asked_at, connection)\n",
+        "        self.state.confirm_lease(now, connection)\n",
+        CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
     ),
     # ---- frontend/lease.py ----
     Mutant(

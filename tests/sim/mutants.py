@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 COPIED = ("rl_plane", "worker", "frontend", "tests", "pyproject.toml")
 KILL_S = 300
 """A killer takes seconds; one that waits for ever is killed by that."""
+PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
 TESTS_FAILED = 1
 """pytest's and the simulation's exit status. Any other one is a mistake in the list."""
 
@@ -67,6 +69,7 @@ def copy_to(folder: Path) -> None:
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """The exit status and the output of a killer, in the copy."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # most plugins take longer to load than a killer takes
     try:
         done = subprocess.run(
             [sys.executable, *command],
@@ -88,7 +91,7 @@ def commands(killers: Iterable[str | Seeds]) -> list[list[str]]:
     seeds = sorted({(one.first, one.count) for one in killers if isinstance(one, Seeds)})
     found = [["-m", "tests.sim", "--first", str(first), "--seeds", str(count)] for first, count in seeds]
     if tests:
-        found.append(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:rerunfailures", *tests])
+        found.append(["-m", "pytest", *PLUGINS, "-q", "-x", *tests])
     return found
 
 
@@ -122,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim.mutants")
     parser.add_argument("--only", action="append", help="the mutants with this name, or whose names begin with it")
     parser.add_argument("--short", action="store_true", help="ten mutants whose killers take a moment")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at once; all cores")
     arguments = parser.parse_args()
     chosen = [one for one in MUTANTS if one.short or not arguments.short]
     if arguments.only:
@@ -131,11 +135,11 @@ def main() -> int:
     try:
         check_unchanged(chosen)
         survivors = []
-        for mutant in chosen:
-            row = judged(mutant)
-            print(row, flush=True)
-            if row.result == "SURVIVES":
-                survivors.append(mutant.name)
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            for row in pool.map(judged, chosen):
+                print(row, flush=True)
+                if row.result == "SURVIVES":
+                    survivors.append(row.mutant.name)
     except Mistake as mistake:
         print(mistake)
         return 2
