@@ -15,6 +15,7 @@ LEASE = "tests/test_frontend_lease.py::test_"
 LABELS = "tests/test_frontend_committed.py::test_"
 CANARY = "tests/test_canary.py::test_"
 NUMERICS = "tests/test_worker_numerics.py::test_"
+SHELL = "tests/test_coordinator_shell.py::test_"
 WATCH = "tests/test_lock_watch.py::test_"
 OPS = "tests/test_worker_ops.py::test_"
 
@@ -228,8 +229,8 @@ MUTANTS = [
     Mutant(
         "lock: writes without it",
         "rl_plane/lock.py",
-        "            except WrongSequence as error:\n                self.lost = True\n                raise self.stale() from error\n",
-        "            except WrongSequence:\n                return await self._bus.put(self._bucket, key, value)\n",
+        "                return await self._bus.put(self._bucket, key, value, while_key=(LOCK, self._revision), ttl_s=ttl_s)\n            except WrongSequence:\n",
+        "                return await self._bus.put(self._bucket, key, value, ttl_s=ttl_s)\n            except WrongSequence:\n",
         LOCK + "a_holder_that_lost_the_lock_writes_nothing",
     ),
     Mutant(
@@ -560,7 +561,7 @@ MUTANTS = [
         "rl_plane/judge.py",
         '        and row.body.get("sequence") == record.sequence\n',
         "",
-        MACHINE + "a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said_to_be_so",
+        MACHINE + "who_holds_another_version_does_not_serve_it",
     ),
     Mutant(
         "judge: other bytes serve it",
@@ -619,6 +620,34 @@ MUTANTS = [
         "                    await self._record.refence()\n",
         "                    pass\n",
         ATTACK + "a_decision_that_arrives_after_it_was_told_as_failed_is_refused",
+    ),
+    Mutant(
+        "coordinator: who joins meanwhile is not told",
+        "rl_plane/coordinator.py",
+        "            others = [member for member in fleet if known.get(member.instance_id) != member]\n",
+        "            others = [member for member in fleet if member.instance_id in known and known[member.instance_id] != member]\n",
+        SHELL + "who_joins_while_a_decision_is_told_is_told_too",
+    ),
+    Mutant(
+        "coordinator: a frontend's error is an acknowledgement",
+        "rl_plane/coordinator.py",
+        'if answer is Missing.SILENT or (isinstance(answer, bytes) and decode(answer).get("status") != "ok"):',
+        "if answer is Missing.SILENT:",
+        SHELL + "a_frontend_that_has_not_acknowledged_is_silent",
+    ),
+    Mutant(
+        "coordinator: waits for less than a lease",
+        "rl_plane/coordinator.py",
+        "        until = self._told_at + SERVING_LEASE_S + LEASE_MARGIN_S\n",
+        "        until = self._told_at + 2.0\n",
+        SHELL + "the_silent_are_waited_for_until_no_lease_can_be_left",
+    ),
+    Mutant(
+        "coordinator: waits for silent frontends as for workers",
+        "rl_plane/coordinator.py",
+        "            return not wait.frontends and not still_there(wait.workers, _members(fleet))\n",
+        "            return not still_there(wait.workers, _members(fleet))\n",
+        SHELL + "the_silent_are_waited_for_until_no_lease_can_be_left",
     ),
     # ---- worker/core.py ----
     Mutant(
