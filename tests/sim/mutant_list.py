@@ -610,8 +610,7 @@ MUTANTS = [
         "rl_plane/judge.py",
         "        if record is not None and newer(record, best):\n            best = record\n",
         "        pass\n",
-        ATTACK
-        + "what_is_told_of_a_decision_that_the_store_has_lost_stays_true[False-a coordinator that has heard of it]",
+        MACHINE + "the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker",
     ),
     # ---- rl_plane/coordinator.py ----
     Mutant(
@@ -754,7 +753,7 @@ MUTANTS = [
         "worker/core.py",
         "self._held() == record.held and self.state.sequence == record.sequence",
         "self._held() == record.held",
-        CORE + "the_same_bytes_under_another_label_close_until_they_are_labelled",
+        CORE + "an_adapter_that_is_lost_with_a_change_of_it_is_held_no_more",
     ),
     Mutant(
         "worker: another model is the first version",
@@ -874,7 +873,7 @@ MUTANTS = [
         "worker/numerics.py",
         '            state.close("numerics", state.scores.error or verdict.message)\n',
         "            pass\n",
-        NUMERICS + "what_it_computes_beside_the_trainers_values_goes_nowhere",
+        NUMERICS + "with_nothing_to_compare_with_tokens_wait_for_the_other_workers",
     ),
     Mutant(
         "numerics: tokens of a worker that failed go out",
