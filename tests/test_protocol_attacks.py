@@ -23,6 +23,7 @@ from tests.sim.checks import CallRecord
 from tests.sim.run import _simulated, adapters, deltas, models
 from tests.sim.sessions import PHASES
 from tests.sim.world import Coordinator, World
+from worker.core import Receiving
 from worker.staging import model_digest
 
 UP_S = 3.0
@@ -330,6 +331,49 @@ def test_a_worker_that_looks_for_the_coordinator_before_does_not_bar_the_next_on
     world = live(attack, workers=1)
     assert labels(world) == ["initial", "good", "late"]
     assert stored(world).made.digest == model_digest(world.models[3])
+
+
+def test_a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_staged() -> None:
+    """It comes between the worker's look at the record and its bar, and the worker has not heard of it."""
+    looked: list[str] = []
+
+    async def attack(world: World) -> None:
+        one, server = trainer(world), world.server
+        await begin(world, one, 1, "good")
+        late = Late(one)
+        first = begin(world, one, 2, "late", pushed=True)
+        await late.on_its_way.wait()
+        _, worker = next(world.live_workers())
+        bus: Any = worker.bus
+        get, deliver = bus.get, server._deliver
+
+        def unheard(source: Any, subscription: Any, message: Any) -> None:
+            if subscription.conn is not bus.conn or message.subject != world.subjects.state.feed(RECORD):
+                deliver(source, subscription, message)
+
+        def giving_up(waiting_for: str | None) -> Receiving | None:
+            looked.extend(["it gives up"] if (found := given_up(waiting_for)) is not None else [])
+            return found
+
+        async def in_between(bucket: Any, key: str) -> Any:
+            if key == RECORD and looked and not late.arrived.is_set():
+                server._deliver = unheard  # type: ignore[method-assign]
+                late.arrives.set()
+                await late.arrived.wait()
+            return await get(bucket, key)
+
+        given_up = worker.core.given_up
+        worker.core.given_up = giving_up  # type: ignore[method-assign]
+        bus.get = in_between
+        await late.arrived.wait()
+        await asyncio.sleep(0.1)  # the worker would look again after half a second
+        server._deliver = deliver  # type: ignore[method-assign]
+        await asyncio.wait([first])
+
+    world = live(attack, workers=1)
+    assert looked
+    assert outcome(world, "late") == "ok"
+    assert labels(world) == ["initial", "good", "late"]
 
 
 # ---- a store that loses the decision ----

@@ -849,8 +849,7 @@ MUTANTS = [
         "worker/follower.py",
         "        if entry is None or record_of(entry) != self._core.record:\n            await self._read()\n            return False\n",
         "        assert entry is not None\n",
-        None,
-        second_line="The core's record is read a moment before, and the compare-and-set names what was read here.",
+        ATTACK + "a_decision_that_comes_while_a_worker_is_about_to_give_up_keeps_what_is_staged",
     ),
     Mutant(
         "follower: drops what was asked for again",
@@ -987,8 +986,7 @@ MUTANTS = [
         "worker/follower.py",
         "        async with self.changing:\n            self._state.check_fence(fence)\n",
         "        async with self.changing:\n",
-        None,
-        second_line="The dispatcher has refused each fence that is not live; this looks again after the wait for a turn.",
+        "tests/test_follower_turns.py::test_a_coordinator_that_was_replaced_while_it_waited_has_no_turn",
     ),
     Mutant(
         "follower: bars the next coordinator",
@@ -1060,7 +1058,8 @@ MUTANTS = [
         "frontend/lease.py",
         "            await self._bus.flush()  # who is listed can be told\n",
         "            pass\n",
-        LEASE + "it_listens_then_is_listed_then_asks",
+        None,
+        second_line="The subscription and the write go over one connection, and one server takes them in their order.",
     ),
     # ---- frontend/committed.py ----
     Mutant(
@@ -1082,7 +1081,7 @@ MUTANTS = [
         "labels: what was never committed",
         "frontend/committed.py",
         "            if interval is None or interval.last < place:\n",
-        "            if interval is None:\n                continue\n            if interval.last < place:\n",
+        "            if interval is None:\n                end = span.end\n                continue\n            if interval.last < place:\n",
         LABELS + "other_spans_are_not_delivered",
     ),
     Mutant(
@@ -1161,15 +1160,29 @@ MUTANTS = [
     Mutant(
         "canary: the trainer is not asked",
         "rl_plane/canary_judge.py",
-        "        if not by_trainer.passed:\n            return by_trainer\n",
-        "",
+        "    if record.expected is not None:\n        by_trainer = _compared(",
+        "    if False:\n        by_trainer = _compared(",
         CANARY + "a_majority_does_not_outvote_the_trainer",
     ),
     Mutant(
-        "canary: what a version gave before is not asked",
+        "canary: what this engine gave before is not asked",
+        "rl_plane/canary_judge.py",
+        "    if kind in record.references:\n        by_reference",
+        "    if False:\n        by_reference",
+        CANARY + "one_worker_is_judged_by_what_the_record_knows",
+    ),
+    Mutant(
+        "canary: what other engines gave before is not asked",
+        "rl_plane/canary_judge.py",
+        "    elif record.references:\n        nearest",
+        "    elif False:\n        nearest",
+        CANARY + "one_worker_is_judged_by_what_the_record_knows",
+    ),
+    Mutant(
+        "canary: who passes the trainer is asked no more",
         "rl_plane/canary_judge.py",
         "    if by_reference is not None and not by_reference.passed:\n        return by_reference\n",
         "",
-        CANARY + "a_version_that_computes_something_else_when_it_returns_fails_on_all",
+        CANARY + "one_worker_is_judged_by_what_the_record_knows",
     ),
 ]
