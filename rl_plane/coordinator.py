@@ -20,6 +20,7 @@ from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
     DecisionRecord,
+    newer,
     pause_of,
     read_frontends,
     read_session,
@@ -268,14 +269,16 @@ class Coordinator:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
-        """The workers' states, once each one serves the version or the time is over. While NATS is away, no worker can
-        get on: after that each one has as long as a gate lasts."""
+        """The workers' states, once each one serves the version, another version is committed, or the time is over.
+        While NATS is away, no worker can continue: after that each one has as long as a gate lasts."""
         give_up = time.monotonic() + timeout_s
         last = give_up + WATCH_GRACE_S
         while True:
             try:
                 out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
-                if all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
+                known = self._view.record
+                replaced = known is not None and known.made != record.made and newer(known, record)
+                if replaced or all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
                     return Answered(out.rows)
             except BusUnreachable:
                 give_up = min(last, max(give_up, time.monotonic() + BACK_S))

@@ -94,7 +94,6 @@ class SealedRecord:
     async def _rise(self, lowest: int) -> None:
         """Either this coordinator has lost the lock, or a store that lost writes gives fences for the second time. It
         has acted on its fence once it has sealed the record; then only another call can take a higher one."""
-        await self._held.check()
         if self._mine is not None:
             raise self._replaced()
         await self._held.refence(lowest)
@@ -113,9 +112,7 @@ class SealedRecord:
         if entry is None or there is None or self._mine is None:
             return False
         sealed = (there.seal, there.barred) == (self._mine.seal, self._mine.barred)
-        return (
-            sealed and entry.sequence == self._sequence and there == self._mine and there.seal == self._held.fence
-        )
+        return sealed and there == self._mine and entry.sequence == self._sequence
 
     async def _put(self, record: DecisionRecord, last: int) -> DecisionRecord:
         fence = self._held.fence

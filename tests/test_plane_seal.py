@@ -253,8 +253,9 @@ async def test_a_worker_bars_a_coordinator_that_is_gone(plane: Plane) -> None:
         await sealed.decide(decision())
 
 
+@pytest.mark.parametrize("known", [None, replace(decision("known to a worker"), seal=1)])
 async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
-    plane: Plane, standing_still: Callable[[], None]
+    plane: Plane, standing_still: Callable[[], None], known: DecisionRecord | None
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
     await store(one, BASE)
@@ -263,8 +264,10 @@ async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
         async with two.lock(await two.view(), wait_s=10):
             pass
         assert await bar(two.bus, two.subjects().state, await entry_of(two), held.fence)
+        before = await entry_of(two)
         with pytest.raises(StaleFence):
-            await late.seal(as_stored)
+            await late.seal(lambda stored: known or stored)
+        assert await entry_of(two) == before
 
 
 @pytest.mark.parametrize("where", ["sealed", "barred", "known to a worker"])
@@ -291,6 +294,11 @@ async def test_a_store_that_gives_fences_a_second_time_gives_none_that_is_too_lo
         await store(client, replace(before, seal=held.fence + 9))
         with pytest.raises(StaleFence):
             await sealed.seal(as_stored)
+        # Only an answer that was lost makes it begin anew.
+        await store(client, replace(before, seal=held.fence + 50))
+        await sealed.refence()
+        assert await sealed.seal(as_stored) == before
+        assert (await stored(client)).seal == held.fence
 
 
 # ---- restore ----

@@ -691,6 +691,15 @@ def test_who_holds_another_version_does_not_serve_it() -> None:
     Driver(update(), gate=LOST, watch=dead).error(Conflict)
 
 
+def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said_to_be_so() -> None:
+    other = replace(R1, made=WeightVersion("run-1", 2, "other", "d2"))
+    error = Driver(update(), gate=FENCED, watch=states(other, "a")).error(Conflict)
+    assert error.message == "new was committed, and another version has been committed since"
+    assert error.facts["version"]["label"] == "new"
+    before = replace(R0, made=WeightVersion("run-0", 2, "other", "d2"), version=replace(V0, run="run-0"))
+    assert "0 workers serve it" in Driver(update(), gate=FENCED, watch=states(before, "a")).error(Conflict).message
+
+
 @pytest.mark.parametrize("reason", sorted(CLOSED_BY_CHOICE))
 def test_who_is_closed_by_choice_has_the_version_all_the_same(reason: str) -> None:
     def closed(watch: Watch) -> Answered:

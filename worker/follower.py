@@ -612,9 +612,8 @@ class RecordFollower:
         given_up = self._core.given_up(waiting_for)
         if given_up is not None and await self._is_barred(given_up.fence):
             self._look_at_receiving()
-            if given_up == self._core.given_up(
-                waiting_for
-            ):  # else the next coordinator has asked for it meanwhile
+            # Not what the next coordinator has asked for meanwhile.
+            if given_up == self._core.given_up(waiting_for):
                 log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up.update_id)
                 await self._updates.give_up(given_up.update_id)
         self.look()
