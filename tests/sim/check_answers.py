@@ -63,7 +63,7 @@ class AnswerChecks:
             return False
         excluded = set(facts.get("excluded") or ())
         for process, worker in self._world.live_workers():
-            if self._checks.canary_here(product.instance_id(worker)):
+            if self._checks.canary_here(process):
                 continue
             well = not process.faulty and process.started_at < self._checks.decided_at[mine.key] - AFTERMATH_S
             if well and product.instance_id(worker) in excluded and not self._world.anything_wrong():
@@ -123,7 +123,7 @@ class AnswerChecks:
     def failed_stream(self, frontend: Process, worker: Process | None, error: str, start: float) -> None:
         """I8: a stream that has begun ends with an error only if something was done to one of its ends."""
         world, checks = self._world, self._checks
-        if worker is None or not worker.alive or world.server.stalled:
+        if worker is None or not worker.alive or world.server.stalled or world.has_double(worker):
             return
         if max(frontend.disturbed_at, worker.disturbed_at) >= start - AFTERMATH_S or world.outage_s > 4.0:
             return

@@ -220,7 +220,7 @@ class Checks:
         well = process in self.staged.get(decision.update_id, {}) and not process.faulty
         return not well or self.world.anything_wrong()
 
-    def canary_here(self, instance_id: str) -> str:
+    def canary_here(self, process: Process) -> str:
         """`fails`: even an engine that computes as it should fails the canary of the record. `wrong`: this worker's
         engine computed something else. Empty: it has to pass."""
         canary = self.record.canary if self.record is not None else None
@@ -229,8 +229,7 @@ class Checks:
             given = [*canary.references.values(), *([canary.expected] if canary.expected is not None else [])]
             if canary.undecided or not all(product.near(one, truth) for one in given):
                 return "fails"
-        process = self.world.started.get(instance_id)
-        return "wrong" if process is not None and process.miscomputed else ""
+        return "wrong" if process.miscomputed else ""
 
     def _began_twice(self, record: Decision) -> bool:
         """Two workers found a lost store empty, and each began a run: the one that comes further counts."""

@@ -133,7 +133,7 @@ class Faults(NatsFaults):
         for process in world.processes():
             process.thaw()
             process.plane = ""
-        for _, _, engine in world.workers.values():
+        for engine in world.engines:
             engine.hung_until = engine.failing_swaps = 0
             engine.miscompute = False
         for instance_id, process in list(world.started.items()):

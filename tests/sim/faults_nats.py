@@ -113,11 +113,12 @@ class NatsFaults:
         world, server, rng = self._world, self._world.server, self._world.rng
         key, skip = rng.choice([RECORD, RECORD, LOCK]), rng.choice([0, 0, 1, 2])
         breaks = rng.random()
+        delays_s = rng.choice([(), (0.0, 0.7, 1.5, 3.0), (1.2,)])
 
         def contend() -> None:
             world.say(f"the {key} of {holder.process.name} is held back")
             others = [one for one in world.alive() if one is not holder]
-            for delay_s in (0.0, 0.7, 1.5, 3.0):
+            for delay_s in delays_s:
                 if others:
                     other = rng.choice(others)
                     server.later(delay_s, lambda one: one.process.spawn(world.ask_something(one)), other)
