@@ -113,8 +113,17 @@ async def _translated(what: str) -> AsyncIterator[None]:
         raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
 
 
-def _check_owner(bucket: Bucket, owner: str) -> None:
-    """`a_b.c` and `a.b_c` would share a bucket's name."""
+def _check_config(bucket: Bucket, config: dict[str, Any]) -> None:
+    """`a_b.c` and `a.b_c` would share a bucket's name. A bucket with replicas lies in a cluster: an old leader may tell
+    an old record there, and a new one may lack what was acknowledged, while all connections stay."""
+    owner = str((config.get("metadata") or {}).get(OWNER, ""))
+    replicas = int(config.get("num_replicas") or 1)
+    if replicas > 1:
+        raise InvalidRequest(
+            f"the bucket {bucket.name} has {replicas} replicas, and the protocol needs one server that answers for it",
+            field="nats_url",
+            fix=f"set the replicas of the stream {bucket.stream} to 1, or use a NATS server that is no cluster",
+        )
     if owner != bucket.owner:
         raise InvalidRequest(
             f"the bucket {bucket.name} belongs to {owner or 'something else'}, not to {bucket.owner}",
@@ -277,8 +286,8 @@ class Bus:
 
         Its sequences begin at the Unix milliseconds of its creation: whoever makes it anew after a store was
         lost, and however little they know, epochs and fences go on rising."""
-        if (owner := await self._owner(bucket)) is not None:
-            _check_owner(bucket, owner)
+        if (there := await self._config(bucket)) is not None:
+            _check_config(bucket, there)
             return
         config = api.StreamConfig(
             name=bucket.stream,
@@ -303,16 +312,17 @@ class Bus:
                     raise  # else somebody was faster
 
     async def bucket_exists(self, bucket: Bucket) -> bool:
-        return await self._owner(bucket) is not None
+        return await self._config(bucket) is not None
 
-    async def _owner(self, bucket: Bucket) -> str | None:
-        """Whose it is; None: there is none."""
+    async def _config(self, bucket: Bucket) -> dict[str, Any] | None:
+        """Its stream's configuration. None: there is no such bucket."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
                 info = await self._request(f"$JS.API.STREAM.INFO.{bucket.stream}", b"")
             except nats.js.errors.NotFoundError:
                 return None
-        return str((info["config"].get("metadata") or {}).get(OWNER, ""))
+        config: dict[str, Any] = info["config"]
+        return config
 
     async def put(
         self,
