@@ -1,5 +1,5 @@
-"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--cluster]`: a failure prints the trace,
-the seed, the invariant, and the one command that repeats it."""
+"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--cluster]`: a failure prints the
+trace, the seed, the invariant, and the one command that repeats it."""
 
 from __future__ import annotations
 
