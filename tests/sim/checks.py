@@ -6,7 +6,6 @@ named at each check.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.canary import CanaryRecord
 from rl_plane.record import DecisionRecord, Held
-from rl_plane.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.subjects import MEMBER_PREFIX, RECORD, Bucket
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
 from tests.sim import product
@@ -190,11 +189,8 @@ class Checks:
             self.fail("I1", f"{decision} is decided under {decision.fence}, over the seal of {before.seal}")
         if before is not None and before.barred >= decision.fence:
             self.fail("I1", f"{decision} is decided under {decision.fence}, and {before.barred} is barred")
-        found = self.world.server.value(self.world.subjects.state, LOCK)
-        holder = json.loads(found.value) if found is not None and found.value else None
-        fence = holder.get("fence", found.sequence) if holder is not None and found is not None else None
         newer = max((fence for fence, *_ in self.done), default=0)
-        if fence not in (None, decision.fence) and newer > decision.fence:
+        if newer > decision.fence:
             self.fail("I1", f"{decision} is decided under {decision.fence}, after workers have obeyed {newer}")
 
     def _check_staged(self, decision: Decision) -> None:
