@@ -6,6 +6,7 @@ named at each check.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from rl_plane.canary import CanaryRecord
 from rl_plane.record import DecisionRecord, Held
-from rl_plane.subjects import MEMBER_PREFIX, RECORD, Bucket
+from rl_plane.subjects import LOCK, MEMBER_PREFIX, RECORD, Bucket
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
 from tests.sim import product
 from tests.sim.check_answers import AnswerChecks
 from tests.sim.check_serving import OPEN_AFTER_S, ServingChecks
 from tests.sim.product import Decision
+from tests.sim.sim_store import Key
 from worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -157,6 +159,17 @@ class Checks:
             self.opened_at.setdefault(decision.key, self.now)
         if record.final:
             self.final_at.setdefault(decision.key, self.now)
+
+    def replaced(self, by: str, bucket: Bucket, key: str, before: Key, value: bytes | None) -> None:
+        """A lock is renewed and given back by its holder alone; a taker puts its own name there."""
+        if bucket != self.world.subjects.state or key != LOCK or self.lost_at:
+            return
+        holder, now = json.loads(before.value or b"{}"), json.loads(value) if value else None
+        fence = holder.get("fence", before.sequence)
+        if now is None and holder["owner"].partition("@")[0] != by:
+            self.fail("I1", f"{by} gives the lock of {holder['owner']} back")
+        if now is not None and now.get("fence", fence) != fence:
+            self.fail("I1", f"{by} renews {now['fence']} over the lock {fence} of {holder['owner']}")
 
     def _check_order(self, before: Decision | None, decision: Decision) -> None:
         """A decision is the next one after the record, and after all that anybody knows who could be asked."""

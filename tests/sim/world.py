@@ -69,6 +69,7 @@ class World:
         self.server = SimServer(self.loop, self.rng)
         self.checks = Checks(self)
         self.server.on_write = self.checks.written
+        self.server.on_replaced = self.checks.replaced
         self.desired = Desired(self)
         self.numbers = itertools.count(1)
         self.token_delay_s = 0.0
