@@ -62,6 +62,11 @@ class Runner:
     def end_weight_update(self, run_post_load: bool) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_holder, "check_updates", lambda runner: None)
+
+
 def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
