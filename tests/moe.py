@@ -20,9 +20,10 @@ MOE_TOLERANCE = 0.01
 """The largest difference between a logprob of an engine in bfloat16 and `float32_logprobs`. The largest difference that
 a correct engine shows is near 0.003."""
 
-BIAS_LEVEL = 128.0
-"""Every router bias of `make_glm_moe` is near this number. There bfloat16 has steps of 1, so a bias that was rounded to
-bfloat16 chooses other experts."""
+BIASES = (128.0, 128.51, 129.49, 129.52)
+"""The router biases of `make_glm_moe`, in another order in each layer. They are so far apart that an engine's rounding
+changes no choice: the two largest win for every token. bfloat16 has steps of 1 there: a bias that was rounded to it
+chooses other experts."""
 
 
 def make_moe_model(path: Path, dense: list[int], seed: int = 0) -> Path:
@@ -115,7 +116,7 @@ def make_glm_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
 
 def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str) -> Path:
     """The layers' matrices are larger than transformers initialises them, so that each expert moves the logprobs by far
-    more than `MOE_TOLERANCE`. The routers' are larger still, so that an engine's rounding changes no choice of
+    more than `MOE_TOLERANCE`. The routers' are larger still, so that an engine's rounding seldom changes a choice of
     experts."""
     from transformers import AutoModelForCausalLM
 
@@ -127,12 +128,12 @@ def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             if name.startswith("model.layers.") and weight.dim() > 1:
-                gain = 3.0 if name.endswith("mlp.gate.weight") else 0.4
+                gain = 1.0 if name.endswith("mlp.gate.weight") else 0.4
                 weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]))
         model.to(getattr(torch, dtype))
         for module in model.modules():
             if hasattr(module, "e_score_correction_bias"):
-                module.e_score_correction_bias = torch.empty(4).normal_(BIAS_LEVEL, 0.3)
+                module.e_score_correction_bias = torch.tensor(BIASES)[torch.randperm(4)]
     model.save_pretrained(path)
     _tokenizer().save_pretrained(path)
     return path
