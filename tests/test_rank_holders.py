@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from rl_plane.errors import InvalidWeights
 from worker.engines import sglang_holder
-from worker.engines.checkpoint_spec import checkpoint_spec
+from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_holder import SglangHolder
@@ -160,13 +160,65 @@ def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
 ) -> None:
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
-    assert checkpoint_spec(tmp_path, "BF16").tied == {"lm_head.weight": embedding}
+    assert checkpoint_spec(tmp_path, "BF16", {}).tied == {"lm_head.weight": embedding}
 
 
 def test_the_head_may_be_in_a_part_of_the_model(tmp_path: Path) -> None:
     names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "mtp.lm_head.weight")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
-    spec = checkpoint_spec(tmp_path, "BF16")
+    spec = checkpoint_spec(tmp_path, "BF16", {})
     assert spec.tied == dict.fromkeys(("lm_head.weight", names[1]), names[0])
     assert spec.tensors.keys() == {names[0], names[2]}
+
+
+def spec_of(directory: Path, saved: dict[str, torch.dtype], dtype: str, engine: dict[str, str]) -> CheckpointSpec:
+    directory.mkdir()
+    save_file({name: torch.zeros(1, dtype=each) for name, each in saved.items()}, directory / "model.safetensors")
+    Qwen3Config().save_pretrained(directory)
+    return checkpoint_spec(directory, dtype, engine)
+
+
+def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> None:
+    saved = {"weight": torch.bfloat16, "head": torch.bfloat16, "router": torch.bfloat16, "bias": torch.float32}
+    renamed = {"old.bias": torch.float32, "count": torch.int64}
+    engine = {"weight": "BF16", "router": "F32", "bias": "F32", "new.bias": "F32"}
+    as_saved = spec_of(tmp_path / "as saved", {**saved, **renamed}, "BF16", engine)
+    types = {name: spec.dtype for name, spec in as_saved.tensors.items()}
+    assert types == {
+        "weight": "BF16",
+        "head": "BF16",
+        "router": "BF16",  # the start directory has it so, and must be accepted
+        "bias": "F32",
+        "old.bias": "F32",
+        "count": "I64",
+    }
+    assert as_saved.own == {"router": "F32"}
+    other = spec_of(tmp_path / "other", dict.fromkeys((*saved, "old.bias"), torch.float32), "BF16", engine)
+    types = {name: spec.dtype for name, spec in other.tensors.items()}
+    assert types == {"weight": "BF16", "head": "BF16", "router": "F32", "bias": "F32", "old.bias": "BF16"}
+    assert other.own == {}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) -> None:
+    """A float64 that float32 holds exactly, and bfloat16 does not."""
+    router, other = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+    runner = Runner(torch.device("cpu"))
+    kept = {router: torch.zeros(1, dtype=torch.float32), other: torch.zeros(1, dtype=torch.bfloat16)}
+    runner.model.state_dict = lambda: kept  # type: ignore[method-assign]
+    holder = holder_of(kind, tmp_path, runner)
+    assert holder.weight_spec()[router].dtype == "BF16"
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    exact = 1.0 + 2.0**-20
+    (tmp_path / "new").mkdir()
+    wide = {name: torch.full_like(tensors[name], exact, dtype=torch.float64) for name in (router, other)}
+    save_file({**tensors, **wide}, tmp_path / "new" / "model.safetensors")
+    delivery = FilesystemTransport(Places((tmp_path,))).open(
+        {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
+    )
+    staged, _ = receive(holder, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
+    assert isinstance(staged, StagedTensors)
+    assert staged.tensors[router].dtype == torch.float32
+    assert (staged.tensors[router] == exact).all()
+    assert staged.tensors[other].dtype == torch.bfloat16

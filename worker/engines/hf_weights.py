@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,11 @@ def host_copies(
     tied: Collection[str],
     cast: bool,
     cancelled: Callable[[], bool],
+    own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies, in the dtypes of `wanted`, without those of `tied` names. InvalidWeights for what does not fit, and
-    at the end for what is missing."""
+    """Copies, in the dtypes of `wanted`, without those of `tied` names. A tensor that must be cast comes in the dtype
+    that `own` names for it, if it names one. InvalidWeights for what does not fit, and at the end for what is
+    missing."""
     left = set(wanted)
     for name, tensor in tensors:
         if cancelled():
@@ -109,7 +112,8 @@ def host_copies(
                 f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
             )
         left.discard(name)
-        yield name, _kept(tensor).to(DTYPE_OF_NAME[spec.dtype])
+        dtype = spec.dtype if tensor.spec.dtype == spec.dtype else own.get(name, spec.dtype)
+        yield name, _kept(tensor).to(DTYPE_OF_NAME[dtype])
     if left:
         first = min(left)
         raise InvalidWeights(

@@ -23,12 +23,15 @@ class RankHolder(ABC):
     """A WeightHolder but for `stage_adapter`. `stage` and its like run on the agent's threads; `swap` on the engine's
     own, between two steps."""
 
-    def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """`device`: where this rank has its part of the model."""
+    def __init__(
+        self, model: Path, dtype: torch.dtype, device: torch.device, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`device`: where this rank has its part of the model. `tensors`: this rank's part, by the engine's names."""
         self._device = device
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
-        self._spec = checkpoint_spec(model, self._dtype)
+        types = {name: NAME_OF_DTYPE[one.dtype] for name, one in tensors.items() if one.dtype in NAME_OF_DTYPE}
+        self._spec = checkpoint_spec(model, self._dtype, types)
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held by whoever writes the weights."""
@@ -81,7 +84,7 @@ class RankHolder(ABC):
     def _copies(
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled)
+        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled, self._spec.own)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

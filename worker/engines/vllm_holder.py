@@ -39,7 +39,8 @@ class StagedAdapter:
 
 class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
-        super().__init__(model, runner.model_config.dtype, runner.device)
+        tensors = runner.model.state_dict()
+        super().__init__(model, runner.model_config.dtype, runner.device, tensors)
         self._directory = directory
         self._runner = runner
         self._rank = rank
