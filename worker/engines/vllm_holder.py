@@ -16,6 +16,7 @@ from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.lora import SWITCH_ON, LoraConfig
 from worker.engines.rank_holder import RankHolder
 from worker.engines.vllm_adapter_files import write_adapter
+from worker.engines.vllm_dtypes import dtypes_of_load
 from worker.engines.weight_checks import WeightChecks, noise
 from worker.reception import Cancelled, TensorStream
 
@@ -39,8 +40,8 @@ class StagedAdapter:
 
 class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
-        tensors = runner.model.state_dict()
-        super().__init__(model, runner.model_config.dtype, runner.device, tensors)
+        dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
+        super().__init__(model, runner.model_config.dtype, runner.device, dtypes | dtypes_of_load())
         self._directory = directory
         self._runner = runner
         self._rank = rank
