@@ -40,6 +40,7 @@ class StagedAdapter:
 
 class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
+        _check_reloads(runner.get_model())
         dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
         super().__init__(model, runner.model_config.dtype, runner.device, dtypes | dtypes_of_load())
         self._directory = directory
@@ -105,6 +106,17 @@ class VllmHolder(RankHolder):
         manager = self._runner.lora_manager._adapter_manager
         packed = manager.packed_modules_mapping
         return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+
+
+def _check_reloads(model: Any) -> None:
+    """Unsupported where vLLM makes something of the whole model's weights after the first load, and of no later one."""
+    if hasattr(model, "process_weights_after_loading"):
+        raise Unsupported(
+            f"vLLM derives weights of {type(model).__name__} at its start, and does not derive them again after an "
+            "update",
+            field="model",
+            fix="serve this model with another engine",
+        )
 
 
 class VllmChecks(WeightChecks):
