@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,18 @@ import pytest_asyncio
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+from safetensors.torch import load_file, save_file
+
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, InvalidWeights, NotAdmitted
 from rl_plane.publish import WeightPublisher
 from tests import weight_faults
-from tests.faults import Stream
+from tests.each_transport import Shelf
+from tests.faults import Stream, Told
 from tests.moe import MOE_TOLERANCE, float32_logprobs, greedy_gap, make_glm_moe, make_qwen_moe
 from tests.test_frontend_generation import ask, frontend
 from tests.test_plane_update import all_serve, update_of
+from worker.numerics import NOT_SCORED
 from worker.tiny_adapter import make_tiny_adapter
 
 if TYPE_CHECKING:
@@ -56,6 +61,20 @@ class MoeFleet:
     def base(self, seed: int, dtype: str = "bfloat16") -> Path:
         path = self.plane.tmp / "weights" / f"{self.model}{seed}-{dtype}"
         return path if path.exists() else MAKERS[self.model](path, seed, dtype)
+
+    def stepped(self) -> Path:
+        """The second version with the routers of the first one, and with one of its experts."""
+        path = self.plane.tmp / "weights" / "stepped"
+        if not path.exists():
+            shutil.copytree(self.base(2), path)
+            changed = {
+                name: tensor
+                for name, tensor in load_file(self.base(1) / "model.safetensors").items()
+                if ".mlp.gate." in name or ".experts.1." in name
+            }
+            tensors = load_file(path / "model.safetensors") | changed
+            save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        return path
 
     def adapter(self, seed: int) -> Path:
         path = self.plane.tmp / "weights" / f"adapter{seed}"
@@ -137,12 +156,20 @@ def canary_of(base: Path) -> dict[str, Any]:
     return {"sequences": SEQUENCES, "expected": [float32_logprobs(base, tokens) for tokens in SEQUENCES]}
 
 
+async def checksums(client: RlClient) -> dict[str, list[str]]:
+    """Those of the ranks of each worker."""
+    rows = (await client.run("check_weights", {"action": "checksum"}))["workers"]
+    return {row["instance_id"]: [rank["checksum"] for rank in row["ranks"]] for row in rows}
+
+
 async def test_every_update_forth_and_back_is_exact(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient
 ) -> None:
-    """By files and over the served weights; the last version is the directory that the fleet has started from."""
+    """By files and over the served weights; the last version is the directory that the fleet has started from. Every
+    byte of it is then as it was at the start."""
     one, two = fleet.base(1), fleet.base(2)
     await proven(http, fleet, "initial", one)
+    before = await checksums(client)
     for label, base, policy in (
         ("two", two, {}),
         ("one", one, {}),
@@ -153,6 +180,10 @@ async def test_every_update_forth_and_back_is_exact(
         assert reply["excluded"] == []
         assert reply["canary"]["against"] == "trainer"
         await proven(http, fleet, label, base)
+        assert (await checksums(client) == before) == (base == one)
+    await client.run("check_weights", {"action": "reset_tensors"})
+    await fleet.plane.until(lambda: all_serve(client, label), HEAL_S)
+    await proven(http, fleet, label, base)
 
 
 async def test_a_cast_rounds_nothing_that_an_engine_keeps(
@@ -172,23 +203,26 @@ async def test_a_cast_rounds_nothing_that_an_engine_keeps(
 async def test_what_a_publisher_sends_is_exact(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient, backend: str
 ) -> None:
-    plane = fleet.plane
-    for seed in (2, 1):
-        publisher = WeightPublisher(
-            fleet.base(seed),
-            plane.url,
-            namespace=plane.namespace,
-            component=plane.component,
-            workers=len(fleet.ids),
-            transport=backend,
-        )
-        try:
-            await publisher.publish_async(f"{backend} {seed}")
-        finally:
-            await asyncio.to_thread(publisher.close)
-        (last, *_) = (await client.run("updates"))["updates"]
-        assert (last["label"], last["transport"]["backend"]) == (f"{backend} {seed}", backend)
-        await proven(http, fleet, f"{backend} {seed}", fleet.base(seed))
+    """A full version, and a delta that changes routers and an expert."""
+    plane, shelf = fleet.plane, Shelf(fleet.base(2))
+    publisher = WeightPublisher(
+        shelf,
+        plane.url,
+        namespace=plane.namespace,
+        component=plane.component,
+        workers=len(fleet.ids),
+        transport=backend,
+        encoding="delta",
+    )
+    try:
+        for directory, encoding in ((fleet.base(2), "full"), (fleet.stepped(), "delta")):
+            shelf.directory, label = directory, f"{backend} {encoding}"
+            await publisher.publish_async(label)
+            (last, *_) = (await client.run("updates"))["updates"]
+            assert (last["label"], last["transport"]["backend"], last["encoding"]) == (label, backend, encoding)
+            await proven(http, fleet, label, directory)
+    finally:
+        await asyncio.to_thread(publisher.close)
 
 
 async def test_adapters_of_the_attention(fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient) -> None:
@@ -215,6 +249,7 @@ async def test_wrong_weights_in_one_rank_are_never_served(
     faulty, rank = fleet.ids["vllm"], 0 if len(fleet.ids) > 1 else 1
     fault = weight_faults.fault("vllm", tensor, factor, rank=rank)
     await client.run("init_transport", {**fault, "workers": [faulty]})
+    told = await Told.follow(client)
     stream = Stream(client, faulty, PROMPT, ENDLESS, temperature=0.0, ignore_eos=True)
     await stream.until(tokens=2)
     body = update_of(two, "two", canary=canary_of(two))
@@ -230,6 +265,8 @@ async def test_wrong_weights_in_one_rank_are_never_served(
     assert error["canary"]["difference"] > 0.05
     with pytest.raises(NotAdmitted):
         await stream.end()
+    reasons = [reason for event in told.of(faulty) for reason in event["admission"]["reasons"]]
+    assert any(reason.startswith("numerics: ") and reason != f"numerics: {NOT_SCORED}" for reason in reasons)
     assert [span["version"] for span in stream.spans] == ["one"]
     assert greedy_gap(one, PROMPT, stream.tokens) < 2 * MOE_TOLERANCE
     label, base = ("two", two) if len(fleet.ids) > 1 else ("one", one)
