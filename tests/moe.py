@@ -82,7 +82,7 @@ def make_qwen_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
     )
-    return _save(config, path, seed, dtype)
+    return _save(config, path, seed, dtype, router=6.0)
 
 
 def make_glm_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
@@ -111,13 +111,12 @@ def make_glm_moe(path: Path, seed: int, dtype: str = "bfloat16") -> Path:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
     )
-    return _save(config, path, seed, dtype)
+    return _save(config, path, seed, dtype, router=1.0)
 
 
-def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str) -> Path:
-    """The layers' matrices are larger than transformers initialises them, so that each expert moves the logprobs by far
-    more than `MOE_TOLERANCE`. The routers' are larger still, so that an engine's rounding seldom changes a choice of
-    experts."""
+def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str, router: float) -> Path:
+    """Each expert moves the logprobs by far more than `MOE_TOLERANCE`. `router`: the standard deviation of the routers'
+    logits. Where an engine's rounding may choose another second expert, a large one gives that expert little weight."""
     from transformers import AutoModelForCausalLM
 
     from worker.tiny_model import EOS_TOKEN_ID, _tokenizer
@@ -128,7 +127,7 @@ def _save(config: PretrainedConfig, path: Path, seed: int, dtype: str) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             if name.startswith("model.layers.") and weight.dim() > 1:
-                gain = 1.0 if name.endswith("mlp.gate.weight") else 0.4
+                gain = router if name.endswith("mlp.gate.weight") else 0.25
                 weight.normal_(0.0, gain / math.sqrt(weight.shape[-1]))
         model.to(getattr(torch, dtype))
         for module in model.modules():
@@ -158,6 +157,14 @@ def float32_logprobs(path: Path, tokens: list[int], adapter: Path | None = None)
         logits = _float32_model(path, adapter)(torch.tensor([tokens])).logits[0, :-1]
     found: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
     return found
+
+
+def greedy_gap(path: Path, prompt: list[int], tokens: list[int]) -> float:
+    """By how much the worst of the tokens after `prompt` is less likely than the likeliest, in nats."""
+    with torch.no_grad():
+        logits = _float32_model(path, None)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    made = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float((logits.max(1).values - made).max())
 
 
 @lru_cache(maxsize=4)

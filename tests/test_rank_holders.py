@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from rl_plane.errors import InvalidWeights
+from rl_plane.errors import InvalidWeights, Unsupported
 from worker.engines import sglang_holder
 from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
@@ -56,6 +56,9 @@ class Runner:
 
     def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.model.load_weights(weights_iterator)
+
+    def get_model(self) -> Model:
+        return self.model
 
     def begin_weight_update(self) -> None: ...
 
@@ -205,13 +208,21 @@ def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> N
     assert other.own == {}
 
 
+def test_a_model_whose_derived_weights_would_stay_is_refused(tmp_path: Path) -> None:
+    runner = Runner(torch.device("cpu"))
+    runner.model.process_weights_after_loading = lambda: None
+    with pytest.raises(Unsupported, match="derives weights of Model") as caught:
+        holder_of("vllm", tmp_path, runner)
+    assert caught.value.facts["field"] == "model"
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) -> None:
     """A float64 that float32 holds exactly, and bfloat16 does not."""
     router, other = "model.norm.weight", "model.layers.0.input_layernorm.weight"
     runner = Runner(torch.device("cpu"))
     kept = {router: torch.zeros(1, dtype=torch.float32), other: torch.zeros(1, dtype=torch.bfloat16)}
-    runner.model.state_dict = lambda: kept  # type: ignore[method-assign]
+    runner.model.state_dict = lambda: kept
     holder = holder_of(kind, tmp_path, runner)
     assert holder.weight_spec()[router].dtype == "BF16"
     tensors = load_file(tmp_path / "model" / "model.safetensors")

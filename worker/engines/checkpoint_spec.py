@@ -45,17 +45,22 @@ class LinearModules:
     """Modules of other kinds that have parameters."""
 
 
+def saved_specs(model: Path) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint in the directory `model`, as they are saved."""
+    checkpoint = open_checkpoint(model, field="model")
+    try:
+        return dict(checkpoint.specs)
+    finally:
+        checkpoint.close()
+
+
 def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> CheckpointSpec:
     """What the engine takes after it has loaded the directory `model`. `dtype`: the model's, by its safetensors name.
     `engine`: the engine's own tensors, by their names in the engine, with the type of each. A model may keep some of
     its tensors in another type than its dtype, such as the bias of a router in float32."""
     from transformers import AutoConfig
 
-    checkpoint = open_checkpoint(model, field="model")
-    try:
-        specs = dict(checkpoint.specs)
-    finally:
-        checkpoint.close()
+    specs = saved_specs(model)
     ties = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
     tied = _ties(specs) if ties else {}
     floats = {name: spec.dtype for name, spec in specs.items() if spec.dtype in _ENGINE_FLOATS}

@@ -24,13 +24,14 @@ class RankHolder(ABC):
     own, between two steps."""
 
     def __init__(
-        self, model: Path, dtype: torch.dtype, device: torch.device, tensors: Mapping[str, torch.Tensor]
+        self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        """`device`: where this rank has its part of the model. `tensors`: this rank's part, by the engine's names."""
+        """`device`: where this rank has its part of the model. `dtypes`: the types of the engine's own tensors, by the
+        names that the engine or the checkpoint gives them."""
         self._device = device
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
-        types = {name: NAME_OF_DTYPE[one.dtype] for name, one in tensors.items() if one.dtype in NAME_OF_DTYPE}
+        types = {name: NAME_OF_DTYPE[one] for name, one in dtypes.items() if one in NAME_OF_DTYPE}
         self._spec = checkpoint_spec(model, self._dtype, types)
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()

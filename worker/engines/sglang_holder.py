@@ -28,8 +28,8 @@ class StagedAdapter:
 class SglangHolder(RankHolder):
     def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
-        tensors = runner.model.state_dict()
-        super().__init__(model, runner.model_config.dtype, model_device(runner.model), tensors)
+        dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
+        super().__init__(model, runner.model_config.dtype, model_device(runner.model), dtypes)
         self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
