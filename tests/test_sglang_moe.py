@@ -137,6 +137,24 @@ async def test_wrong_weights_are_never_served(
     await client.run("destroy_transport", {"backend": weight_faults.BACKEND, "workers": [faulty]})
 
 
+async def test_a_version_that_every_engine_computes_wrongly_goes_back(
+    fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    if len(fleet.ids) == 1:
+        pytest.skip("a fleet of one worker is tested above")
+    one, two = fleet.base(1), fleet.base(2)
+    await client.run("update_weights", update_of(one, "one"))
+    for engine in fleet.ids:
+        await client.run("init_transport", fault_of(fleet, engine, "input_layernorm", 1.5))
+    with pytest.raises(CanaryFailed) as caught:
+        await client.run("update_weights", update_of(two, "two", canary=canary_of(two)))
+    told = caught.value.facts["canary"]
+    assert (told["action"], told["failed"], told["against"]) == ("rollback", 2, "trainer")
+    await fleet.plane.until(lambda: all_serve(client, "one"), HEAL_S)
+    await proven(http, fleet, "one", one)
+    await client.run("destroy_transport", {"backend": weight_faults.BACKEND})
+
+
 @pytest.mark.parametrize("engine", ["sglang", "hf"])
 async def test_engines_that_differ_go_back_where_nothing_tells_which_one_is_right(
     fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient, engine: str
