@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from rl_plane.errors import InvalidWeights, Unsupported
-from worker.engines import sglang_holder
+from worker.engines import sglang_holder, vllm_dtypes
 from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.rank_holder import RankHolder
@@ -236,6 +236,15 @@ def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> N
     types = {name: spec.dtype for name, spec in other.tensors.items()}
     assert types == {"weight": "BF16", "head": "BF16", "router": "F32", "bias": "F32", "old.bias": "BF16"}
     assert other.own == {}
+
+
+def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter has another name in vLLM, and one under an adapter has another name yet."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    monkeypatch.setattr(vllm_dtypes, "_seen", {name: torch.float32})
+    model = make_tiny_model(tmp_path / "model", 1, "float32")
+    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0)
+    assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}
 
 
 def test_a_model_whose_derived_weights_would_stay_is_refused(tmp_path: Path) -> None:

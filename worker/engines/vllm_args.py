@@ -36,6 +36,12 @@ OURS = {
 }
 """Arguments that the adapter sets or can't do without, and what to do instead."""
 
+_GPU_ONLY: dict[str, tuple[Any, str]] = {
+    "enable_expert_parallel": (False, "vLLM's CPU kernel for experts reads past those of its own rank"),
+    "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
+}
+"""Argument → the only value that it may have on a CPU, and why."""
+
 CPU_KV_CACHE_BYTES = 256 << 20
 """Without a bound vLLM takes most of the machine's memory."""
 
@@ -114,6 +120,15 @@ def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
             # On a CPU vLLM gives a request without an adapter that of the last slot: one more, which stays empty.
             found["max_loras"] = 1 + max(found["max_loras"], found.pop("max_cpu_loras", None) or 0)
     return found
+
+
+def check_cpu(arguments: Mapping[str, Any]) -> None:
+    """InvalidRequest for what starts on a CPU, and then computes something else or dies."""
+    for key, (only, why) in _GPU_ONLY.items():
+        if arguments.get(key, only) != only:
+            raise InvalidRequest(
+                f"{why}: {key} is for GPUs", field=f"engine_arg.{key}", fix="leave it out on a CPU"
+            )
 
 
 def thread_binding(ranks: int) -> str | None:
