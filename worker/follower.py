@@ -510,7 +510,7 @@ class RecordFollower:
             raise
         try:
             with self._watch.blocking():
-                if core.numerics.flow != "open":  # the running requests' KV is of weights that did not pass
+                if core.numerics.have_run:  # the running requests' KV is of weights that did not pass
                     await self._engine.run(self._adapter.abort(None))
                 taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)

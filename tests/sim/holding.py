@@ -53,7 +53,7 @@ class Holding:
         if self._skip:
             self._skip -= 1
             return
-        self._holds, self._holder = True, self._nonce()
+        self._holds, self._holder = True, self._now()
         self._give_up = self._server.loop.now + MAX_HELD_S
         self._begun()
 
@@ -75,7 +75,7 @@ class Holding:
             send()
 
     def _look(self) -> None:
-        taken = self._holds and self._nonce() not in (None, self._holder)
+        taken = self._holds and self._now() not in (None, self._holder)
         if taken:
             self._server.later(self._after_s, self.release)
         elif self._server.loop.now > self._give_up:
@@ -83,6 +83,8 @@ class Holding:
         else:
             self._server.later(LOOK_S, self._look)
 
-    def _nonce(self) -> str | None:
+    def _now(self) -> tuple[str, str] | None:
+        """Who has the lock."""
         found = self._server.value(self._bucket, LOCK)
-        return json.loads(found.value)["nonce"] if found is not None and found.value else None
+        holder = json.loads(found.value) if found is not None and found.value else None
+        return (holder["owner"], holder["nonce"]) if holder is not None else None

@@ -22,7 +22,7 @@ from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
 from rl_plane.subjects import ADVISORY, Bucket, Entry
 from tests.sim.holding import Holding
-from tests.sim.sim_store import MARKER_S, SimStore, Stream
+from tests.sim.sim_store import MARKER_S, Key, SimStore, Stream
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
 
 DELAY_S = (0.0001, 0.003)
@@ -294,6 +294,8 @@ class SimServer(SimStore):
         """Of the requests, how many come twice."""
         self.numbers = itertools.count(1)
         self.conns: list[SimConn] = []
+        self.on_replaced: Callable[[str, Bucket, str, Key, bytes | None], None] = lambda *_: None
+        """Called with who has written over which value of a key."""
         self.holding: Holding | None = None
         """Messages to the server that are held back now."""
         self.old_leader: OldLeader | None = None
@@ -309,7 +311,12 @@ class SimServer(SimStore):
     def write_of(self, conn: SimConn, *write: Any) -> int:
         if self.old_leader is not None and conn in self.old_leader.conns:
             raise BusUnreachable("simulated: the leader has no quorum")
-        return self.write(*write)
+        bucket, key, value, *_ = write
+        before = self.value(bucket, key)
+        sequence = self.write(*write)
+        if before is not None and before.value:
+            self.on_replaced(conn.name, bucket, key, before, value)
+        return sequence
 
     def delay(self) -> float:
         chance = self.rng.random()
