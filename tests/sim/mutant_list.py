@@ -188,6 +188,20 @@ MUTANTS = [
         "await bus.put(bucket, RECORD, value)",
         SEAL + "a_lost_record_is_written_back_unless_another_was_faster",
     ),
+    Mutant(
+        "lock: a call that decides nothing bars nobody",
+        "rl_plane/client.py",
+        "            if held.taken:\n",
+        "            if False:\n",
+        SEAL + "a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock",
+    ),
+    Mutant(
+        "lock: one whose time ran out was given back",
+        "rl_plane/lock.py",
+        "taken = holder is not None or (entry is not None and entry.expired)",
+        "taken = holder is not None",
+        SEAL + "a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock",
+    ),
     # ---- rl_plane/record.py: which record is newer ----
     Mutant(
         "newer: without the seal",
@@ -898,7 +912,7 @@ MUTANTS = [
     Mutant(
         "numerics: tokens of weights that nobody judged go out",
         "worker/numerics.py",
-        '        if self.flow == "held" and record.version.digest != self._state.digest:\n',
+        "        if self.have_run and record.version.digest != self._state.digest:\n",
         "        if False:\n",
         NUMERICS + "a_decision_that_comes_before_the_verdict_cuts_what_waits",
     ),
