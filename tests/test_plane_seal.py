@@ -208,7 +208,10 @@ async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(
     async with coordinator(one) as (held, late):
         await late.seal(as_stored)
         standing_still()
-        async with two.lock(await two.view(), wait_s=10):
+        state, view = two.subjects().state, await two.view()
+        async with hold_lock(
+            two.bus, state, two.owner, wait_s=10, died=view.connection_died
+        ):  # nothing is barred yet
             with pytest.raises(StaleFence):
                 await held.check()
             with pytest.raises(StaleFence):
