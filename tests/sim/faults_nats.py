@@ -6,7 +6,8 @@ import json
 
 from rl_plane.subjects import LOCK, RECORD
 from tests.sim.holding import Holding
-from tests.sim.sim_nats import OldLeader, SimBus
+from tests.sim.sim_client import SimBus
+from tests.sim.sim_nats import OldLeader
 from tests.sim.world import Coordinator, World
 
 HOLDER_LOOK_S = 0.005

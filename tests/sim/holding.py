@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rl_plane.subjects import LOCK, Bucket
 
 if TYPE_CHECKING:
-    from tests.sim.sim_nats import SimConn, SimServer
+    from tests.sim.sim_client import SimConn
+    from tests.sim.sim_nats import SimServer
 
 LOOK_S = 0.01
 MAX_HELD_S = 8.0
