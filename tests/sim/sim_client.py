@@ -191,15 +191,12 @@ class SimBus(Bus):
         ttl_s: int | None = None,
         while_key: tuple[str, int] | None = None,
     ) -> int:
-        self._hold_back(bucket, key)
+        if self.server.holding is not None:
+            self.server.holding.sending(self.conn, bucket, key, value)
         sequence: int = await self._request(
             lambda: self.server.write_of(self.conn, bucket, key, value, last, ttl_s, while_key)
         )
         return sequence
-
-    def _hold_back(self, bucket: Bucket, key: str) -> None:
-        if self.server.holding is not None:
-            self.server.holding.sending(self.conn, bucket, key)
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
         sequence: int = await self._request(
