@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from rl_plane.subjects import LOCK, RECORD
-from tests.sim.holding import Holding
-from tests.sim.sim_nats import OldLeader, SimBus
+from tests.sim.holding import DECISION, Holding
+from tests.sim.sim_client import SimBus
+from tests.sim.sim_nats import OldLeader
 from tests.sim.world import Coordinator, World
 
 HOLDER_LOOK_S = 0.005
@@ -113,7 +114,8 @@ class NatsFaults:
 
     def _hold_back(self, holder: Coordinator, bus: SimBus) -> None:
         world, server, rng = self._world, self._world.server, self._world.rng
-        key, skip = rng.choice([RECORD, RECORD, LOCK]), rng.choice([0, 0, 1, 2])
+        key = rng.choice([DECISION, DECISION, RECORD, LOCK])
+        skip = 0 if key == DECISION else rng.choice([0, 0, 1, 2])
         breaks = rng.random()
         delays_s = rng.choice([(), (0.0, 0.7, 1.5, 3.0), (1.2,)])
 

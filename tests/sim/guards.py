@@ -110,6 +110,8 @@ GUARDS: dict[str, dict[str, Any]] = {
     "nonce": {"rl_plane.lock._nonce": _one_nonce},
     # A worker serves weights only if its engine computes with them what it should.
     "canary": {"worker.numerics.judge_one": _passes},
+    # Only who computes with the committed weights counts as one that serves them.
+    "answer": {"rl_plane.judge.serves": _yes, "rl_plane.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens
     # of other versions than the committed ones are not delivered.
     "gate": {

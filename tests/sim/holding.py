@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.subjects import LOCK, Bucket
+from rl_plane.subjects import LOCK, RECORD, Bucket
 
 if TYPE_CHECKING:
-    from tests.sim.sim_nats import SimConn, SimServer
+    from tests.sim.sim_client import SimConn
+    from tests.sim.sim_nats import SimServer
 
 LOOK_S = 0.01
+DECISION = "decision"
+"""Of the writes of the record, only those that decide something."""
 MAX_HELD_S = 8.0
 """As long as a path may stand still."""
 
@@ -46,9 +49,11 @@ class Holding:
         self._holder: Any = None
         self._give_up = server.loop.now + MAX_HELD_S
 
-    def sending(self, conn: SimConn, bucket: Bucket, key: str) -> None:
+    def sending(self, conn: SimConn, bucket: Bucket, key: str, value: bytes) -> None:
         """A write is about to be sent."""
-        if self._holds or conn is not self._conn or bucket != self._bucket or key != self._key:
+        if self._holds or conn is not self._conn or bucket != self._bucket:
+            return
+        if key != self._key and not (self._key == DECISION and key == RECORD and self._decides(value)):
             return
         if self._skip:
             self._skip -= 1
@@ -82,6 +87,12 @@ class Holding:
             self.release()
         else:
             self._server.later(LOOK_S, self._look)
+
+    def _decides(self, value: bytes) -> bool:
+        """Is it the record of another update than the one that is there?"""
+        there = self._server.value(self._bucket, RECORD)
+        before = json.loads(there.value)["update_id"] if there is not None and there.value else ""
+        return bool(json.loads(value)["update_id"] != before)
 
     def _now(self) -> tuple[str, str] | None:
         """Who has the lock."""
