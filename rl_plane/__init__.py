@@ -8,6 +8,7 @@ import typing
 
 from rl_plane.errors import (
     BusUnreachable,
+    CanaryFailed,
     Conflict,
     DeadlineExceeded,
     DemandUnmet,
@@ -64,6 +65,7 @@ else:
 
 __all__ = [
     "BusUnreachable",
+    "CanaryFailed",
     "Changed",
     "Conflict",
     "DeadlineExceeded",

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from nats.aio.msg import Msg
 from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext, api
 
-from rl_plane.errors import BusUnreachable, InvalidRequest, PlaneError
+from rl_plane.errors import BusUnreachable, Conflict, InvalidRequest, PlaneError
 from rl_plane.subjects import DEFAULT_NATS_URL, Bucket, Entry
 
 log = logging.getLogger("rl_plane.bus")
@@ -113,13 +114,25 @@ async def _translated(what: str) -> AsyncIterator[None]:
         raise BusUnreachable(f"NATS did not {what}: {_words(error)}", retry_after_s=1.0) from error
 
 
-def _check_owner(bucket: Bucket, owner: str) -> None:
+def _check_owner(bucket: Bucket, config: dict[str, Any]) -> None:
     """`a_b.c` and `a.b_c` would share a bucket's name."""
+    owner = (config.get("metadata") or {}).get(OWNER, "")
     if owner != bucket.owner:
         raise InvalidRequest(
             f"the bucket {bucket.name} belongs to {owner or 'something else'}, not to {bucket.owner}",
             field="component",
             fix="use another name without '_'",
+        )
+
+
+def _check_one_copy(bucket: Bucket, config: dict[str, Any]) -> None:
+    """A stream with replicas answers reads from a leader that may have been replaced, and can lose acknowledged writes
+    while every connection stays: the commit protocol rests on the opposite (docs/protocol.md)."""
+    if (replicas := int(config.get("num_replicas", 1))) > 1:
+        raise Conflict(
+            f"the stream {bucket.stream} has {replicas} replicas, and the fleet's state needs exactly one copy",
+            field="num_replicas",
+            fix=f"set it back to one copy (`nats stream edit {bucket.stream} --replicas 1`)",
         )
 
 
@@ -277,8 +290,9 @@ class Bus:
 
         Its sequences begin at the Unix milliseconds of its creation: whoever makes it anew after a store was
         lost, and however little they know, epochs and fences go on rising."""
-        if (owner := await self._owner(bucket)) is not None:
-            _check_owner(bucket, owner)
+        if (there := await self._config(bucket)) is not None:
+            _check_owner(bucket, there)
+            _check_one_copy(bucket, there)
             return
         config = api.StreamConfig(
             name=bucket.stream,
@@ -303,16 +317,17 @@ class Bus:
                     raise  # else somebody was faster
 
     async def bucket_exists(self, bucket: Bucket) -> bool:
-        return await self._owner(bucket) is not None
+        return await self._config(bucket) is not None
 
-    async def _owner(self, bucket: Bucket) -> str | None:
-        """Whose it is; None: there is none."""
+    async def _config(self, bucket: Bucket) -> dict[str, Any] | None:
+        """The configuration of the bucket's stream. None: there is no such stream."""
         async with _translated(f"read the bucket {bucket.name}"):
             try:
                 info = await self._request(f"$JS.API.STREAM.INFO.{bucket.stream}", b"")
             except nats.js.errors.NotFoundError:
                 return None
-        return str((info["config"].get("metadata") or {}).get(OWNER, ""))
+        config: dict[str, Any] = info["config"]
+        return config
 
     async def put(
         self,
@@ -370,6 +385,13 @@ class Bus:
         info = await self._ask(bucket, "STREAM.INFO")
         assert info is not None, "there is a stream, or an error"
         return int(info["state"]["last_seq"])
+
+    async def server_time(self, bucket: Bucket) -> float:
+        """The clock of the stream's leader, in Unix seconds. What several processes compare is told by this clock, so
+        that their own need not agree."""
+        info = await self._ask(bucket, "STREAM.INFO")
+        assert info is not None, "there is a stream, or an error"
+        return datetime.fromisoformat(info["ts"]).timestamp()
 
     async def _ask(self, bucket: Bucket, call: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """A question to the stream's leader; None: no such message."""

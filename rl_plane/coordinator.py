@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
     DecisionRecord,
+    newer,
     pause_of,
     read_frontends,
     read_session,
@@ -57,6 +57,8 @@ log = logging.getLogger("rl_plane.coordinator")
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
+BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""So long after an outage of NATS each worker has opened by itself."""
 
 
 TIMED = frozenset({"prepare", "feed", "gate", "commit", "roll", "leases", "open"})
@@ -78,6 +80,9 @@ class Coordinator:
         self._state = view.subjects.state
         self._record = SealedRecord(client.bus, view.subjects.state, held)
         self._told_at = 0.0
+        self._server_ahead_s = time.time() - time.monotonic()
+        """The NATS server's Unix time less this process's monotonic time, from the first survey on. A pause ends by the
+        server's clock, since every worker can read that one."""
 
     async def run(self, call: Call) -> Result:
         """The result, or the error that the call ends with; of an update it tells the phases so far."""
@@ -85,7 +90,7 @@ class Coordinator:
         event: Event | None = None
         began = time.monotonic()
         while True:
-            instruction = machine.step(event, time.time(), time.monotonic() - began)
+            instruction = machine.step(event, self._server_time(), time.monotonic() - began)
             if isinstance(instruction, End):
                 if isinstance(instruction.result, PlaneError):
                     if self.phases:
@@ -112,7 +117,7 @@ class Coordinator:
         match instruction:
             case Survey(phase):
                 if phase == "settle":
-                    await self._held.refence()
+                    await self._record.refence()
                 return await self._survey()
             case Ask(_, op, body, workers, timeout_s, together):
                 if together is not None:
@@ -138,9 +143,14 @@ class Coordinator:
 
     async def _survey(self) -> Surveyed:
         bus, state = self._client.bus, self._state
-        (snapshot, rows), session, pause, history = await asyncio.gather(
-            self._attests(), read_session(bus, state), bus.get(state, PAUSE), bus.get(state, CANARY_HISTORY)
+        (snapshot, rows), session, pause, history, server_time = await asyncio.gather(
+            self._attests(),
+            read_session(bus, state),
+            bus.get(state, PAUSE),
+            bus.get(state, CANARY_HISTORY),
+            bus.server_time(state),
         )
+        self._server_ahead_s = server_time - time.monotonic()
         record = await self._record.seal(lambda stored: newest(stored, self._view.record, rows))
         return Surveyed(
             _members(snapshot),
@@ -154,6 +164,9 @@ class Coordinator:
             pause.sequence if pause else 0,
             CanaryHistory.decode(history.value if history else None),
         )
+
+    def _server_time(self) -> float:
+        return time.monotonic() + self._server_ahead_s
 
     async def _attests(self) -> tuple[Snapshot, list[WorkerRow]]:
         snapshot = await self._view.barrier()
@@ -256,14 +269,20 @@ class Coordinator:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
-        """The workers' states, once each one serves the version or the time is over."""
+        """The workers' states, once each one serves the version, another version is committed, or the time is over.
+        While NATS is away, no worker can continue: after that each one has as long as a gate lasts."""
         give_up = time.monotonic() + timeout_s
+        last = give_up + WATCH_GRACE_S
         while True:
-            with contextlib.suppress(BusUnreachable):
+            try:
                 out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
-                if all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
+                known = self._view.record
+                replaced = known is not None and known.made != record.made and newer(known, record)
+                if replaced or all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
                     return Answered(out.rows)
-            if time.monotonic() > give_up + WATCH_GRACE_S:
+            except BusUnreachable:
+                give_up = min(last, max(give_up, time.monotonic() + BACK_S))
+            if time.monotonic() > last:
                 raise Unavailable(
                     f"{record.made.label} is committed, but NATS does not tell what the workers do",
                     version=record.made.to_wire(),

@@ -409,7 +409,8 @@ class Fleet:
 
     async def _pause(self, call: Call) -> dict[str, Any]:
         pause = ops.Pause.model_validate(call.body)
-        desired = DesiredPause(True, pause.mode, time.time() + pause.lease_s)
+        now = await self.client.bus.server_time(call.view.subjects.state)
+        desired = DesiredPause(True, pause.mode, now + pause.lease_s)
         return await self._on_all(call, "pause", call.body, desired=desired)
 
     async def _resume(self, call: Call) -> dict[str, Any]:

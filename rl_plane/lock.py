@@ -2,7 +2,7 @@
 
 Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the
 lock a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone
-does not stop a write of the former holder that is still on its way: `seal.py` does.
+does not stop a write of the former holder that is still on its way: `seal.py` does, before the next holder acts.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ POLL_S = 0.05
 DEFAULT_LOCK_WAIT_S = 2.0
 """Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
 
+FENCE_KEY = "fence"
+"""Of the state bucket: written to raise its sequence."""
+MAX_RAISES = 100_000
+"""Writes that a store may have lost: hours of them."""
+
 DiedCheck = Callable[[tuple[str, int]], bool]
 Holder = dict[str, str | int]
 """owner, server_id, client_id, nonce; update_id, if it is held for an update; fence, once it is known (from the first
@@ -41,8 +46,10 @@ renewal on)."""
 class HeldLock:
     """The lock while a call holds it. `fence` goes into every changing request."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int) -> None:
+    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, *, taken: bool = False) -> None:
+        """`taken`: from a holder that has not given it back, so that a write of its may still be on its way."""
         self.fence = fence
+        self.taken = taken
         self.lost = False
         self._holder = holder
         """As it was acquired. Its nonce tells it from every other acquire, by this process too."""
@@ -59,10 +66,11 @@ class HeldLock:
         async with self._busy:
             await self._write_lock(self._value())
 
-    async def refence(self) -> None:
-        """Takes a new and higher fence without giving the lock away."""
+    async def refence(self, lowest: int = 0) -> None:
+        """Takes a new and higher fence, of `lowest` at least, without giving the lock away."""
         async with self._busy:
             await self._check_ours()
+            await raise_sequence(self._bus, self._bucket, lowest - 1)
             self._holder = {**self._holder, **_identity(self._bus), "nonce": _nonce()}
             await self._write_lock(json.dumps(self._holder).encode())
             self.fence = self._revision
@@ -203,7 +211,8 @@ async def _acquire(
             try:
                 last = entry.sequence if entry is not None else 0
                 fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
-                return HeldLock(bus, bucket, mine, fence)
+                taken = holder is not None or (entry is not None and entry.expired)
+                return HeldLock(bus, bucket, mine, fence, taken=taken)
             except WrongSequence:
                 continue  # another call was faster: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]
@@ -222,6 +231,17 @@ def _holder(entry: Entry | None) -> Holder | None:
         return None
     holder: Holder = json.loads(entry.value)
     return holder
+
+
+async def raise_sequence(bus: Bus, bucket: Bucket, least: int) -> None:
+    """Raises the bucket's last sequence to `least`. A store that has lost writes would else give out fences that
+    workers and records have left behind."""
+    if await bus.last_sequence(bucket) >= least:
+        return
+    log.warning("the state's store has gone back below the fence %d", least)
+    for _ in range(MAX_RAISES):
+        if await bus.put(bucket, FENCE_KEY, b"") >= least:
+            return
 
 
 async def read_holder(bus: Bus, bucket: Bucket) -> Holder | None:

@@ -283,7 +283,7 @@ class DesiredPause:
     paused: bool
     mode: str = "keep"
     until: float = 0.0
-    """Unix seconds at which the lease ends."""
+    """Unix seconds at which the lease ends, by the NATS server's clock (`Bus.server_time`)."""
 
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -293,6 +293,7 @@ class DesiredPause:
         return cls(**json.loads(data))
 
     def left_s(self, now: float) -> float:
+        """`now`: the NATS server's time."""
         return max(0.0, self.until - now) if self.paused else 0.0
 
 

@@ -1,9 +1,10 @@
 """Who may write the decision record: the fence is in the record, and every write is a compare-and-set.
 
 A coordinator takes the lock, then *seals* the record: it writes the record once more, with its own fence. Only then it
-acts. Each later write names the sequence of its own last one, so the server refuses it once the record was sealed anew.
-A coordinator never writes again over a record that is not its own. Therefore a coordinator that has lost the lock can't
-decide, however late its write arrives. docs/protocol.md has the whole argument.
+acts. A call that seals nothing *bars* the holder before it from the record, if that has not given the lock back. Each
+later write names the sequence of the writer's own last one, so the server refuses it once another call has written the
+record. A coordinator never writes again over a record that is not its own. Therefore a coordinator that has lost the
+lock can't decide once another call acts, however late its write arrives. docs/protocol.md has the whole argument.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class SealedRecord:
     async def seal(self, newest: Newest) -> DecisionRecord | None:
         """Writes the newest record with this coordinator's fence. None: there is no record yet.
 
-        StaleFence: a coordinator with a higher fence has sealed it."""
+        StaleFence: another coordinator has taken the record over, or a worker has barred this one from it."""
         for _ in range(SEAL_TRIES):
             connection = self._bus.identity
             entry = await self._bus.get(self._bucket, RECORD)
@@ -53,8 +54,10 @@ class SealedRecord:
             record = newest(there)
             if record is None:
                 return None
-            if there is not None and there.seal > self._held.fence:
-                raise self._held.stale()
+            lowest = max(_lowest_fence(record), _lowest_fence(there))
+            if self._held.fence < lowest:
+                await self._rise(lowest)
+                continue
             if record == self._mine and self._is_mine(entry):
                 self._connection = connection
                 return record
@@ -79,10 +82,22 @@ class SealedRecord:
         except WrongSequence as error:
             raise self._replaced() from error
 
+    async def refence(self) -> None:
+        """Takes a new fence. A record that was written under the old one counts only if the next seal finds it."""
+        await self._held.refence()
+        self._mine = None
+
     @property
     def sequence(self) -> int:
         """The sequence of the last write."""
         return self._sequence
+
+    async def _rise(self, lowest: int) -> None:
+        """Either this coordinator has lost the lock, or a store that lost writes gives fences for the second time. It
+        has acted on its fence once it has sealed the record; then only another call can take a higher one."""
+        if self._mine is not None:
+            raise self._replaced()
+        await self._held.refence(lowest)
 
     async def _look_again(self) -> None:
         """On a new connection: is the lock ours, and the record as it was left?"""
@@ -98,9 +113,7 @@ class SealedRecord:
         if entry is None or there is None or self._mine is None:
             return False
         sealed = (there.seal, there.barred) == (self._mine.seal, self._mine.barred)
-        return (
-            sealed and entry.sequence == self._sequence and there == self._mine and there.seal == self._held.fence
-        )
+        return sealed and there == self._mine and entry.sequence == self._sequence
 
     async def _put(self, record: DecisionRecord, last: int) -> DecisionRecord:
         fence = self._held.fence
@@ -120,18 +133,35 @@ class SealedRecord:
         )
 
 
+def _lowest_fence(record: DecisionRecord | None) -> int:
+    """The lowest fence that may write over this record."""
+    return max(record.seal, record.barred + 1) if record is not None else 0
+
+
 async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
     """Bars a coordinator that is gone, and everyone before it, from the record at `entry`. For a worker that wants to
     give up what this coordinator has staged while no other coordinator is there. False: the record has changed."""
     there = record_of(entry)
     assert there is not None
+    if there.barred >= fence:
+        return True  # a write more would only cost the next coordinator its seal
     try:
-        await bus.put(
-            bucket, RECORD, replace(there, barred=max(there.barred, fence)).encode(), last=entry.sequence
-        )
+        await bus.put(bucket, RECORD, replace(there, barred=fence).encode(), last=entry.sequence)
     except WrongSequence:
         return False
     return True
+
+
+async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
+    """Bars whoever held the lock before from the record, before this holder acts. For calls that seal nothing."""
+    for _ in range(SEAL_TRIES):
+        entry = await bus.get(bucket, RECORD)
+        there = record_of(entry)
+        if entry is None or there is None or there.barred >= held.fence - 1:
+            return
+        if await bar(bus, bucket, entry, held.fence - 1):
+            return
+    raise StaleFence("the record changes all the time", fix="repeat the call")
 
 
 async def restore(bus: Bus, bucket: Bucket, record: DecisionRecord, entry: Entry | None) -> None:

@@ -315,9 +315,11 @@ class UpdateMachine:
                     retry_after_s=1.0,
                     fix="repeat the call with the same Idempotency-Key, or read the state",
                 ) from error
-            if seen.record is None or seen.record.update_id != record.update_id:
+            # An update that fails the canary makes two records under one id.
+            there = seen.record
+            if there is None or (there.update_id, there.made) != (record.update_id, record.made):
                 raise lost
-            return Written(seen.record, seen.written)
+            return Written(there, seen.written)
 
     def _carry_out(
         self, decided: Written, prepared: Prepared, policy: UpdatePolicy
@@ -339,7 +341,8 @@ class UpdateMachine:
         if record.rolling_from is not None:
             yield from self._end_roll(record)
         watched: Answered = yield Watch(record, max(policy.commit_timeout_s, LEASES_END_S))
-        if record.canary is None or self._settlement is not None:
+        judged = record.canary is None or self._settlement is not None
+        if judged and not goes_back(record, self._settlement):
             try:
                 yield Write("open", self._opened(record))
             except (BusUnreachable, StaleFence):

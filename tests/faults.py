@@ -164,7 +164,7 @@ def hold_back(bus: Bus) -> tuple[asyncio.Event, asyncio.Event]:
     real, on_its_way, go_on = bus.put, asyncio.Event(), asyncio.Event()
 
     async def put(bucket: Bucket, key: str, value: bytes, **conditions: Any) -> int:
-        if key == RECORD and DecisionRecord.decode(value).update_id:
+        if key == RECORD and DecisionRecord.decode(value).update_id and not on_its_way.is_set():
             on_its_way.set()
             await go_on.wait()
         return await real(bucket, key, value, **conditions)

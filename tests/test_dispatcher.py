@@ -49,8 +49,8 @@ class Asked:
     async def publish(self, subject: str, data: bytes) -> None:
         self.answers.put_nowait(json.loads(data))
 
-    async def ask(self, op: str, **body: Any) -> None:
-        data = json.dumps({"op": op, "body": body}).encode()
+    async def ask(self, op: str, timeout_ms: int | None = None, **body: Any) -> None:
+        data = json.dumps({"op": op, "body": body, "timeout_ms": timeout_ms}).encode()
         message: Any = Msg(self._bus.nc, "s", reply="r", data=data)
         await self.dispatcher._message(self._bus, message, direct=True)
 
@@ -78,14 +78,13 @@ async def test_those_who_tokenize_leave_room_for_the_rest() -> None:
     await asked.dispatcher.stop()
 
 
-async def test_who_waits_to_tokenize_waits_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_to_tokenize_waits_for_as_long_as_its_caller() -> None:
     asked = Asked({"tokens": [1], "max_model_len": 8})
     for _ in range(AT_ONCE):
         await asked.ask("tokenize", prompt="a")
     async with asyncio.timeout(BOUND_S):
         await asked.full.wait()
-    monkeypatch.setattr(Dispatcher, "_bound_s", lambda self, request, op: 0.0)
-    await asked.ask("tokenize", prompt="a")
+    await asked.ask("tokenize", timeout_ms=0, prompt="a")
     assert (await asked.answer())["error"]["code"] == "deadline_exceeded"
     asked.go.set()
     for _ in range(AT_ONCE):

@@ -42,7 +42,7 @@ from rl_plane.lock import HeldLock
 from rl_plane.membership import Member
 from rl_plane.record import DecisionRecord, Source, UpdateSession
 from rl_plane.subjects import HISTORY_PREFIX, RECORD
-from rl_plane.update_steps import Event, Instruction, Settle, Write
+from rl_plane.update_steps import Event, Instruction, Write
 from rl_plane.versions import WeightVersion
 
 if TYPE_CHECKING:
@@ -122,25 +122,25 @@ def test_an_unfinished_entry_is_judged_by_the_record_the_lock_and_the_session() 
         version(3), Source({"backend": "filesystem", "path": "/x"}), "u", version(3), decided_at=9.0
     )
     before = replace(record, update_id="before")
-    session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, expires_at=100.0)
-    done = judge(entry, record, None, "u", 50.0)
+    session = UpdateSession("u", "step_3", {}, DIGEST, True, {}, idle_s=120)
+    done = judge(entry, record, None, "u")
     assert (done.outcome, done.version, done.digest, done.ended_at) == ("committed", record.version, DIGEST, 9.0)
     assert (done.who, done.began_at) == ("me", 1.0)
-    assert judge(entry, before, None, "u", 50.0).outcome == "running"
-    assert judge(entry, before, session, None, 50.0).outcome == "prepared"
+    assert judge(entry, before, None, "u").outcome == "running"
+    assert judge(entry, before, session, None).outcome == "prepared"
     for left in (
-        judge(entry, before, session, None, 100.0),
-        judge(replace(entry, outcome="prepared"), before, None, "another", 50.0),
-        judge(entry, None, None, None, 50.0),
+        judge(entry, before, replace(session, update_id="another"), None),
+        judge(replace(entry, outcome="prepared"), before, None, "another"),
+        judge(entry, None, None, None),
     ):
         assert left.outcome == "aborted"
         assert left.version is None
         assert isinstance(left.first_error(), UpdateAborted)
     final = committed(2)
-    assert judge(final, before, None, None, 50.0) is final
+    assert judge(final, before, None, None) is final
     aborted = replace(entry, outcome="aborted")
-    assert judge(aborted, before, None, None, 50.0) is aborted
-    assert judge(aborted, record, None, None, 50.0).outcome == "committed", "a late decision stands"
+    assert judge(aborted, before, None, None) is aborted
+    assert judge(aborted, record, None, None).outcome == "committed", "a late decision stands"
 
 
 def test_a_rollback_means_one_committed_version_of_this_run() -> None:
@@ -611,7 +611,7 @@ async def test_an_unknown_outcome_is_told_by_the_record(
     real = Coordinator._carry_out
 
     async def lost(self: Coordinator, instruction: Instruction) -> Event:
-        if isinstance(instruction, Settle):
+        if instruction.phase == "settle":
             raise BusUnreachable("still no answer")
         if isinstance(instruction, Write):
             if decided:

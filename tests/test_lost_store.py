@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_plane.client import RlClient
-from rl_plane.coordinator import Coordinator
 from rl_plane.errors import BusUnreachable, PlaneError, StaleFence
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import DecisionRecord, Source, read_record
+from rl_plane.seal import SealedRecord
 from rl_plane.subjects import RECORD
 from rl_plane.versions import WeightVersion
 from tests.test_plane_update import generated, states, update_of
@@ -149,21 +149,23 @@ async def test_a_fresh_worker_on_an_empty_store_does_not_turn_the_fleet_back(
 async def test_a_decision_does_not_go_over_one_that_is_written_back_meanwhile(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the survey of an update and its decision, somebody brings back what the store had lost."""
+    """A worker was silent while an update asked for the newest record, and writes back what the store had lost before
+    that update is decided."""
     client, worker = await plane.client(), plane.spawn()
     other, state = await plane.client("other"), client.subjects().state
     digest = model_digest(plane.model(2))
-    write = Coordinator._write
+    decide = SealedRecord.decide
 
-    async def restored_first(self: Coordinator, record: DecisionRecord, over: DecisionRecord | None) -> int:
-        if over is not None and over.sequence == 0 and not record.open:
-            made = WeightVersion(over.version.run, 7, "lost", digest)
+    async def restored_first(self: SealedRecord, record: DecisionRecord) -> DecisionRecord:
+        base = await read_record(other.bus, state)
+        if base is not None and base.sequence == 0:
+            made = WeightVersion(base.version.run, 7, "lost", digest)
             source = Source({"backend": "filesystem", "path": str(plane.model(2))})
-            lost = replace(over, version=made, made=made, source=source, update_id="lost")
+            lost = replace(base, version=made, made=made, source=source, update_id="lost", seal=base.seal + 100)
             await other.bus.put(state, RECORD, lost.encode())
-        return await write(self, record, over)
+        return await decide(self, record)
 
-    monkeypatch.setattr(Coordinator, "_write", restored_first)
+    monkeypatch.setattr(SealedRecord, "decide", restored_first)
     with pytest.raises(StaleFence, match="written back") as caught:
         await client.run("update_weights", update_of(plane.model(1), "step_1"))
     assert caught.value.facts["fix"]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from nats.aio.msg import Msg
 
 import rl_plane.lock
-from rl_plane.bus import Bus, WrongSequence
+from rl_plane.bus import Bus
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable, Locked, StaleFence
-from rl_plane.lock import LOCK_TTL_S, fence_of, read_holder
-from rl_plane.record import first_record, read_record
-from rl_plane.subjects import LOCK, RECORD, Bucket
-from tests.faults import hold_back
+from rl_plane.errors import Locked, StaleFence
+from rl_plane.lock import LOCK_TTL_S, POLL_S, fence_of, read_holder
+from rl_plane.subjects import LOCK, Bucket
 
 if TYPE_CHECKING:
     from tests.conftest import Plane
@@ -95,12 +91,9 @@ async def test_a_dead_holder_is_replaced_long_before_its_ttl(plane: Plane) -> No
     await client.bus.subscribe(view.subjects.state.feed(LOCK), heard)
     async with client.lock(view, wait_s=30) as held:
         assert held.fence > fence
-        assert held.took_over
         await client.bus.flush()
         assert all(written), "to whoever is faster it never looks as if the dead one had given it back"
         assert written
-    async with client.lock(view) as held:
-        assert not held.took_over
 
 
 async def test_without_advisories_a_dead_holder_is_replaced_at_its_ttl(plain_plane: Plane) -> None:
@@ -112,17 +105,6 @@ async def test_without_advisories_a_dead_holder_is_replaced_at_its_ttl(plain_pla
             raise AssertionError("the lock of a holder that may live was taken")
     async with client.lock(view, wait_s=LOCK_TTL_S * 3) as held:
         assert held.fence > fence
-        assert held.took_over
-
-
-async def test_a_holder_that_gave_it_back_was_not_taken_over(plane: Plane) -> None:
-    client = await plane.client()
-    view = await client.view()
-    async with client.lock(view) as first:
-        pass
-    async with client.lock(view) as second:
-        assert second.fence > first.fence
-        assert not second.took_over
 
 
 async def test_waiting_for_the_lock_has_a_bound(plane: Plane) -> None:
@@ -148,130 +130,24 @@ async def test_a_holder_that_lost_the_lock_writes_nothing(plane: Plane, monkeypa
             patch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
             stale = await locks.enter_async_context(one.lock(await one.view()))
         held = await locks.enter_async_context(two.lock(await two.view(), wait_s=10))
-        assert held.took_over
-        before = await stale.replace("record", b"base", 0)
-        last = await held.replace("record", b"base", before)
-        with pytest.raises(WrongSequence):
-            await stale.replace("record", b"one", before)
+        stale.check_unlost()  # as far as it knows
+        with pytest.raises(StaleFence):
+            await stale.put("witness", b"one")
+        with pytest.raises(StaleFence):
+            stale.check_unlost()
         with pytest.raises(StaleFence):
             await stale.check()
         await held.check()
-        await held.replace("record", b"two", last)
-        for write in (stale.put("record", b"one"), stale.renew()):
+        await held.put("witness", b"two")
+        stale._revision = held.fence  # as where a store that lost writes gives a sequence a second time
+        for write in (stale.put("witness", b"one"), stale.renew(), stale.refence()):
             with pytest.raises(StaleFence) as caught:
                 await write
             assert caught.value.facts["fence"] == stale.fence
-        stale._revision = held.fence  # as where a store that lost writes gives a sequence a second time
-        for write in (stale.put("record", b"one"), stale.renew()):
-            with pytest.raises(StaleFence):
-                await write
-        entry = await two.bus.get(state, "record")
+        entry = await two.bus.get(state, "witness")
         assert entry is not None
         assert entry.value == b"two"
-        assert stale.lost
     assert await live_fence(two.bus, state) == (await two.bus.last_sequence(state), False), "given back once"
-
-
-async def loser_and_next(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> tuple[RlClient, RlClient, Callable[[], None]]:
-    """Locks last for a second, as one is to be lost, until the function is called: the next ones last as ever."""
-    as_ever = functools.partial(monkeypatch.setattr, rl_plane.lock, "LOCK_TTL_S", rl_plane.lock.LOCK_TTL_S)
-    monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
-    return await plane.client("one"), await plane.client("two"), as_ever
-
-
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_decision_that_stands_still_is_refused_whatever_was_done_meanwhile(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
-    """Not `told`: what tells that the lock was lost has gone, as it does after a while."""
-    one, two, as_ever = await loser_and_next(plane, monkeypatch)
-    view, state = await two.view(), one.subjects().state
-    base = first_record("model")
-    await one.bus.put(state, RECORD, base.encode(), last=0)
-    on_its_way, go_on = hold_back(one.bus)
-
-    async def is_free() -> bool:
-        return await read_holder(two.bus, state) is None
-
-    async with one.lock(await one.view()) as stale, asyncio.timeout(30):
-        entry = await one.bus.get(state, RECORD)
-        assert entry is not None
-        decision = replace(base, update_id="late").encode()
-        deciding = asyncio.create_task(stale.replace(RECORD, decision, entry.sequence))
-        try:
-            await on_its_way.wait()
-            as_ever()
-            await plane.until(is_free)
-            if not told:
-                await two.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
-            await two.run("pause", {"min_workers": 0})
-            async with two.lock(view) as held:
-                assert not held.took_over, "it was given back"
-                go_on.set()
-                with pytest.raises(WrongSequence):
-                    await deciding
-                with pytest.raises(StaleFence):
-                    await stale.check()
-                await held.check()
-        finally:
-            go_on.set()
-            await asyncio.wait([deciding])
-    assert await read_record(two.bus, state) == base
-
-
-async def test_a_holder_whose_decision_may_come_yet_does_not_give_the_lock_back(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two, as_ever = await loser_and_next(plane, monkeypatch)
-    view, state = await two.view(), one.subjects().state
-    base = first_record("model")
-    last = await one.bus.put(state, RECORD, base.encode(), last=0)
-    put = one.bus.put
-
-    async def lose(bucket: Any, key: str, *given: Any, **named: Any) -> int:
-        if key == RECORD:
-            raise BusUnreachable("its answer was lost")
-        return await put(bucket, key, *given, **named)
-
-    decision = replace(base, update_id="late").encode()
-    async with one.lock(await one.view()) as held:
-        monkeypatch.setattr(one.bus, "put", lose)
-        with pytest.raises(BusUnreachable):
-            await held.replace(RECORD, decision, last)
-        monkeypatch.setattr(one.bus, "put", put)
-    as_ever()
-    async with two.lock(view, wait_s=10) as held:
-        assert held.took_over
-        with pytest.raises(WrongSequence):
-            await put(state, RECORD, decision, last=last)
-    # One that has settled it gives it back.
-    async with one.lock(await one.view()) as held:
-        assert not held.took_over
-        last = (await one.bus.get(state, RECORD)).sequence  # type: ignore[union-attr]
-        monkeypatch.setattr(one.bus, "put", lose)
-        with pytest.raises(BusUnreachable):
-            await held.replace(RECORD, decision, last)
-        monkeypatch.setattr(one.bus, "put", put)
-        await held.replace(RECORD, base.encode(), last)
-    async with two.lock(view) as held:
-        assert not held.took_over
-
-
-async def test_a_lock_that_was_given_back_costs_no_write(plane: Plane) -> None:
-    client = await plane.client()
-    view, state = await client.view(), client.subjects().state
-    async with client.lock(view) as first:
-        assert first.anew is None, "there is no record yet"
-    written = await client.bus.put(state, RECORD, first_record("model").encode(), last=0)
-    async with client.lock(view) as second:
-        assert second.anew is None
-    await client.bus.js.purge_stream(state.stream, subject=state.key(LOCK))
-    async with client.lock(view) as third:
-        assert third.anew is not None
-        assert third.anew[0] == written
-        assert not third.took_over
 
 
 async def test_a_holder_keeps_it_longer_than_its_ttl(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,14 +178,139 @@ async def test_a_renewal_whose_answer_was_lost_does_not_cost_the_lock(plane: Pla
         await held.renew()
 
 
-async def test_a_renewal_that_was_cancelled_on_its_way_does_not_keep_the_lock(plane: Plane) -> None:
+@pytest.mark.parametrize("next_one", ["renew", "release"])
+async def test_what_follows_a_renewal_whose_answer_was_lost_counts_it(plane: Plane, next_one: str) -> None:
     client = await plane.client("holder")
     view = await client.view()
     async with client.lock(view) as held:
-        renewing = asyncio.create_task(held.renew())
-        await asyncio.sleep(0)  # it is sent, and not answered
-        renewing.cancel()
-        await asyncio.wait([renewing])
-        assert renewing.cancelled()
-    async with client.lock(view, wait_s=0.0) as again:
-        assert not again.took_over
+        await cancelled_on_its_way(held.renew())
+        if next_one == "renew":
+            await held.renew()
+            await held.check()
+            assert await live_fence(client.bus, view.subjects.state) == (held.fence, True)
+    async with client.lock(view, wait_s=0.0):
+        pass
+
+
+async def cancelled_on_its_way(work: Coroutine[Any, Any, None]) -> None:
+    renewing = asyncio.create_task(work)
+    await asyncio.sleep(0)  # it is sent, and not answered
+    renewing.cancel()
+    await asyncio.wait([renewing])
+    assert renewing.cancelled()
+
+
+async def test_a_renewal_is_not_taken_for_a_new_fence(plane: Plane) -> None:
+    client = await plane.client("holder")
+    async with client.lock(await client.view()) as held:
+        fence = held.fence
+        await cancelled_on_its_way(held.renew())
+        with pytest.raises(StaleFence):
+            await held.refence()
+        assert held.fence == fence
+
+
+async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that lost writes has broken every connection before it gives their sequences to another holder."""
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    one, two = await plane.client("one"), await plane.client("two")
+    state = one.subjects().state
+    async with one.lock(await one.view()) as held:
+        monkeypatch.setattr(held, "renew", held.check_unlost)  # what renews on a new connection comes too late
+        before = one.bus.identity
+        other = b'{"owner": "x", "server_id": "s", "client_id": 1, "nonce": "n"}'
+        held._revision = await two.bus.put(state, LOCK, other, ttl_s=1)
+        cast(Any, one.bus.nc).abort()
+        await plane.until(lambda: one.bus.nc.is_connected and one.bus.identity != before)
+        with pytest.raises(StaleFence):
+            await held.put("witness", b"mine")
+    assert await two.bus.get(state, "witness") is None
+
+
+async def test_two_calls_of_one_process_do_not_take_each_other_for_themselves(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have one owner and one connection, and neither names an update."""
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)  # what renews stands still
+    client = await plane.client()
+    view = await client.view()
+    async with contextlib.AsyncExitStack() as locks:
+        with monkeypatch.context() as patch:
+            patch.setattr(rl_plane.lock, "LOCK_TTL_S", 1)
+            first = await locks.enter_async_context(client.lock(view))
+        second = await locks.enter_async_context(client.lock(view, wait_s=10))
+        with pytest.raises(StaleFence):
+            await first.check()
+        first.lost = False
+        with pytest.raises(StaleFence):
+            await first.renew()
+        await second.check()
+        await second.renew()
+        assert await live_fence(client.bus, view.subjects.state) == (second.fence, True)
+
+
+async def test_the_same_update_is_waited_for_longer_than_another(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    view = await two.view()
+    async with one.lock(await one.view(), update_id="u1"):
+        for update_id, same_wait_s in (("u2", 60.0), ("u1", 0.0), ("", 60.0)):
+            with pytest.raises(Locked):
+                async with two.lock(view, 0.0, update_id=update_id, same_wait_s=same_wait_s):
+                    raise AssertionError("two hold the lock")
+        waiting = asyncio.create_task(taken(two, "u1"))
+        await asyncio.sleep(3 * POLL_S)  # it has looked, and looks again
+        assert not waiting.done()
+    assert await waiting
+
+
+async def taken(client: RlClient, update_id: str) -> bool:
+    async with client.lock(await client.view(), 0.0, update_id=update_id, same_wait_s=30.0):
+        return True
+
+
+async def test_a_new_fence_is_taken_without_giving_the_lock_away(plane: Plane) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    state = one.subjects().state
+    async with one.lock(await one.view()) as held:
+        first = held.fence
+        await held.refence()
+        assert held.fence > first
+        assert await live_fence(one.bus, state) == (held.fence, True)
+        with pytest.raises(Locked):
+            async with two.lock(await two.view(), wait_s=0.0):
+                raise AssertionError("two hold the lock")
+        await held.renew()
+        assert await live_fence(one.bus, state) == (held.fence, True), "a renewal is no new fence"
+        await held.put("witness", b"mine")
+        await held.refence(held.fence + 50)
+        assert held.fence >= first + 50
+        assert await live_fence(one.bus, state) == (held.fence, True)
+        await held.check()
+    async with two.lock(await two.view(), wait_s=0.0) as again:
+        assert again.fence > held.fence
+
+
+async def test_a_holder_whose_connection_broke_and_came_back_keeps_the_lock(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server tells that the connection of the lock is closed, and whoever waits would take it at once. A long
+    prepare renews the lock only now and then."""
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    one, two = await plane.client("one"), await plane.client("two")
+    view, state = await two.view(), one.subjects().state
+    await plane.until(lambda: view.advisories)
+    async with one.lock(await one.view()) as held:
+        before = one.bus.identity
+        cast(Any, one.bus.nc).abort()
+        await plane.until(lambda: one.bus.nc.is_connected and one.bus.identity != before)
+        await plane.until(lambda: view.connection_died(before))
+        with pytest.raises(Locked):
+            async with two.lock(view, wait_s=0.3):
+                raise AssertionError("the lock of a living holder was taken")
+        holder = await read_holder(two.bus, state)
+        assert holder is not None
+        assert (holder["server_id"], holder["client_id"]) == one.bus.identity
+        await held.check()
+        assert await live_fence(two.bus, state) == (held.fence, True)

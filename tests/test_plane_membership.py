@@ -9,14 +9,14 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import rl_plane.probing
 from rl_plane.bus import Bus
 from rl_plane.client import RlClient
-from rl_plane.errors import BusUnreachable, DeadlineExceeded, NotAdmitted
+from rl_plane.errors import BusUnreachable, Conflict, DeadlineExceeded, NotAdmitted
 from rl_plane.membership import Changed, Member
 from rl_plane.nats_server import NatsServer
 from rl_plane.streams import StreamReceiver
@@ -474,3 +474,25 @@ async def test_who_was_told_to_end_is_not_opened_again(plane: Plane) -> None:
         await Stream(client, worker.instance_id, [5, 6], 1).end()
     stream.stop()
     assert await asyncio.to_thread(worker.process.wait, 30) == 0
+
+
+async def test_a_bucket_with_replicas_is_refused(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server makes no replicas, so the configuration is changed on its way here."""
+    bus = await Bus.connect(plane.url)
+    bucket = Subjects(plane.namespace, "engine").state
+    try:
+        await bus.ensure_bucket(bucket)
+        await bus.ensure_bucket(bucket)
+        request = bus._request
+
+        async def replicated(*args: Any, **more: Any) -> dict[str, Any]:
+            reply = await request(*args, **more)
+            reply.get("config", {})["num_replicas"] = 3
+            return reply
+
+        monkeypatch.setattr(bus, "_request", replicated)
+        with pytest.raises(Conflict, match="3 replicas") as caught:
+            await bus.ensure_bucket(bucket)
+        assert caught.value.facts["field"] == "num_replicas"
+    finally:
+        await bus.close()

@@ -16,7 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 
 import rl_plane.lock
-import rl_plane.update
+import rl_plane.update_sessions
 from rl_plane.client import RlClient
 from rl_plane.errors import (
     Conflict,
@@ -359,8 +359,8 @@ async def test_one_client_prepares_and_another_aborts(plane: Plane) -> None:
 
 
 async def test_a_silent_session_expires(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rl_plane.update.SESSION_IDLE_S == 120
-    monkeypatch.setattr(rl_plane.update, "SESSION_IDLE_S", 0.5)
+    assert rl_plane.update_sessions.SESSION_IDLE_S == 120
+    monkeypatch.setattr(rl_plane.update_sessions, "SESSION_IDLE_S", 1)
     fleet = await plane.fleet()
     plane.spawn()
     prepared = await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
@@ -440,12 +440,25 @@ async def test_a_hung_worker_aborts_an_update_whose_policy_is_abort(plane: Plane
     assert await all_serve(fleet.client, "initial")
 
 
-async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(plane: Plane) -> None:
+@pytest.mark.parametrize("op", ["prepare_update", "follow_record"])
+async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """It has prepared the update, and hangs before `complete` asks it again, or before it learns of the decision."""
     fleet = await plane.fleet()
     hung, *others = plane.spawn_many(3)
-    await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
-    hung.stop()
+    policy = {"on_prepare_failure": "exclude" if op == "prepare_update" else "abort"}
+    await fleet.run("prepare_weights_update", {**update_of(plane.model(1), "one"), "policy": policy})
+    ask = fleet.client.ask
+
+    async def hanging(of: Any, members: Any, name: str, *more: Any) -> Any:
+        if name == op:
+            hung.stop()
+        return await ask(of, members, name, *more)
+
+    monkeypatch.setattr(fleet.client, "ask", hanging)
     reply = await fleet.run("complete_weights_update")
+    monkeypatch.undo()
     assert reply["excluded"] == [hung.instance_id]
     assert {row["instance_id"] for row in reply["workers"] if row["status"] == "ok"} == {
         other.instance_id for other in others
@@ -456,6 +469,23 @@ async def test_a_worker_that_hangs_before_the_commit_is_excluded_and_heals(plane
         return len(await states(fleet.client)) == 3 and await all_serve(fleet.client, "one")
 
     await plane.until(healed, 40)
+
+
+async def test_who_hangs_before_complete_asks_it_again_fails_an_update_of_all(plane: Plane) -> None:
+    fleet = await plane.fleet()
+    hung, _ = plane.spawn_many(2)
+    await fleet.run("prepare_weights_update", update_of(plane.model(1), "one"))
+    hung.stop()
+    with pytest.raises(UpdateAborted, match=hung.instance_id):
+        await fleet.run("complete_weights_update")
+    hung.go_on()
+
+    async def back() -> bool:
+        known = await states(fleet.client)
+        return len(known) == 2 and all(state["staged"] is None for state in known.values())
+
+    await plane.until(back, 40)
+    assert await all_serve(fleet.client, "initial")
 
 
 @pytest.mark.parametrize("op", ["prepare_update", "follow_record", "commit_update"])
@@ -547,8 +577,9 @@ async def test_a_coordinator_that_dies_before_the_decision_leaves_no_trace(plane
 async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody takes the lock that its coordinator has lost."""
+    """No call takes the lock that its coordinator has lost."""
     monkeypatch.setattr(rl_plane.lock, "LOCK_TTL_S", 3)
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
     fleet, late = await plane.fleet(), await plane.fleet("late")
     plane.spawn_copies(4)
     await fleet.client.wait_for(4)
@@ -575,7 +606,7 @@ async def test_a_decision_that_comes_after_the_workers_gave_up_is_refused(
         with pytest.raises(StaleFence):
             await updating
     await fleet.client.bus.flush()
-    assert len(written) == 1, "one worker writes it anew, for all"
+    assert len(written) == 1, "one worker bars the coordinator, for all"
     assert await all_serve(fleet.client, "initial")
     reply = await fleet.run("update_weights", update_of(plane.model(2), "two"))
     assert (reply["version"]["sequence"], reply["version"]["label"]) == (1, "two")

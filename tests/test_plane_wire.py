@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +19,7 @@ from blake3 import blake3
 
 import rl_plane
 from rl_plane import bodies, errors, ops
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, MembershipChanged, PlaneError, error_from_wire
+from rl_plane.errors import InvalidRequest, MembershipChanged, PlaneError, error_from_wire
 from rl_plane.fleet_ops import FLEET_OPS
 from rl_plane.record import first_record
 from rl_plane.subjects import Subjects, check_instance_id
@@ -253,12 +252,14 @@ def test_nan_is_never_sent_as_json() -> None:
         encode({"a": math.nan}, "json")
 
 
-def test_a_deadline_in_the_past_is_refused() -> None:
-    now_ms = int(time.time() * 1000)
-    Request("x", deadline=now_ms + 5000).check_deadline()
-    Request("x").check_deadline()
-    with pytest.raises(DeadlineExceeded):
-        Request("x", deadline=now_ms - 1000).check_deadline()
+def test_no_request_names_an_instant() -> None:
+    """Clocks need not agree: what a sender waits is a duration, counted from the arrival."""
+    wire = Request("drain", timeout_ms=1500).to_wire()
+    assert wire == {"v": 1, "op": "drain", "body": {}, "timeout_ms": 1500}
+    assert request_from_wire(wire) == Request("drain", timeout_ms=1500)
+    with pytest.raises(InvalidRequest) as caught:
+        request_from_wire({**wire, "deadline": 1_700_000_000_000})
+    assert caught.value.facts["field"] == "deadline"
 
 
 # ---- ops ----
@@ -393,6 +394,6 @@ def test_a_tensors_size(spec: TensorSpec, nbytes: int) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"label": "x" * 300}])
 def test_a_request_for_each_is_the_same_request_with_its_incarnation(body: dict[str, Any]) -> None:
-    request = Request("drain", body, "id", 1, "f", ("a" * 16,), fence=7, deadline=8)
+    request = Request("drain", body, "id", 1, "f", ("a" * 16,), fence=7, timeout_ms=8)
     for incarnation, data in zip(("0" * 16, "x"), encode_for_each(request, ("0" * 16, "x")), strict=True):
         assert request_from_wire(decode(data)) == replace(request, incarnation=incarnation)

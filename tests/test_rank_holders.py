@@ -22,6 +22,7 @@ from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_holder import SglangHolder
+from worker.engines.sglang_scheduler import Rank
 from worker.engines.vllm_holder import VllmHolder
 from worker.staging import TIE_FIX, receive
 from worker.tiny_model import make_tiny_model
@@ -65,6 +66,11 @@ class Runner:
     def end_weight_update(self, run_post_load: bool) -> None: ...
 
 
+@pytest.fixture(autouse=True)
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_holder, "check_updates", lambda runner: None)
+
+
 def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
     model = make_tiny_model(directory / "model", 1, "bfloat16", **shape)
     if kind == "vllm":
@@ -89,6 +95,35 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
     assert (holder.checks.checksum(), holder.checks.compare()) == (before, [])
     del runner.model.bias
     assert holder.checks.compare() == ["bias"]
+
+
+def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(runner: Any) -> None:
+        raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
+
+    monkeypatch.setattr(sglang_holder, "check_updates", refuse)
+    holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")))
+    before = holder.checks.checksum()
+    monkeypatch.setattr(holder, "_copies", lambda tensors, cast, cancelled: tensors)
+    new = {"weight": torch.ones(2, 2)}
+    with pytest.raises(Unsupported):
+        holder.swap(StagedTensors(new))
+    with pytest.raises(Unsupported):
+        holder.overwrite(list(new.items()), False, lambda: False)
+    assert holder.checks.checksum() == before
+
+
+def test_a_rank_that_refuses_updates_takes_nothing() -> None:
+    def refuse() -> None:
+        raise Unsupported("SGLang refuses", field="engine", fix="start it otherwise")
+
+    rank: Any = Rank.__new__(Rank)
+    rank._holder = SimpleNamespace(check_updates=refuse)
+    rank._receiver = SimpleNamespace(take=lambda staging: pytest.fail("it was taken"))
+    for op, arguments in (("updatable", {}), ("ready", {"staging": "new"})):
+        with pytest.raises(Unsupported):
+            rank.call(op, **arguments)
+        assert rank._outcome["error"]["code"] == "unsupported"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

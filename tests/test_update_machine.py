@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from rl_plane.canary import engine_kind
 from rl_plane.errors import (
     BusUnreachable,
+    CanaryFailed,
     Conflict,
     DeadlineExceeded,
     EngineFailed,
@@ -25,14 +27,17 @@ from rl_plane.errors import (
     PlaneError,
     StaleFence,
     Unavailable,
+    Unsupported,
     UpdateAborted,
     WorkerLost,
 )
+from rl_plane.judge import CLOSED_BY_CHOICE
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
-from rl_plane.update import LEASES_END_S, SESSION_IDLE_S, UpdateMachine, renew_in_s, renewed
+from rl_plane.update import LEASES_END_S
 from rl_plane.update_bodies import Part, UpdateWeights
+from rl_plane.update_sessions import SESSION_IDLE_S, machine_for
 from rl_plane.update_steps import (
     Answered,
     Ask,
@@ -46,8 +51,6 @@ from rl_plane.update_steps import (
     Note,
     Outcome,
     Prepared,
-    Settle,
-    Settled,
     Survey,
     Surveyed,
     Tell,
@@ -61,6 +64,8 @@ from rl_plane.versions import WeightVersion
 
 MEMBERS = {"a": "ia", "b": "ib", "c": "ic"}
 NOW = 1000.0
+FENCE = 15
+"""Of the coordinator that runs the machine."""
 NEW = "blake3:" + "1" * 64
 FILES = {"backend": "filesystem", "path": "/new"}
 
@@ -97,13 +102,27 @@ def attest(
     admitted: bool = True,
     model: str = "model",
     failed: str | None = None,
+    canary: dict[str, int] | None = None,
 ) -> WorkerRow:
     wire = record.to_wire() if record is not None else None
-    return ok(key, record=wire, admitted=admitted, model_digest=model, failed=failed)
+    return ok(key, record=wire, admitted=admitted, model_digest=model, failed=failed, canary=canary)
 
 
-def state(key: str, version: WeightVersion, ready: bool = True) -> WorkerRow:
-    return ok(key, ready=ready, sequence=version.sequence, version=version.to_wire())
+def state(key: str, record: DecisionRecord, serves: bool = True) -> WorkerRow:
+    """The `state` of a worker that holds the record's base weights."""
+    admission = {"open": serves, "reasons": [] if serves else ["behind: it fetches them"]}
+    version = record.version.to_wire()
+    return ok(key, engine_alive=True, sequence=record.sequence, version=version, admission=admission)
+
+
+def states(record: DecisionRecord, serving: str) -> Answered:
+    """Those that are not among `serving` are behind."""
+    return Answered([state(key, record, serves=key in serving) for key in MEMBERS])
+
+
+def serving(keys: str) -> Callable[[Watch], Answered]:
+    """These serve whatever is watched."""
+    return lambda watch: states(watch.record, keys)
 
 
 class Driver:
@@ -111,23 +130,19 @@ class Driver:
     the last one stays. `trace`: the instructions so far."""
 
     def __init__(self, call: Call, record: DecisionRecord | None = R0, **answers: Any) -> None:
-        self.machine = UpdateMachine(call)
+        self.machine = machine_for(call)
         self.members: dict[str, str] = dict(MEMBERS)
         self.record = record
         self.answers = {phase: list(one) if isinstance(one, list) else [one] for phase, one in answers.items()}
         self.trace: list[Instruction] = []
         self.session: UpdateSession | None = None
         self.attests: list[WorkerRow] | None = None
-        self.witness: DecisionRecord | None = None
         self.pause = DesiredPause(False), 0
-        self.took_over = False
-        self.decided = 10
-        self.now = NOW
 
     def run(self) -> End:
         event: Event | None = None
         while True:
-            instruction = self.machine.step(event, self.now)
+            instruction = self.machine.step(event, NOW)
             assert self.machine.phase == instruction.phase
             if isinstance(instruction, End):
                 return instruction
@@ -160,14 +175,11 @@ class Driver:
                 return Answered([ok(key) for key in workers])
             case Tell():
                 return Told(dict(self.members), [ok(key) for key in self.members], [])
-            case Write(_, record, over):
-                assert self.answers or self.record in (over, record)
-                self.record = record
-                return Written(20 + len(self.trace))
-            case Settle():
-                return Settled(self.record, 15)
+            case Write(phase, record):
+                self.record = replace(record, fence=FENCE) if phase == "decide" else record
+                return Written(self.record, 20 + len(self.trace))
             case Watch(record):
-                return Answered([state(key, record.made) for key in self.members])
+                return Answered([state(key, record) for key in self.members])
             case _:
                 return Done()
 
@@ -182,11 +194,8 @@ class Driver:
             attests,
             self.record,
             10,
-            self.decided,
             self.session,
             *self.pause,
-            self.witness,
-            self.took_over,
         )
 
     # ---- what it did ----
@@ -202,6 +211,11 @@ class Driver:
         found = self.all(kind, phase)
         assert len(found) == 1, self.trace
         return found[0]
+
+    @property
+    def decided(self) -> DecisionRecord:
+        """The decision as it was written."""
+        return replace(self.one(Write, "decide").record, fence=FENCE)
 
     def outcome(self) -> Outcome:
         result = self.run().result
@@ -233,7 +247,7 @@ def lora(op: str, name: str = "x", **fields: Any) -> Call:
     return Call("update", "u9", UpdateWeights.model_validate(given))
 
 
-WHOLE = ["survey", "begin", "prepare", "decide", "gate", "commit", "open", "open"]
+WHOLE = ["survey", "begin", "prepare", "decide", "gate", "commit", "open", "open", "watch"]
 ABORTED = ["survey", "begin", "prepare", "abort"]
 
 
@@ -261,16 +275,20 @@ def test_a_whole_update() -> None:
         "keep_staged": False,
         "pause_mode": "keep",
     }
-    decided = driver.one(Write, "decide").record
     made = WeightVersion("run-1", 1, "new", NEW)
-    assert decided == DecisionRecord(made, Source(FILES), "u9", made, open=False, decided_at=NOW)
+    decision = DecisionRecord(
+        made, Source(FILES), "u9", made, on_canary_failure="rollback", open=False, decided_at=NOW
+    )
+    assert driver.one(Write, "decide").record == decision
+    decided = driver.decided
     gate, commit = driver.one(Tell, "gate"), driver.one(Ask, "commit")
     assert (gate.record, gate.sequence) == (decided, 24), "of the decision's write"
     assert (commit.op, list(commit.workers)) == ("commit_update", ["a", "b", "c"])
     assert commit.body == {"update_id": "u9", "record": decided.to_wire(), "sequence": 24, "pause_s": 0.0}
-    assert driver.one(Write, "open").record == decided.opened()
+    assert driver.one(Write, "open").record == decided.opened(), "with the fence of its decision"
     opened = driver.one(Tell, "open")
     assert (opened.record, opened.sequence) == (decided.opened(), 27)
+    assert driver.one(Watch) == Watch(decided, 0.0), "nobody is waited for: the workers say what they serve"
     assert (outcome.version, outcome.excluded) == (made, [])
     assert [row.instance_id for row in outcome.rows] == ["a", "b", "c"]
 
@@ -296,7 +314,7 @@ def test_the_policys_times_and_modes_reach_the_workers() -> None:
 def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
     driver = Driver(update(policy={"barrier": "rolling"}))
     outcome = driver.outcome()
-    assert driver.phases == [*WHOLE[:5], "roll", "roll", "roll", "open", "open"]
+    assert driver.phases == [*WHOLE[:5], "roll", "roll", "roll", *WHOLE[-3:]]
     decided = driver.one(Write, "decide").record
     assert (decided.open, decided.rolling_from, decided.final) == (True, R0.held, False)
     assert [list(one.workers) for one in driver.all(Ask, "roll")] == [["a"], ["b"], ["c"]]
@@ -307,9 +325,9 @@ def test_rolling_is_worker_by_worker_beside_the_version_before() -> None:
 
 def test_rolling_waits_for_the_silent_after_it_has_opened() -> None:
     told = Told(dict(MEMBERS), [ok("a"), ok("b"), silent("c")], ["f1"])
-    driver = Driver(update(policy={"barrier": "rolling"}), open=[None, told])
+    driver = Driver(update(policy={"barrier": "rolling"}), open=[None, told], watch=serving("ab"))
     outcome = driver.outcome()
-    assert driver.phases[-3:] == ["open", "open", "leases"]
+    assert driver.phases[-4:] == ["open", "open", "leases", "watch"]
     assert driver.one(WaitSilent) == WaitSilent({"c": "ic"}, ["f1"])
     assert outcome.excluded == ["c"]
     driver = Driver(update(policy={"barrier": "rolling"}), gate=told)
@@ -361,7 +379,9 @@ def test_a_failed_prepare_aborts_on_all_and_tells_of_each() -> None:
 
 def test_a_failed_prepare_is_excluded_where_the_policy_says_so() -> None:
     driver = Driver(
-        update(policy={"on_prepare_failure": "exclude"}), prepare=prepared_rows(bad("b", EngineFailed("no room")))
+        update(policy={"on_prepare_failure": "exclude"}),
+        prepare=prepared_rows(bad("b", EngineFailed("no room"))),
+        watch=serving("ac"),
     )
     outcome = driver.outcome()
     assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
@@ -416,7 +436,7 @@ def test_one_that_left_before_it_was_asked_is_lost() -> None:
 
 def test_who_is_closed_fails_nothing_and_who_hangs_does() -> None:
     failing = prepared_rows(bad("c", EngineFailed("closed anyway")))
-    driver = Driver(update(), prepare=failing)
+    driver = Driver(update(), prepare=failing, watch=serving("ab"))
     driver.attests = [attest("a"), attest("b"), attest("c", admitted=False)]
     assert driver.outcome().excluded == ["c"]
     driver = Driver(update(), prepare=prepared_rows(silent("c")))
@@ -511,7 +531,7 @@ def test_bad_input_that_some_worker_has_written_over_its_weights_is_not_told_as_
 @pytest.mark.parametrize("last", [None, R1_OPEN])
 def test_a_decision_whose_answer_was_lost_and_that_stands_is_carried_out(last: DecisionRecord | None) -> None:
     driver = Driver(update(), decide=LOST)
-    driver.answers["settle"] = [lambda _: Settled(driver.one(Write, "decide").record, 77)]
+    driver.answers["settle"] = [lambda _: replace(driver.surveyed(), record=driver.decided, written=77)]
     outcome = driver.outcome()
     assert driver.phases == [*WHOLE[:4], "settle", *WHOLE[4:]]
     assert driver.one(Tell, "gate").sequence == 77
@@ -522,7 +542,8 @@ def test_a_decision_whose_answer_was_lost_and_that_stands_is_carried_out(last: D
 def test_a_decision_whose_answer_was_lost_and_that_does_not_stand_is_aborted(
     stands: DecisionRecord | None,
 ) -> None:
-    driver = Driver(update(), decide=LOST, settle=Settled(stands, 10))
+    driver = Driver(update(), decide=LOST)
+    driver.answers["settle"] = [replace(driver.surveyed(), record=stands)]
     assert driver.run().result is LOST
     assert driver.phases == [*WHOLE[:4], "settle", "abort"]
 
@@ -559,7 +580,7 @@ def test_lost_on_the_way_the_workers_are_watched_and_then_it_is_opened(
     driver = Driver(update(policy={"keep_pause": phase == "pause"}), **answers)
     outcome = driver.outcome()
     assert driver.phases == [*before, phase, "watch", "open"]
-    decided = driver.one(Write, "decide").record
+    decided = driver.decided
     assert driver.one(Watch) == Watch(decided, 60.0)
     assert driver.all(Write, "open")[-1].record == decided.opened()
     assert (outcome.version, outcome.excluded) == (decided.made, [])
@@ -581,7 +602,7 @@ def test_rolling_lost_on_the_way_is_watched_too() -> None:
     driver.outcome()
     # Who still waits for its turn is let go before anybody watches it.
     assert driver.phases[-5:] == ["roll", "roll", "open", "watch", "open"]
-    assert driver.all(Write, "open")[0].record == driver.one(Write, "decide").record.opened()
+    assert driver.all(Write, "open")[0].record == driver.decided.opened()
 
 
 @pytest.mark.parametrize("nobody", [None, Conflict("nobody tells")])
@@ -608,9 +629,9 @@ def test_when_nobody_tells_what_the_workers_do_that_is_said() -> None:
 
 def test_strict_opens_only_when_the_silent_have_left_or_lost_their_leases() -> None:
     told = Told({**MEMBERS, "d": "id"}, [ok("a"), silent("b"), lost("c"), silent("d")], ["f1"])
-    driver = Driver(update(), gate=told)
+    driver = Driver(update(), gate=told, watch=serving("a"))
     outcome = driver.outcome()
-    assert driver.phases == [*WHOLE[:6], "leases", "open", "open"]
+    assert driver.phases == [*WHOLE[:6], "leases", *WHOLE[6:]]
     assert driver.one(WaitSilent) == WaitSilent({"b": "ib", "d": "id"}, ["f1"]), "the dead serve nobody"
     assert list(driver.one(Ask, "commit").workers) == ["a"], "nobody swaps who is not gated"
     assert outcome.excluded == ["b", "c", "d"]
@@ -630,13 +651,18 @@ def test_a_new_process_is_not_told_to_swap_what_it_has_not_staged() -> None:
     assert list(driver.one(Ask, "commit").workers) == ["a", "c"]
 
 
-def test_a_swap_that_fails_or_an_opening_that_is_not_heard_excludes() -> None:
-    driver = Driver(update(), commit=Answered([ok("a"), bad("b", EngineFailed("broken")), ok("c")]))
+def test_who_does_not_serve_it_at_the_end_is_excluded() -> None:
+    broken = Answered([ok("a"), bad("b", EngineFailed("broken")), ok("c")])
+    driver = Driver(update(), commit=broken, watch=serving("ac"))
     outcome = driver.outcome()
     assert outcome.excluded == ["b"]
-    assert [row.instance_id for row in outcome.rows if not row.ok] == ["b"]
-    driver = Driver(update(), open=[None, Told(MEMBERS, [ok("a"), silent("b"), ok("c")], [])])
-    assert driver.outcome().excluded == ["b"]
+    assert [row.instance_id for row in outcome.rows if not row.ok] == ["b"], "why, as the commit has told"
+    driver = Driver(update(), commit=broken)
+    outcome = driver.outcome()
+    assert outcome.excluded == [], "it has swapped by itself since"
+    assert all(row.ok for row in outcome.rows)
+    unheard = [None, Told(MEMBERS, [ok("a"), silent("b"), ok("c")], [])]
+    assert Driver(update(), open=unheard, watch=serving("ac")).outcome().excluded == ["b"]
 
 
 @pytest.mark.parametrize("at_last", [1, 2])
@@ -645,9 +671,7 @@ def test_too_few_that_serve_are_watched_and_then_told(at_last: int) -> None:
     driver = Driver(
         update(policy={"min_ready": 2}),
         commit=Answered([ok("a"), *broken]),
-        watch=lambda watch: Answered(
-            [state(key, watch.record.made, ready=number < at_last) for number, key in enumerate("abc")]
-        ),
+        watch=[serving("a"), serving("abc"[:at_last])],
     )
     if at_last == 2:
         assert driver.outcome().excluded == ["c"]
@@ -655,23 +679,43 @@ def test_too_few_that_serve_are_watched_and_then_told(at_last: int) -> None:
         error = driver.error(Conflict)
         assert error.facts["excluded"] == ["b", "c"]
         assert "new is committed, but 1 workers serve it" in error.message
-    assert driver.phases == [*WHOLE, "watch", "open"]
+    assert driver.phases == [*WHOLE, "watch"]
+    assert [watch.timeout_s for watch in driver.all(Watch)] == [0.0, 60.0]
 
 
 def test_who_holds_another_version_does_not_serve_it() -> None:
-    driver = Driver(update(), gate=LOST, watch=Answered([state(key, V0) for key in MEMBERS]))
-    driver.error(Conflict)
+    Driver(update(), gate=LOST, watch=states(R0, "abc")).error(Conflict)
     other = WeightVersion("run-1", 1, "new", "other")
-    driver = Driver(update(), gate=LOST, watch=Answered([state(key, other) for key in MEMBERS]))
-    driver.error(Conflict)
+    Driver(update(), gate=LOST, watch=states(replace(R1, version=other), "abc")).error(Conflict)
+    dead = Answered([replace(row, body={**row.body, "engine_alive": False}) for row in states(R1, "abc").rows])
+    Driver(update(), gate=LOST, watch=dead).error(Conflict)
+
+
+def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said_to_be_so() -> None:
+    other = replace(R1, made=WeightVersion("run-1", 2, "other", "d2"))
+    error = Driver(update(), gate=FENCED, watch=states(other, "a")).error(Conflict)
+    assert error.message == "new was committed, and another version has been committed since"
+    assert error.facts["version"]["label"] == "new"
+    before = replace(R0, made=WeightVersion("run-0", 2, "other", "d2"), version=replace(V0, run="run-0"))
+    assert "0 workers serve it" in Driver(update(), gate=FENCED, watch=states(before, "a")).error(Conflict).message
+
+
+@pytest.mark.parametrize("reason", sorted(CLOSED_BY_CHOICE))
+def test_who_is_closed_by_choice_has_the_version_all_the_same(reason: str) -> None:
+    def closed(watch: Watch) -> Answered:
+        admission = {"open": False, "reasons": [f"{reason}: so it was said"]}
+        rows = states(watch.record, "abc").rows
+        return Answered([replace(row, body={**row.body, "admission": admission}) for row in rows])
+
+    assert Driver(update(), watch=closed).outcome().excluded == []
 
 
 # ---- two calls ----
 
 
-def session_of(call: Call, expires_at: float = NOW + 10, **more: Any) -> UpdateSession:
+def session_of(call: Call, **more: Any) -> UpdateSession:
     assert call.body is not None
-    made = UpdateSession(call.update_id, "new", call.body.model_dump(), NEW, True, MEMBERS, expires_at)
+    made = UpdateSession(call.update_id, "new", call.body.model_dump(), NEW, True, MEMBERS, SESSION_IDLE_S)
     return replace(made, **more)
 
 
@@ -694,7 +738,7 @@ def test_prepared_it_waits_for_another_call() -> None:
     prepared = driver.prepared()
     assert driver.phases == ["survey", "begin", "prepare", "session"]
     assert driver.one(Note, "session").session == prepared.session
-    assert prepared.session == session_of(prepare(), NOW + SESSION_IDLE_S)
+    assert prepared.session == session_of(prepare())
     assert (prepared.digest, prepared.ready, prepared.excluded) == (NEW, MEMBERS, [])
 
 
@@ -703,23 +747,6 @@ def test_prepared_twice_under_one_id_the_first_stands() -> None:
     prepared = driver.prepared()
     assert driver.phases == ["survey"]
     assert (prepared.session, prepared.digest) == (SESSION, NEW)
-
-
-def test_an_update_whose_own_call_waits_is_renewed_before_it_would_end() -> None:
-    """And not for as long as that call may wait: it may die meanwhile."""
-    fresh = replace(SESSION, expires_at=NOW + SESSION_IDLE_S)
-    assert renew_in_s(fresh, NOW) == SESSION_IDLE_S / 2
-    late = NOW + SESSION_IDLE_S - 1.0
-    assert renew_in_s(fresh, late) == 0.0
-    assert renewed(fresh, late) == replace(fresh, expires_at=late + SESSION_IDLE_S)
-    pushed = replace(SESSION, expires_at=NOW + 3 * SESSION_IDLE_S)
-    assert renewed(pushed, NOW) == pushed, "never sooner"
-
-
-def test_prepared_again_after_a_silence_it_is_done_again() -> None:
-    driver = with_session(prepare(), replace(SESSION, expires_at=NOW))
-    driver.prepared()
-    assert driver.phases == ["survey", "begin", "prepare", "session"]
 
 
 def test_a_prepare_that_fails_leaves_no_session() -> None:
@@ -742,8 +769,10 @@ def test_what_is_prepared_is_completed_by_anybody() -> None:
     call = prepare(policy={"barrier": "strict", "pause_mode": "abort"})
     driver = with_session(Call("complete", ""), session_of(call))
     outcome = driver.outcome()
-    assert driver.phases == ["survey", "decide", "session", "gate", "commit", "open", "open"]
-    decided = driver.one(Write, "decide").record
+    assert driver.phases == ["survey", "prepare", "decide", "session", *WHOLE[4:]]
+    asked = driver.one(Ask, "prepare")
+    assert (asked.op, list(asked.workers), asked.body["update_id"]) == ("prepare_update", list(MEMBERS), "u9")
+    decided = driver.decided
     assert (decided.update_id, decided.made.label, decided.made.digest) == ("u9", "new", NEW)
     assert (decided.pause_mode, decided.source) == ("abort", Source(FILES))
     assert driver.one(Note, "session").session is None
@@ -772,7 +801,9 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
     driver = with_session(COMPLETE, session_of(prepare(policy=policy)))
     driver.members = {key: "another" if key in gone else incarnation for key, incarnation in MEMBERS.items()}
     if ends is None:
+        driver.answers["watch"] = [serving("bc")]
         assert "a" in driver.outcome().excluded
+        assert list(driver.one(Ask, "prepare").workers) == ["b", "c"]
         assert list(driver.one(Ask, "commit").workers) == ["b", "c"]
     else:
         error = driver.error(ends)
@@ -786,7 +817,9 @@ def test_a_session_that_lost_a_worker(policy: dict[str, Any], gone: str, ends: t
 # ---- pushed: the workers listen between the two calls ----
 
 PUSH = {"backend": "gloo", "manifest": "long"}
-ARMED = session_of(prepare(transport=PUSH), digest="", refetchable=False)
+LISTENING = {"digest": "", "refetchable": False, "idle_s": SESSION_IDLE_S + 300}
+"""A session whose workers wait for what is pushed, for `prepare_timeout_s` longer."""
+ARMED = session_of(prepare(transport=PUSH), **LISTENING)
 
 
 def received(*rows: WorkerRow) -> Answered:
@@ -800,7 +833,8 @@ def test_what_is_pushed_is_only_listened_for() -> None:
     assert driver.phases == ["survey", "begin", "prepare", "session"]
     assert driver.one(Ask).op == "arm_update"
     patience = ARMED.body["policy"]["prepare_timeout_s"]
-    assert prepared.session == replace(ARMED, expires_at=NOW + SESSION_IDLE_S + patience)
+    assert prepared.session == ARMED
+    assert ARMED.idle_s == SESSION_IDLE_S + patience
     assert (prepared.digest, prepared.ready) == ("", MEMBERS)
 
 
@@ -824,7 +858,7 @@ def test_nobody_waits_for_a_trainer_without_staging() -> None:
 def test_what_was_pushed_is_waited_for_and_committed() -> None:
     driver = with_session(Call("complete", ""), ARMED, prepare=received())
     outcome = driver.outcome()
-    assert driver.phases == ["survey", "prepare", "recheck", "decide", "session", "gate", "commit", "open", "open"]
+    assert driver.phases == ["survey", "prepare", "recheck", "decide", "session", *WHOLE[4:]]
     asked = driver.one(Ask, "prepare")
     assert (asked.op, asked.body["update_id"], asked.body["transport"]) == ("prepare_update", "u9", PUSH)
     decided = driver.one(Write, "decide").record
@@ -851,6 +885,7 @@ def test_what_did_not_arrive_is_not_committed(
     noted = replace(ARMED, body=body(transport=PUSH, policy=policy).model_dump())
     driver = with_session(Call("complete", "u9", digest=digest), noted, prepare=received(*rows))
     if ends is None:
+        driver.answers["watch"] = [serving("bc" if rows else "abc")]
         assert driver.outcome().excluded == [row.instance_id for row in rows]
     else:
         assert len(driver.error(ends).facts["workers"]) == 3
@@ -873,7 +908,7 @@ def test_whose_group_broke_is_not_named_for_the_one_that_broke_it() -> None:
 
 def test_one_that_listened_and_is_gone_is_not_asked() -> None:
     noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
-    driver = with_session(COMPLETE, noted)
+    driver = with_session(COMPLETE, noted, watch=serving("bc"))
     driver.members = {**MEMBERS, "a": "another"}
     assert driver.outcome().excluded == ["a"]
     assert list(driver.one(Ask, "prepare").workers) == ["b", "c"]
@@ -921,6 +956,7 @@ def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
     noted = replace(ARMED, body=body(transport=PUSH, policy={"on_prepare_failure": "exclude"}).model_dump())
     driver = with_session(COMPLETE, noted)
     driver.members = {**MEMBERS, "d": "id"}
+    driver.answers["watch"] = [lambda watch: Answered([*states(watch.record, "abc").rows, state("d", R0)])]
     assert driver.outcome().excluded == ["d"]
     assert list(driver.one(Ask, "prepare").workers) == ["a", "b", "c"]
     # In one call.
@@ -936,14 +972,8 @@ def test_who_joins_a_pushed_update_too_late_can_not_get_it() -> None:
 def test_what_is_staged_is_not_what_the_caller_states() -> None:
     driver = with_session(Call("complete", "u9", digest="blake3:" + "2" * 64), SESSION)
     assert driver.error(UpdateAborted).facts["field"] == "digest"
-    assert driver.phases == ["survey", "session", "abort"]
+    assert driver.phases == ["survey", "prepare", "session", "abort"]
     assert with_session(Call("complete", "u9", digest=NEW), SESSION).outcome().version.digest == NEW
-
-
-def test_a_silent_session_has_ended() -> None:
-    driver = with_session(COMPLETE, replace(SESSION, expires_at=NOW))
-    assert "silent" in driver.error(UpdateAborted).message
-    assert driver.phases == ["survey", "session", "abort"]
 
 
 def test_a_prepared_update_is_aborted() -> None:
@@ -956,7 +986,7 @@ def test_a_prepared_update_is_aborted() -> None:
 def test_a_fenced_completion_gives_up() -> None:
     driver = with_session(COMPLETE, SESSION, decide=FENCED, session=FENCED)
     assert driver.run().result is FENCED
-    assert driver.phases == ["survey", "decide", "session"]
+    assert driver.phases == ["survey", "prepare", "decide", "session"]
 
 
 def test_a_decided_update_is_carried_out_though_its_session_can_not_be_ended() -> None:
@@ -974,9 +1004,6 @@ def test_a_prepared_update_has_the_label_that_it_was_last_given() -> None:
     assert (named.label, driver.phases) == ("seven", ["survey", "session"])
     assert driver.one(Note, "session").session == named
     assert with_session(COMPLETE, named).outcome().version.label == "seven"
-    almost_over = with_session(NAME, replace(SESSION, expires_at=NOW + 1)).run().result
-    assert isinstance(almost_over, UpdateSession)
-    assert almost_over.expires_at == NOW + SESSION_IDLE_S, "who names it is not silent"
     assert with_session(replace(COMPLETE, version="eight"), named).outcome().version.label == "eight"
 
 
@@ -987,7 +1014,7 @@ def test_a_session_that_was_written_before_sessions_had_owners_is_nobodys() -> N
     assert driver.outcome().version.label == "new"
 
 
-@pytest.mark.parametrize("session", [None, replace(SESSION, expires_at=NOW), replace(SESSION, update_id="other")])
+@pytest.mark.parametrize("session", [None, replace(SESSION, update_id="other")])
 def test_what_is_not_prepared_can_not_be_named(session: UpdateSession | None) -> None:
     driver = Driver(NAME)
     driver.session = session
@@ -998,12 +1025,11 @@ def test_what_is_not_prepared_can_not_be_named(session: UpdateSession | None) ->
 DECIDED = replace(R1, update_id="u9")
 
 
-@pytest.mark.parametrize("expires_at", [NOW - 1, NOW + 100])
 @pytest.mark.parametrize("kept", [True, False])
-def test_completed_again_after_its_coordinator_died_it_is_not_decided_twice(expires_at: float, kept: bool) -> None:
+def test_completed_again_after_its_coordinator_died_it_is_not_decided_twice(kept: bool) -> None:
     for record in (DECIDED, DECIDED.opened()):
         driver = Driver(COMPLETE, record)
-        driver.session = replace(SESSION, expires_at=expires_at) if kept else None
+        driver.session = SESSION if kept else None
         assert driver.outcome().version == V1
         assert "decide" not in driver.phases
         assert "abort" not in driver.phases
@@ -1033,28 +1059,7 @@ def test_another_live_session_is_waited_for(kind: Any) -> None:
     assert (error.facts["holder"], driver.phases) == ("u9", ["survey"])
 
 
-@pytest.mark.parametrize("kind", ["update", "prepare", "finish", "new_run"])
-def test_another_dead_session_is_cleared(kind: Any) -> None:
-    driver = with_session(Call(kind, "u10", body()), replace(SESSION, expires_at=NOW))
-    assert not isinstance(driver.run().result, PlaneError)
-    assert driver.phases[:3] == ["survey", "clear", "clear"]
-    assert driver.one(Ask, "clear").body == {"update_id": "u9"}
-
-
 # ---- what a dead coordinator has left ----
-
-
-def test_what_was_left_staged_is_cleared_after_a_take_over() -> None:
-    driver = Driver(update())
-    driver.took_over = True
-    driver.outcome()
-    assert driver.phases == ["survey", "clear", *WHOLE[1:]]
-    assert driver.one(Ask, "clear").body == {"update_id": None}
-    driver = with_session(COMPLETE, SESSION)
-    driver.took_over = True
-    driver.outcome()
-    assert "clear" not in driver.phases, "it waits to be completed"
-
 
 FINISH = ["gate", "commit", "open", "open", "recheck"]
 
@@ -1081,9 +1086,10 @@ def test_what_only_the_unfinished_update_had_closed_counts_again() -> None:
 
 
 def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_was_decided() -> None:
-    driver = Driver(Call("update", "u1", body()), R1, commit=Answered([ok("a"), ok("b"), lost("c")]))
+    commit = Answered([ok("a"), ok("b"), lost("c")])
+    driver = Driver(Call("update", "u1", body()), R1, commit=commit, watch=serving("ab"))
     outcome = driver.outcome()
-    assert driver.phases == ["survey", *FINISH]
+    assert driver.phases == ["survey", *FINISH, "watch"]
     assert (outcome.version, outcome.excluded) == (V1, ["c"])
     driver = Driver(Call("update", "u1", body()), R1_OPEN)
     outcome = driver.outcome()
@@ -1101,14 +1107,13 @@ def test_under_the_same_id_an_update_answers_with_the_outcome_of_the_one_that_wa
 @pytest.mark.parametrize("record", [R1, R1_OPEN], ids=["decided", "opened"])
 def test_asked_again_it_is_no_success_where_too_few_serve(call: Call, record: DecisionRecord) -> None:
     failed = Answered([bad(key, NotPrepared("no")) for key in MEMBERS])
-    nobody = Answered([state(key, V0) for key in MEMBERS])
+    nobody = states(R0, "abc")
     driver = Driver(call, record, commit=failed, watch=nobody)
     error = driver.error(Conflict)
     assert "one is committed, but 0 workers serve it" in error.message
     assert error.facts["excluded"] == ["a", "b", "c"]
     assert driver.all(Watch)[-1] == Watch(R1_OPEN, 60.0), "they may heal meanwhile"
-    healed = Answered([state(key, V1) for key in MEMBERS])
-    driver = Driver(call, record, commit=failed, watch=[nobody, healed] if record.open else healed)
+    driver = Driver(call, record, commit=failed, watch=[nobody, states(R1, "abc")])
     assert driver.outcome().excluded == []
 
 
@@ -1119,7 +1124,7 @@ def test_prepared_again_it_is_finished_and_said_to_be_committed() -> None:
 
 
 def test_completed_again_it_is_its_own_policy_that_counts() -> None:
-    one = Answered([state("a", V1), state("b", V0), state("c", V0)])
+    one = Answered([state("a", R1), state("b", R0), state("c", R0)])
     assert Driver(Call("complete", "u1"), R1_OPEN, watch=one).outcome().excluded == ["b", "c"]
     call = Call("complete", "u1", min_ready=2)
     assert "1 workers serve it" in Driver(call, R1_OPEN, watch=one).error(Conflict).message
@@ -1129,7 +1134,7 @@ def test_completed_again_it_is_its_own_policy_that_counts() -> None:
 
 def test_finish_does_only_that() -> None:
     driver = Driver(Call("finish", ""), R1, commit=Answered([bad(key, NotPrepared("no")) for key in MEMBERS]))
-    assert driver.outcome().excluded == ["a", "b", "c"]
+    assert driver.outcome() == Outcome(V1), "who serves it is not asked"
     assert driver.phases == ["survey", *FINISH]
     driver = Driver(Call("finish", ""), R1_OPEN)
     assert driver.outcome() == Outcome(V1)
@@ -1144,30 +1149,19 @@ def test_a_rolling_update_that_was_left_is_ended_on_all_at_once() -> None:
     assert driver.one(Write, "open").record.rolling_from is None
 
 
-@pytest.mark.parametrize("who", ["worker", "witness"])
-def test_a_store_behind_what_somebody_knows_is_restored_first(who: str) -> None:
-    driver = Driver(update())
-    if who == "worker":
-        driver.attests = [attest("a"), attest("b", R1_OPEN), silent("c")]
-    else:
-        driver.witness = R1_OPEN
-    outcome = driver.outcome()
-    assert driver.phases == ["survey", "restore", *WHOLE[1:]]
-    assert driver.one(Write, "restore").record == R1_OPEN
-    assert outcome.version.sequence == 2, "the highest that anybody knows, and one"
-
-
 def test_who_finishes_an_update_that_leaves_the_fleet_paused_notes_it() -> None:
-    driver = Driver(Call("finish", ""), replace(R1, keep_pause=True, pause_mode="wait"))
-    driver.outcome()
-    assert driver.phases == ["survey", "pause", *FINISH]
-    assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
-    for anew in (0, 2):  # so much later it was written anew for who took the lock over
-        resumed = Driver(Call("finish", ""), replace(R1, keep_pause=True))
-        resumed.decided -= anew
-        resumed.pause = DesiredPause(False), resumed.decided + 1
+    left = replace(R1, keep_pause=True, pause_mode="wait", fence=8)
+    for written in (3, 7):
+        driver = Driver(Call("finish", ""), left)
+        driver.pause = DesiredPause(False), written
+        driver.outcome()
+        assert driver.phases == ["survey", "pause", *FINISH]
+        assert driver.one(Note, "pause").pause == DesiredPause(True, "wait", NOW + DEFAULT_PAUSE_LEASE_S)
+    for written in (9, 200):  # after the lock of its coordinator was taken
+        resumed = Driver(Call("finish", ""), left)
+        resumed.pause = DesiredPause(False), written
         resumed.outcome()
-        assert not resumed.all(Note, "pause"), "somebody has resumed it since"
+        assert not resumed.all(Note, "pause"), "another call has resumed the fleet since"
 
 
 def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
@@ -1183,18 +1177,6 @@ def test_a_pause_outlives_an_update_by_the_longer_lease() -> None:
     assert not driver.all(Note, "pause")
 
 
-def test_a_lost_decision_that_was_not_open_is_restored_and_finished() -> None:
-    driver = Driver(update())
-    driver.attests = [attest("a"), attest("b", R1)]
-    driver.outcome()
-    assert driver.phases == ["survey", "restore", *FINISH, *WHOLE[1:]]
-    assert driver.all(Tell, "gate")[0].sequence == 22, "as it was written back"
-    driver = Driver(update())
-    driver.attests = [attest("a", R0), attest("b", None)]
-    driver.outcome()
-    assert "restore" not in driver.phases
-
-
 # ---- a new run ----
 
 
@@ -1205,8 +1187,8 @@ def new_run(record: DecisionRecord | None = R1_OPEN, **answers: Any) -> Driver:
 def test_a_new_run_begins_by_the_model_of_all() -> None:
     driver = new_run()
     outcome = driver.outcome()
-    assert driver.phases == ["survey", "begin", "decide", "gate", "commit", "open", "open", "watch"]
-    record = driver.one(Write, "decide").record
+    assert driver.phases == ["survey", "begin", *WHOLE[3:]]
+    record = driver.decided
     assert (record.sequence, record.version.digest, record.run_number) == (0, "model", 1)
     assert (record.source, record.adapters, record.open, record.update_id) == (Source(None), {}, False, "n1")
     assert record.version.run != V1.run
@@ -1230,7 +1212,7 @@ def test_a_new_run_needs_every_workers_word(other: WorkerRow) -> None:
 
 
 def test_a_new_run_that_nobody_serves_is_no_success() -> None:
-    driver = new_run(watch=Answered([state(key, V1) for key in MEMBERS]))
+    driver = new_run(watch=states(R1, "abc"))
     driver.error(Conflict)
 
 
@@ -1294,10 +1276,135 @@ def test_a_rolling_adapter_is_served_beside_the_state_before() -> None:
     assert driver.one(Write, "decide").record.rolling_from == WITH_X.held
 
 
+# ---- the numeric canary ----
+
+CANARY = {"sequences": [[1, 2, 3]], "expected": [[-1.0, -2.0]]}
+KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
+
+
+def scored(*values: float) -> Callable[[Ask], Answered]:
+    """What each of them scores, the first worker first: the trainer expects -1 and -2."""
+    rows = [
+        ok(key, canary={"kind": KIND, "vectors": [[one, -2.0]]}) for key, one in zip("abc", values, strict=True)
+    ]
+    return lambda ask: Answered([row for row in rows if row.instance_id in ask.workers])
+
+
+def with_canary(commit: Any, base: DecisionRecord = R0, on_failure: str = "rollback", **answers: Any) -> Driver:
+    policy = {"canary": CANARY, "on_canary_failure": on_failure, "barrier": answers.pop("barrier", "strict")}
+    driver = Driver(update(policy=policy), base, **{"commit": commit, "roll": commit, **answers})
+    driver.attests = [attest(key, base, canary={"vocab_size": 10, "max_model_len": 10}) for key in MEMBERS]
+    return driver
+
+
+BACK = [*WHOLE[:6], "decide", "gate", "commit", "open", "open", "watch"]
+
+
+def test_who_computes_something_else_is_excluded_and_the_version_opens_with_what_the_others_gave() -> None:
+    driver = with_canary(scored(-1.0, -1.0, -5.0), watch=serving("ab"))
+    outcome = driver.outcome()
+    assert driver.phases == [*WHOLE[:7], "open", "open", "watch"]
+    assert outcome.excluded == ["c"]
+    assert [row.error and row.error.code for row in outcome.rows] == [None, None, "numerics"]
+    opened = driver.one(Write, "open").record
+    assert opened.canary is not None
+    assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+    assert driver.one(Tell, "open").record == opened
+    history = driver.one(Note, "open").canary
+    assert history is not None
+    assert history.values(NEW, opened.canary.sequences) == opened.canary.references
+
+
+def test_what_all_miss_is_never_opened_and_the_version_before_comes_back() -> None:
+    driver = with_canary(scored(-5.0, -5.0, -5.0))
+    error = driver.error(CanaryFailed)
+    assert driver.phases == BACK
+    failed, back = (one.record for one in driver.all(Write, "decide"))
+    assert failed.fallback == R0
+    assert not failed.open
+    assert (back.version.digest, back.sequence, back.update_id) == (V0.digest, 2, "u9")
+    assert back.missed is not None
+    assert [one.record.made for one in driver.all(Write, "open")] == [back.made]
+    assert [one.record.made for one in driver.all(Tell)] == [failed.made, back.made, back.made]
+    assert error.facts["failed_version"] == failed.made.to_wire()
+
+
+def test_rolling_it_is_only_the_first_worker_that_takes_what_it_misses() -> None:
+    driver = with_canary(scored(-5.0, -1.0, -1.0), barrier="rolling")
+    driver.error(CanaryFailed)
+    assert [list(one.workers) for one in driver.all(Ask, "roll")] == [["a"]]
+    assert driver.all(Write, "decide")[1].record.version.digest == V0.digest
+
+
+def test_a_version_that_can_not_be_brought_back_stays_and_none_serves_it() -> None:
+    for base, on_failure in (
+        (R0, "exclude"),
+        (replace(R1_OPEN, source=replace(R1.source, refetchable=False)), "rollback"),
+    ):
+        driver = with_canary(scored(-5.0, -5.0, -5.0), base, on_failure, watch=serving(""))
+        error = driver.error(Conflict)
+        assert len(driver.all(Write, "decide")) == 1
+        assert driver.one(Write, "decide").record.fallback is None
+        assert error.facts["excluded"] == ["a", "b", "c"]
+        assert [one.timeout_s for one in driver.all(Watch)] == [0.0], "nobody heals from that"
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_return_whose_answer_was_lost_is_settled_by_what_the_record_has_made(found: bool) -> None:
+    """Both records are of one update id: the one that is found may be the version that all workers miss."""
+    driver = with_canary(scored(-5.0, -5.0, -5.0), decide=[None, LOST], watch=serving(""))
+    driver.answers["settle"] = [
+        lambda _: replace(
+            driver.surveyed(), record=replace(driver.all(Write, "decide")[int(found)].record, fence=FENCE)
+        )
+    ]
+    if found:
+        driver.error(CanaryFailed)
+        assert driver.phases == [*BACK[:7], "settle", *BACK[7:]]
+        return
+    driver.error(Conflict)
+    assert driver.phases == [*BACK[:7], "settle", "watch"], "the next coordinator brings it back"
+
+
+@pytest.mark.parametrize("why", [LOST, FENCED])
+def test_lost_before_it_was_judged_it_is_left_to_the_next_coordinator(why: PlaneError) -> None:
+    driver = with_canary(why, watch=serving(""))
+    driver.error(Conflict)
+    assert driver.phases == [*WHOLE[:6], "watch"]
+    driver = with_canary(scored(-1.0, -1.0, -1.0), open=[why, None])
+    driver.outcome()
+    assert driver.phases == [*WHOLE[:7], "watch", "open"]
+    opened = driver.all(Write, "open")[-1].record
+    assert opened.canary is not None
+    assert opened.canary.references == {KIND: ((-1.0, -2.0),)}
+
+
+def test_who_finishes_a_version_that_all_miss_brings_the_one_before_back() -> None:
+    first = with_canary(scored(-5.0, -5.0, -5.0))
+    first.run()
+    left = replace(first.all(Write, "decide")[0].record, fence=8)
+    driver = Driver(Call("finish", ""), left, commit=scored(-5.0, -5.0, -5.0))
+    outcome = driver.outcome()
+    assert driver.phases == ["survey", "gate", "commit", *BACK[6:], "recheck"]
+    assert (outcome.version.digest, outcome.version.sequence) == (V0.digest, 2)
+    again = Driver(Call("update", "u9", body()), driver.record)
+    again.error(CanaryFailed)
+    assert again.phases == ["survey"]
+
+
+def test_a_canary_that_the_engines_can_not_score_touches_nobody() -> None:
+    policy = {"canary": CANARY}
+    assert Driver(update(policy=policy)).error(Unsupported).facts["field"] == "policy.canary"
+    driver = with_canary(None)
+    driver.attests = [attest("a", canary={"vocab_size": 3, "max_model_len": 10}), attest("b"), silent("c")]
+    assert driver.error(InvalidRequest).facts["field"].startswith("policy.canary")
+    assert driver.phases == ["survey"]
+
+
 # ---- fed: the trainer announces them part by part ----
 
 FED = {"backend": "gloo", "group": "g", "fed": True}
-FEEDING = session_of(prepare(transport=FED), digest="", refetchable=False)
+FEEDING = session_of(prepare(transport=FED), **LISTENING)
 PART = Part(names=["w"], dtypes=["bfloat16"], shapes=[[2, 3]], timeout_s=7.0)
 FEED = Call("feed", "", part=PART)
 
@@ -1313,8 +1420,8 @@ def test_a_part_goes_to_all_that_listen() -> None:
     assert asked.timeout_s > 7.0
     told = {"update_id": "u9", "names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "last": False}
     assert told.items() <= asked.body.items()
-    patience = FEEDING.body["policy"]["prepare_timeout_s"]
-    assert fed.session == replace(FEEDING, expires_at=NOW + SESSION_IDLE_S + patience), "it waits for the next one"
+    assert fed.session == replace(FEEDING, parts=1), "it waits for the next one"
+    assert driver.one(Note, "session").session == fed.session
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def act(core: WorkerCore, did: Instruction, now: float) -> bool:
     return True
 
 
+def gone(core: WorkerCore, fence: int, held: bool, waiting_for: str | None) -> str | None:
+    """The update that the worker drops, by the lock and the session that the leader told of."""
+    if core.coordinator_holds(fence, held):
+        return None
+    given_up = core.given_up(waiting_for)
+    return given_up.update_id if given_up is not None else None
+
+
 def stage(core: WorkerCore, record: DecisionRecord, fence: int = 5) -> None:
     """Its coordinator has prepared it here."""
     name = next((name for name, one in record.adapters.items() if one.version == record.made), None)
@@ -170,7 +178,6 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     assert core.next(0.0) == Read()
     restore = core.leader_said(None, 0, 1.0, LINE, 1.0)
     assert restore is not None
-    assert restore.last == 0
     record = restore.record
     assert (record.sequence, record.version.digest, record.source, record.open) == (0, "mine", Source(None), True)
     assert reasons(core) == {"starting": ""}
@@ -397,7 +404,7 @@ def test_another_update_that_is_being_prepared_is_waited_for_and_no_longer() -> 
     for now in (0.0, 100.0, 200.0, 300.0, 400.0):
         assert core.next(now) == Wait(now + HEAL_RETRY_S)
         assert "u9" in reasons(core)["behind"]
-    assert core.coordinator_is(6, True, None) == "u9", "its coordinator is not the newest"
+    assert gone(core, 6, True, None) == "u9", "its coordinator is not the newest"
     core.is_staged(None)
     assert isinstance(core.next(400.0), Fetch), "waiting was no failure"
 
@@ -449,7 +456,7 @@ def test_what_was_decided_while_the_kv_cache_is_released_is_swapped_in_without_i
     stage(core, R1)
     core.learnt(R1, 2, 0.0)
     assert core.next(0.0) == Wait(COMMIT_GRACE_S)
-    assert core.coordinator_is(6, True, None) is None, "it is decided"
+    assert gone(core, 6, True, None) is None, "it is decided"
     assert isinstance(core.next(COMMIT_GRACE_S), Swap)
     hold(core, COMMIT_GRACE_S)
     core.learnt(R1.opened(), 3, COMMIT_GRACE_S)
@@ -676,13 +683,13 @@ def test_without_its_coordinator_a_rolling_update_goes_on_by_itself() -> None:
     stage(core, rolling)
     core.learnt(rolling, 2, 0.0)
     assert core.depends_on_coordinator()
-    assert core.coordinator_is(5, True, None) is None
+    assert gone(core, 5, True, None) is None
     assert core.next(0.0) == Wait()
-    assert core.coordinator_is(5, False, None) is None, "decided: it is not dropped"
+    assert gone(core, 5, False, None) is None, "decided: it is not dropped"
     assert core.next(COMMIT_GRACE_S) == Swap("u1", None, rolling.version, "keep")
     core.ticked(1.0)
     assert reasons(core).keys() == {"behind"}
-    assert core.coordinator_is(6, True, None) is None  # the next holder goes on with it
+    assert gone(core, 6, True, None) is None  # the next holder goes on with it
     core.ticked(1.5)
     assert reasons(core) == {}, "it may serve the old again, and holds it"
 
@@ -720,7 +727,7 @@ def test_an_aborted_overwriting_is_healed_in_place() -> None:
     assert core.next(0.0) == Fetch("heal-0", None, R0.version, R0.source)
     assert core.in_place
     core.is_staged(Staged("u1", None, "d1", 5, in_place=True))
-    assert core.coordinator_is(5, False, None) == "u1"
+    assert gone(core, 5, False, None) == "u1"
     core.is_staged(None)
     hold(core, 100.0)
     assert (reasons(core), core.state.version) == ({}, R0.version)
@@ -743,7 +750,7 @@ def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
     with pytest.raises(NotAdmitted):
         core.state.check_lease(4.0, ("server", 2))
     core.learnt(R1, 2, 5.0)
-    assert core.leader_said(R0, 1, 6.0, LINE, 6.0) == Restore(R1, 1)
+    assert core.leader_said(R0, 1, 6.0, LINE, 6.0) == Restore(R1)
     assert lease_until(core) == 3.0 + SERVING_LEASE_S, "the leader is behind: no lease"
     assert core.leader_said(R1, 2, 7.0, LINE, 7.0) is None
     assert lease_until(core) == 7.0 + SERVING_LEASE_S
@@ -754,9 +761,9 @@ def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
 
 def test_a_lost_store_gets_back_what_this_worker_knows() -> None:
     core = serving(R0, R1, R2)
-    assert core.leader_said(None, 0, 0.0, LINE, 0.0) == Restore(R2.opened(), 0)
-    assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == Restore(R2.opened(), 40)
-    assert core.leader_said(R2, 41, 0.0, LINE, 0.0) == Restore(R2.opened(), 41), "it was open already"
+    assert core.leader_said(None, 0, 0.0, LINE, 0.0) == Restore(R2.opened())
+    assert core.leader_said(R1.opened(), 40, 0.0, LINE, 0.0) == Restore(R2.opened())
+    assert core.leader_said(R2, 41, 0.0, LINE, 0.0) == Restore(R2.opened()), "it was open already"
     assert reasons(core) == {}
     assert core.leader_said(R2.opened(), 2, 0.0, LINE, 0.0) is None, "a store made anew counts from 1"
     assert core.learnt(R2, 3, 0.0) is False
@@ -774,10 +781,36 @@ def test_of_two_decisions_of_one_rank_the_leaders_counts() -> None:
     assert reasons(core) == {}, "that is what it holds"
 
 
+def test_the_record_that_was_sealed_last_counts_whatever_it_says() -> None:
+    """Its coordinator has asked every worker for the newest, and so knew of all that is decided."""
+    core = serving(R0, R1)
+    sealed = replace(R0, seal=9)
+    assert core.learnt(sealed, 3, 0.0)
+    assert core.record == R0
+    assert reasons(core).keys() == {"behind"}
+    assert not core.learnt(replace(R1.opened(), seal=8), 4, 0.0)
+    assert core.leader_said(replace(R1.opened(), seal=8), 5, 0.0, LINE, 0.0) == Restore(sealed)
+    assert core.learnt(replace(R1, seal=9), 6, 0.0), "decided over that seal"
+    assert core.learnt(replace(R1.opened(), seal=9), 7, 0.0)
+    assert not core.learnt(replace(R1, seal=9), 8, 0.0), "it was open already"
+
+
+def test_the_seal_of_the_next_coordinator_changes_nothing_but_who_may_write() -> None:
+    core = serving()
+    core.learnt(R1, 2, 10.0)
+    assert core.learnt(replace(R1, seal=7), 3, 14.0)
+    core.is_staged(Staged("heal-1", None, "d1", None))
+    hold(core, 14.0)
+    core.ticked(10.0 + GATE_S)
+    assert reasons(core) == {}, "the gate is as old as the decision"
+    assert core.record is not None
+    assert core.record.seal == 7
+
+
 def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and_a_new_run_over_both() -> None:
     core = serving(R0)
     younger, elder = first(run="run-2"), first(run="run-0")
-    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0, 9)
+    assert core.leader_said(younger, 9, 0.0, LINE, 0.0) == Restore(R0)
     further = after(younger).opened()
     asked_for = first(run="run-9", run_number=1)
     for record in (elder, further, asked_for):
@@ -785,7 +818,7 @@ def test_of_two_runs_that_nobody_asked_for_the_further_counts_else_the_elder_and
         assert core.record == record
         hold(core, 0.0)
         assert core.state.version == record.version
-    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == Restore(asked_for, 10)
+    assert core.leader_said(further, 10, 0.0, LINE, 0.0) == Restore(asked_for)
 
 
 # ---- coordinators ----
@@ -796,29 +829,39 @@ def test_what_is_staged_is_given_up_with_its_coordinator() -> None:
     assert not core.depends_on_coordinator()
     core.is_staged(Staged("u1", None, "d1", 5))
     assert core.depends_on_coordinator()
-    assert core.coordinator_is(5, True, None) is None, "it lives"
-    assert core.coordinator_is(5, False, "u1") is None, "it waits for another call"
-    assert core.coordinator_is(9, True, "u1") is None, "which may be under way"
-    assert core.coordinator_is(5, False, None) == "u1"
-    assert core.coordinator_is(9, True, None) == "u1"
-    assert core.coordinator_is(9, True, "u2") == "u1"
+    assert gone(core, 5, True, None) is None, "it lives"
+    assert gone(core, 5, False, "u1") is None, "it waits for another call"
+    assert gone(core, 9, True, "u1") is None, "which may be under way"
+    assert gone(core, 5, False, None) == "u1"
+    assert gone(core, 9, True, None) == "u1"
+    assert gone(core, 9, True, "u2") == "u1"
     core.learnt(R1, 2, 0.0)
-    assert core.coordinator_is(9, False, None) is None, "decided"
+    assert gone(core, 9, False, None) is None, "decided"
     core.is_staged(Staged("heal-1", None, "d1", None))
     assert not core.depends_on_coordinator()
-    assert core.coordinator_is(9, False, None) is None, "its own"
+    assert gone(core, 9, False, None) is None, "its own"
+
+
+def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
+    core = serving()
+    core.is_staged(Staged("u1", None, "d1", 5))
+    assert core.given_up(None) == Receiving("u1", 5)
+    core.is_staged(Staged("u1", None, "d1", 8))
+    assert core.given_up(None) == Receiving("u1", 8)
+    assert core.coordinator_holds(8, True)
+    assert core.coordinator_holds(7, True), "news of the lock may be late"
+    assert not core.coordinator_holds(8, False)
+    assert not core.coordinator_holds(9, True)
 
 
 def test_what_is_received_is_given_up_with_its_coordinator() -> None:
     core = serving()
     core.receiving = Receiving("u1", 5)
     assert core.depends_on_coordinator()
-    assert core.still_coordinated(5)
-    assert not core.still_coordinated(6)
-    assert core.coordinator_is(5, True, None) is None, "it lives"
-    assert core.coordinator_is(5, False, "u1") is None, "it waits for another call"
-    assert core.coordinator_is(5, False, None) == "u1"
-    assert core.coordinator_is(9, True, None) == "u1"
+    assert gone(core, 5, True, None) is None, "it lives"
+    assert gone(core, 5, False, "u1") is None, "it waits for another call"
+    assert gone(core, 5, False, None) == "u1"
+    assert gone(core, 9, True, None) == "u1"
 
 
 def test_what_is_decided_is_not_aborted() -> None:
@@ -907,7 +950,7 @@ class Walk:
 
     def coordinate(self) -> None:
         waiting = self.core.staged.update_id if self.core.staged and self.rng.random() < 0.3 else None
-        if self.core.coordinator_is(self.rng.randrange(10), self.rng.random() < 0.5, waiting) is not None:
+        if gone(self.core, self.rng.randrange(10), self.rng.random() < 0.5, waiting) is not None:
             self.core.is_staged(None)
 
     def stage(self) -> None:
@@ -978,7 +1021,7 @@ class Walk:
         if core.record is not None and core.record.run_number >= last.run_number:
             last = replace(last, run_number=core.record.run_number + 1)
         assert core.leader_said(last, 1000, self.now, LINE, self.now) is None
-        given_up = core.coordinator_is(99, False, None)
+        given_up = gone(core, 99, False, None)
         if given_up is not None:
             core.is_staged(None)
         for _ in range(10):

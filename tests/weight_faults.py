@@ -26,7 +26,21 @@ def _vllm_parameters(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
     return parameters
 
 
+def _sglang_parameters(holder: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    parameters: Iterable[tuple[str, torch.Tensor]] = (
+        holder._scheduler.tp_worker.model_runner.model.named_parameters()
+    )
+    return parameters
+
+
+def _hf_parameters(weights: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    targets: Mapping[str, torch.Tensor] = weights._targets
+    return targets.items()
+
+
 SWAPS: dict[str, tuple[str, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]] = {
+    "hf": ("worker.engines.hf_weights:ModelWeights.load", _hf_parameters),
+    "sglang": ("worker.engines.sglang_holder:SglangHolder.swap", _sglang_parameters),
     "vllm": ("worker.engines.vllm_holder:VllmHolder.swap", _vllm_parameters),
 }
 """Engine → the method by which a rank swaps staged weights in (`module:Class.method`), and what gives the parameters of

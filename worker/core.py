@@ -247,10 +247,6 @@ class WorkerCore:
         decided = here is not None and self.record is not None and self.record.update_id == here.update_id
         return None if here is None or decided or waiting_for == here.update_id else here
 
-    def bars(self, fence: int) -> bool:
-        """Can no coordinator with this fence write the record any more?"""
-        return self.record is not None and self.record.barred >= fence
-
     def _coordinated(self) -> Receiving | None:
         """What a coordinator has begun here: staged, or still received."""
         staged = self.staged

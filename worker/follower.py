@@ -238,7 +238,9 @@ class RecordFollower:
                 return  # a commit was faster, or another decision came
             record = self._core.record
             # Asked in turn with `pause` and `resume`, which write what they want before they ask the workers.
-            pause_s = (await read_pause(self._bus, self._subjects.state)).left_s(time.time())
+            desired = await read_pause(self._bus, self._subjects.state)
+            now = await self._bus.server_time(self._subjects.state) if desired.paused else 0.0
+            pause_s = desired.left_s(now)
             # While the update goes on, the fleet may not be known to stay paused yet, and nobody has resumed it since.
             if record is not None and record.keep_pause and not record.final:
                 pause_s = max(pause_s, ops.DEFAULT_PAUSE_LEASE_S)
@@ -508,7 +510,7 @@ class RecordFollower:
             raise
         try:
             with self._watch.blocking():
-                if core.numerics.flow != "open":  # the running requests' KV is of weights that did not pass
+                if core.numerics.have_run:  # the running requests' KV is of weights that did not pass
                     await self._engine.run(self._adapter.abort(None))
                 taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)
@@ -594,11 +596,7 @@ class RecordFollower:
     async def ask_after_coordinator(self) -> None:
         """A staging, a reception or a roll belongs to a coordinator; when that is gone, the record decides."""
         self._core.ticked(time.monotonic())
-        wanted = self._updates.receiving
-        if wanted is None or wanted.fence is None:
-            self._core.receiving = None
-        else:
-            self._core.receiving = Receiving(wanted.update_id, wanted.fence)
+        self._look_at_receiving()
         if not self._core.depends_on_coordinator():
             return
         # In this order: a session that is over was decided or aborted before, and the record tells which.
@@ -610,23 +608,32 @@ class RecordFollower:
         await self._read()
         if self._core.record is not before:
             return  # a newer decision has a coordinator of its own, which the lock as read knows nothing of
-        given_up = self._core.given_up(session.update_id if session is not None else None)
+        waiting_for = session.update_id if session is not None else None
+        given_up = self._core.given_up(waiting_for)
         if given_up is not None and await self._is_barred(given_up.fence):
-            log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up.update_id)
-            await self._updates.give_up(given_up.update_id)
+            self._look_at_receiving()
+            # Not what the next coordinator has asked for meanwhile.
+            if given_up == self._core.given_up(waiting_for):
+                log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up.update_id)
+                await self._updates.give_up(given_up.update_id)
         self.look()
 
+    def _look_at_receiving(self) -> None:
+        wanted = self._updates.receiving
+        if wanted is None or wanted.fence is None:
+            self._core.receiving = None
+        else:
+            self._core.receiving = Receiving(wanted.update_id, wanted.fence)
+
     async def _is_barred(self, fence: int) -> bool:
-        """Bars a coordinator that has lost the lock from the record, unless another one has: a decision that is still
-        on its way would need what is staged here."""
-        if self._core.bars(fence):
-            return True
+        """Bars a coordinator that has lost the lock from the record: a decision that is still on its way would need
+        what is staged here. False: the record has changed meanwhile."""
         state = self._subjects.state
         entry = await self._bus.get(state, RECORD)
-        if entry is not None and record_of(entry) == self._core.record:
-            await bar(self._bus, state, entry, fence)
-        await self._read()
-        return self._core.bars(fence)
+        if entry is None or record_of(entry) != self._core.record:
+            await self._read()
+            return False
+        return await bar(self._bus, state, entry, fence)
 
     async def abort(self, update_id: str | None, fence: int) -> bool:
         """Whether there was something."""

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 from nats.aio.msg import Msg
 
 from rl_plane.bus import Bus, is_marker
-from rl_plane.lock import fence_of
+from rl_plane.lock import fence_of, raise_sequence
 from rl_plane.subjects import LOCK, Bucket, Entry
 from worker.state import WorkerState
-
-log = logging.getLogger("worker.lock_watch")
-
-FENCE_KEY = "fence"
-"""Of the state bucket: written to raise its sequence."""
-MAX_RAISES = 100_000
-"""Writes that a store may have lost: hours of them."""
 
 
 class LockWatch:
@@ -58,14 +49,8 @@ class LockWatch:
         self._asked_on = connection
 
     async def _raise_fence(self) -> None:
-        """If the store has lost writes that it had acknowledged, the next fences would be ones that workers have left
-        behind: its sequence is raised above them."""
-        if await self._bus.last_sequence(self._bucket) >= self._sequence:
-            return  # only the lock's marker has expired
-        log.warning("the state's store has gone back below the fence %d", self._sequence)
-        for _ in range(MAX_RAISES):
-            if await self._bus.put(self._bucket, FENCE_KEY, b"") > self._sequence:
-                return
+        """Nothing happens where only the lock's marker has expired: the bucket has its sequence still."""
+        await raise_sequence(self._bus, self._bucket, self._sequence)
 
     async def _heard(self, message: Msg) -> None:
         headers = message.headers or {}

@@ -147,7 +147,7 @@ class Worker:
             self.state.close("disabled")
         async with self._follower.changing:
             desired = await read_pause(self.bus, self.subjects.state)
-            left_s = desired.left_s(time.time())
+            left_s = desired.left_s(await self.bus.server_time(self.subjects.state)) if desired.paused else 0.0
             if left_s > 0:
                 if self.state.pause_mode is None:
                     # As long as it takes: a worker whose engine hangs is ended.

@@ -6,7 +6,6 @@ is kept until that one is committed, or the next is opened: an end must not call
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass, replace
 
 from frontend.dialects import DialectPlane
@@ -18,7 +17,8 @@ from rl_plane.update_sessions import SESSION_IDLE_S
 @dataclass(frozen=True, slots=True)
 class _Entry:
     begun_until: float = 0.0
-    """Unix seconds: `begin_weight_update` came, and its trainer may be silent until then. 0: it did not, or is over."""
+    """Unix seconds of the NATS server until which the trainer may be silent after `begin_weight_update`. 0: it has not
+    begun, or it has ended."""
     pause: str = ""
     """The desired pause that `pause_generation` made, as it is written; at another one, the fleet's pause is not its.
     (Its end makes it one of its kind; its sequence would not: a call that fails to replace it writes it anew.)"""
@@ -35,7 +35,7 @@ class Opened:
         self._state = plane.view.subjects.state
 
     async def begin(self) -> None:
-        await self._write(replace(await self._read(), begun_until=time.time() + SESSION_IDLE_S, sent=""))
+        await self._write(replace(await self._read(), begun_until=await self._now() + SESSION_IDLE_S, sent=""))
 
     async def pause(self, *, anew: bool) -> None:
         """The fleet was paused just now. `anew`: for an update of which nothing has come yet."""
@@ -44,14 +44,14 @@ class Opened:
         await self._write(replace(entry, sent="") if anew else entry)
 
     async def is_begun(self) -> bool:
-        return (await self._read()).begun_until > time.time()
+        return (await self._read()).begun_until > await self._now()
 
     async def takes_more(self, update_id: str, *, was_begun: bool = False) -> bool:
         """A part of it has come: will more come, or an end? What was begun waits for it anew. `was_begun`: when the
         part was announced; its trainer was not silent since, however long that took."""
         entry = await self._read()
-        begun = entry.begun_until > (0.0 if was_begun else time.time())
-        until = time.time() + SESSION_IDLE_S if begun else entry.begun_until
+        begun = entry.begun_until > (0.0 if was_begun else await self._now())
+        until = await self._now() + SESSION_IDLE_S if begun else entry.begun_until
         noted = replace(entry, sent=update_id, begun_until=until)
         if noted != entry:
             await self._write(noted)
@@ -65,7 +65,7 @@ class Opened:
     async def is_open(self) -> bool:
         """Will an end come, of one or the other?"""
         entry = await self._read()
-        return entry.begun_until > time.time() or await self._in_pause(entry)
+        return entry.begun_until > await self._now() or await self._in_pause(entry)
 
     async def in_pause(self) -> bool:
         """Will `continue_generation` come?"""
@@ -82,7 +82,11 @@ class Opened:
         if not entry.pause:
             return False
         now = await read_pause(self._bus, self._state)
-        return now.encode().decode() == entry.pause and now.left_s(time.time()) > 0
+        return now.encode().decode() == entry.pause and now.left_s(await self._now()) > 0
+
+    async def _now(self) -> float:
+        """By the server's clock: the next call may come by another frontend."""
+        return await self._bus.server_time(self._state)
 
     async def _read(self) -> _Entry:
         found = await self._bus.get(self._state, OPENED)

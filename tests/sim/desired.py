@@ -9,8 +9,11 @@ from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.sim.checks import CallRecord
 
 if TYPE_CHECKING:
+    from tests.sim.process import Process
     from tests.sim.world import World
 
+MAX_SKEW_S = 60.0
+"""Of two processes' wall clocks, by which a pause ends that a worker reads when it joins."""
 UNSURE_S = 5.0
 """A lease's end, give or take what a call takes."""
 
@@ -50,14 +53,15 @@ class Desired:
             extended = until if paused and call.op not in ("pause", "resume") else 0.0
             until = max(extended, call.ended_at + lease_s)
             paused = call.op != "resume"
-        if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < UNSURE_S + 20.0):
+        unsure_s = UNSURE_S + 20.0 + (2 * MAX_SKEW_S if self._world.clock_drift else 0.0)
+        if self._unknown or paused is None or (paused and abs(until - self._world.loop.now) < unsure_s):
             return None
         return paused and self._world.loop.now < until
 
     def is_disabled(self, instance_id: str) -> bool:
         return self._disabled(instance_id) is True and not self._unknown
 
-    def may_be(self, instance_id: str) -> set[str]:
+    def may_be(self, instance_id: str, process: Process) -> set[str]:
         """The reasons for which it may be closed."""
         reasons = set()
         if self._disabled(instance_id) is not False or (
@@ -66,6 +70,9 @@ class Desired:
             reasons.add("disabled")
         if self._calls("release_memory") and not self.tidied:
             reasons.add("memory")  # who was away when it was resumed has not heard of it
+        canary = self._world.checks.canary_here(process)
+        if canary == "fails" or (canary == "wrong" and not self.tidied):
+            reasons |= {"numerics", "behind"}
         return reasons
 
     def _disabled(self, instance_id: str) -> bool | None:

@@ -1,4 +1,4 @@
-"""The fake engine and the filesystem transport as the simulation has them: watched, and able to fail."""
+"""The fake engine as the simulation has it: watched, and able to fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.errors import EngineFailed
+from rl_plane.errors import EngineFailed, PlaneError, UpdateAborted
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import WeightVersion
+from tests.sim import product
+from tests.sim.sources import SimTransport
 from worker.engines.base import EngineOptions, PauseMode
 from worker.engines.fake import FakeEngine
 from worker.engines.fake_model import FakeTensor
-from worker.transports.base import Places
-from worker.transports.filesystem import FilesystemTransport
+from worker.reception import Cancelled
 
 if TYPE_CHECKING:
     from tests.sim.process import Process
@@ -23,13 +25,15 @@ if TYPE_CHECKING:
 
 
 TRANSPORTS = ("filesystem", "gloo")
-"""The second one brings the same files, but as if they were pushed."""
+"""The second one brings the same files, but as if they were pushed: they can't be fetched again."""
 
 
 class SimEngine(FakeEngine):
     def __init__(self, world: World, process: Process, model: Path) -> None:
         extra = {"token_delay_s": str(world.token_delay_s)}
-        super().__init__(EngineOptions(model, extra=extra), {one: SimTransport(world) for one in TRANSPORTS})
+        super().__init__(
+            EngineOptions(model, extra=extra), {one: SimTransport(one, world, process) for one in TRANSPORTS}
+        )
         self.hung_until = 0.0
         self.failing_swaps = 0
         self._world = world
@@ -46,9 +50,31 @@ class SimEngine(FakeEngine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
         connected = any(bus.conn.is_connected for bus in self._process.buses)
         if connected and not self._closed:  # else nobody hears of it, and its streams count as lost
-            self._world.checks.admitted(self._process, self, request.adapter)
+            self._world.checks.serving.admitted(self._process, self, request.adapter)
         async for delta in super().generate(request):
             yield delta
+
+    def receive(self, staging: str, cancelled: Cancelled) -> PreparedReply:
+        """Called again and again while its bytes are awaited."""
+        if not cancelled():
+            self._check_here(staging)
+        return super().receive(staging, cancelled)
+
+    def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
+        if self._process.plane:
+            raise UpdateAborted("simulated: the trainer can't be reached", field="transport.group")
+        return super().feed(staging, part, cancelled)
+
+    def _check_here(self, staging: str) -> None:
+        opened = product.opened_as(self, staging)
+        if opened is None:
+            return
+        transport, delivery = opened
+        try:
+            transport.check_here(delivery)
+        except PlaneError:
+            self.receiver.discard(staging)
+            raise
 
     async def _turn(self, running: Any) -> None:
         if self.hung_until:
@@ -87,17 +113,3 @@ class SimEngine(FakeEngine):
             self.failing_swaps -= 1
             raise EngineFailed("simulated: the adapter's swap failed")
         return await super().swap_adapter(name, staging, version)
-
-
-class SimTransport(FilesystemTransport):
-    """Its checkpoints can go and come back."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__(Places((world.models[0].parent,)))
-        self._world = world
-
-    def open(self, request: Mapping[str, Any], *kind: Any) -> Any:
-        request = {**request, "backend": "filesystem"}
-        if request.get("path") in self._world.gone:
-            request = {**request, "path": str(request["path"]) + "-gone"}
-        return super().open(request, *kind)

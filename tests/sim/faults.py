@@ -6,6 +6,8 @@ import itertools
 import random
 from dataclasses import dataclass
 
+from tests.sim.desired import MAX_SKEW_S
+from tests.sim.faults_nats import NatsFaults
 from tests.sim.process import Process
 from tests.sim.trainers import KINDS
 from tests.sim.world import World
@@ -32,10 +34,36 @@ FAULTS: dict[Kind, float] = {
     "engine_dies": 0.5,
     "source_gone": 0.7,
     "slow_threads": 0.5,
+    "contend": 3.0,
+    "still_nats": 1.0,
+    "still_disk": 1.0,
+    "pause_machine": 1.5,
+    "clock_step": 1.0,
+    "double": 1.0,
+    "miscompute": 1.5,
+    "cut_plane": 1.0,
+    "write_over": 0.7,
 }
 """How often each happens, relative to the others, in a run that has it."""
-RARE = {"lose_writes": 0.25, "lose_store": 0.2, "stalls": 0.3}
+RARE = {
+    "lose_writes": 0.25,
+    "lose_store": 0.2,
+    "stalls": 0.3,
+    "contend": 0.4,
+    "still_nats": 0.25,
+    "still_disk": 0.25,
+    "pause_machine": 0.2,
+    "clock_step": 0.2,
+    "double": 0.25,
+    "miscompute": 0.3,
+    "cut_plane": 0.3,
+    "write_over": 0.2,
+}
 """In how many runs; the others are in half of them. What these excuse, others could not show."""
+FOCUSED = 0.25
+"""In how many runs little goes wrong, and that often: much at once excuses more than it shows."""
+CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
+"""What only a cluster does, which the protocol does not claim to bear: `--cluster` has them in every run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +78,20 @@ class Scenario:
     client_rate: float
     faults: frozenset[Kind]
     calls: frozenset[str]
+    clocks: bool
+    """Do the clocks of its processes differ?"""
+    canary: bool
+    """Do its trainers say what their weights compute?"""
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> Scenario:
+    def drawn(cls, rng: random.Random, cluster: bool = False) -> Scenario:
         quiet = rng.random() < 0.05
         faults = [kind for kind in FAULTS if not quiet and rng.random() < RARE.get(kind, 0.5)]
+        faults += CLUSTER if cluster else ()
+        calls = [kind for kind in KINDS if rng.random() < (0.1 if kind == "new_run" else 0.4)]
+        if rng.random() < FOCUSED:
+            faults = [*rng.sample([*FAULTS], 2), *(["contend"] if rng.random() < 0.6 else [])]
+            calls = [*rng.sample(KINDS, 1), *(["pause"] if rng.random() < 0.5 else [])]
         return cls(
             workers=rng.choice([1, 2, 2, 3, 3, 3, 4]),
             frontends=rng.choice([1, 2, 2, 3]),
@@ -63,18 +100,22 @@ class Scenario:
             token_delay_s=rng.choice([0.0, 0.02, 0.1]),
             client_rate=rng.choice([4.0, 12.0]),
             faults=frozenset(faults),
-            calls=frozenset(kind for kind in KINDS if rng.random() < (0.1 if kind == "new_run" else 0.4)),
+            calls=frozenset(calls),
+            clocks=rng.random() < 0.3,
+            canary=rng.random() < 0.4,
         )
 
     def __str__(self) -> str:
-        return f"{self.workers} workers, faults {sorted(self.faults)}, calls {sorted(self.calls)}"
+        traits = f"{', clocks' if self.clocks else ''}{', canary' if self.canary else ''}"
+        return f"{self.workers} workers{traits}, faults {sorted(self.faults)}, calls {sorted(self.calls)}"
 
 
-class Faults:
+class Faults(NatsFaults):
     def __init__(self, world: World, scenario: Scenario) -> None:
-        self._world = world
-        self._kinds = [kind for kind in FAULTS if kind in scenario.faults]
-        self._weights = [FAULTS[kind] for kind in self._kinds]
+        super().__init__(world)
+        weights = {**FAULTS, **CLUSTER}
+        self._kinds = [kind for kind in weights if kind in scenario.faults]
+        self._weights = [weights[kind] for kind in self._kinds]
         self._new_ids = (f"{number:016x}" for number in itertools.count(scenario.workers + 1))
 
     def something(self) -> None:
@@ -86,14 +127,22 @@ class Faults:
         """Nothing fails any more, and what was broken is whole again."""
         world, server = self._world, self._world.server
         world.say("rest")
+        self._over = True
         server.lost_answers = server.stalls = server.duplicates = 0.0
+        server.still_until = server.disk_until = 0.0
+        server.old_leader = None
+        if server.holding is not None:
+            server.holding.release()
         world.loop.slow_thread_share = 0.0
-        world.gone.clear()
+        world.sources.gone.clear()
+        world.sources.written()
         server.start()
         for process in world.processes():
             process.thaw()
-        for _, _, engine in world.workers.values():
+            process.plane = ""
+        for engine in world.engines:
             engine.hung_until = engine.failing_swaps = 0
+            engine.miscompute = False
         for instance_id, process in list(world.started.items()):
             if not process.alive:
                 world.start_worker(instance_id)
@@ -143,6 +192,34 @@ class Faults:
             world.say(f"freeze {process.name} for {seconds:.1f} s")
             process.freeze(seconds)
 
+    def _pause_machine(self) -> None:
+        """Its clock does not count the time."""
+        world = self._world
+        if processes := world.processes():
+            process = world.rng.choice(processes)
+            seconds = world.rng.choice([1.0, 3.0, 8.0, 20.0]) * world.rng.uniform(0.5, 1.5)
+            world.say(f"the machine of {process.name} is paused for {seconds:.1f} s")
+            process.freeze(seconds, clock_too=True)
+
+    def _clock_step(self) -> None:
+        world = self._world
+        if world.clock_drift and (processes := world.processes()):
+            process = world.rng.choice(processes)
+            process.clock.skew_s = world.rng.uniform(-MAX_SKEW_S, MAX_SKEW_S)
+            world.say(f"the clock of {process.name} is {process.clock.skew_s:.1f} s ahead")
+
+    def _double(self) -> None:
+        """A process that only stands still is taken for dead, and another one is started under its id."""
+        world, rng = self._world, self._world.rng
+        if (found := self._worker()) is None or found[1].leaving:
+            return
+        instance_id, process = found
+        seconds = rng.choice([1.0, 3.0, 8.0]) * rng.uniform(0.5, 1.5)
+        world.say(f"freeze {process.name} for {seconds:.1f} s, and start another one in its place")
+        process.freeze(seconds)
+        world.doubles.append(process)
+        world.start_worker(instance_id)
+
     def _cut_off(self) -> None:
         """Its connection breaks, and comes back."""
         world = self._world
@@ -163,64 +240,6 @@ class Faults:
         if len(ready) > 1:
             world.leave(world.rng.choice(ready))
 
-    # ---- NATS ----
-
-    def _kill_nats(self, losing: str = "") -> None:
-        world, server, rng = self._world, self._world.server, self._world.rng
-        if not server.up:
-            return
-        away_s = rng.choice([0.05, 0.5, 3.0]) * rng.uniform(0.5, 1.5)
-        world.say(f"kill nats for {away_s:.2f} s {losing}")
-        server.kill()
-        world.outage_s += away_s
-
-        def back() -> None:
-            if not server.up:
-                self._lose(losing)
-                server.start()
-
-        server.later(away_s, back)
-
-    def _lose(self, losing: str) -> None:
-        world, server, rng = self._world, self._world.server, self._world.rng
-        buckets = [world.subjects.state, world.subjects.members]
-        if losing == "store":
-            server.lose_store()
-            for bucket in buckets:
-                world.checks.lost_writes(bucket)
-            return
-        for bucket in buckets if losing else []:
-            chance = rng.random()
-            if chance < 0.4:
-                lost = server.lose_writes(bucket, rng.choice([1, 2, 5, 20]))
-            elif chance < 0.7:
-                lost = server.lose_since(bucket, world.loop.now - rng.uniform(0.0, 6.0))
-            else:
-                continue
-            if lost:
-                world.say(f"the last {lost} writes of {bucket.name} are lost")
-                world.checks.lost_writes(bucket)
-
-    def _lose_writes(self) -> None:
-        self._kill_nats("writes")
-
-    def _lose_store(self) -> None:
-        self._kill_nats("store")
-
-    def _set(self, what: str, *values: float) -> None:
-        value = self._world.rng.choice(values)
-        setattr(self._world.server, what, value)
-        self._world.say(f"{what}: {value}")
-
-    def _lost_answers(self) -> None:
-        self._set("lost_answers", 0.0, 0.01, 0.05)
-
-    def _duplicates(self) -> None:
-        self._set("duplicates", 0.0, 0.02, 0.2)
-
-    def _stalls(self) -> None:
-        self._set("stalls", 0.0, 0.002, 0.01)
-
     # ---- engines and sources ----
 
     def _slow_threads(self) -> None:
@@ -240,6 +259,7 @@ class Faults:
         if world.workers:
             process, _, engine = world.rng.choice(list(world.workers.values()))
             world.say(f"the next swap of {process.name} fails")
+            process.disturb()
             engine.failing_swaps = 1
 
     def _engine_dies(self) -> None:
@@ -248,14 +268,50 @@ class Faults:
             process, _, engine = world.workers.get(found[0], (None, None, None))
             if process is found[1] and engine is not None:
                 world.say(f"the engine of {process.name} dies")
-                process.disturbed_at = world.loop.now
+                process.disturb()
                 process.spawn(engine.close())
+
+    def _miscompute(self) -> None:
+        """From its next swap on, until it is well again."""
+        world = self._world
+        if world.workers:
+            process, _, engine = world.rng.choice(list(world.workers.values()))
+            engine.miscompute = not engine.miscompute
+            process.miscomputed = process.miscomputed or engine.miscompute
+            process.disturb()
+            world.say(f"the engine of {process.name} {'miscomputes' if engine.miscompute else 'is well again'}")
+
+    def _cut_plane(self) -> None:
+        """A worker reaches NATS, but not what brings the weights."""
+        world, rng = self._world, self._world.rng
+        if (found := self._worker()) is None:
+            return
+        process, seconds = found[1], rng.choice([0.5, 3.0, 20.0])
+        process.plane = rng.choice(["fails", "hangs"])
+        process.disturb()
+        world.say(f"what {process.name} wants to receive {process.plane}, for {seconds} s")
+
+        def back() -> None:
+            process.plane = ""
+            process.disturb()
+
+        world.server.later(seconds, back)
 
     def _source_gone(self) -> None:
         world = self._world
-        path = str(world.rng.choice([*world.models[:-1], *world.adapters]))
-        if path in world.gone:
-            world.gone.discard(path)
+        path = str(world.rng.choice([*world.models[:-2], *world.adapters]))
+        gone = world.sources.gone
+        world.sources.failed = True
+        if path in gone:
+            gone.discard(path)
         else:
-            world.gone.add(path)
-        world.say(f"gone: {sorted(one[-2:] for one in world.gone)}")
+            gone.add(path)
+        world.say(f"gone: {sorted(one[-2:] for one in gone)}")
+
+    def _write_over(self) -> None:
+        """A trainer writes a checkpoint over one that was published, while workers may be reading it."""
+        world, rng = self._world, self._world.rng
+        path, other = rng.sample(world.good_models, 2)
+        world.say(f"{other.name} is written over {path.name}")
+        world.sources.write_over(path, other)
+        world.server.later(rng.choice([0.05, 0.5, 3.0]), world.sources.written)

@@ -8,28 +8,42 @@ from collections.abc import Coroutine
 from contextvars import copy_context
 from typing import Any
 
-from tests.sim.sim_nats import SimBus, SimServer
+from tests.sim.clocks import Clock
+from tests.sim.sim_nats import PING_S, SimBus, SimServer
 from tests.sim.virtual_loop import PROCESS, Handle, VirtualLoop
-
-PING_S = (4.0, 6.0)
-"""How long a server waits for the answers to its PINGs."""
 
 
 class Process:
     def __init__(self, loop: VirtualLoop, server: SimServer, name: str) -> None:
         self.name = name
         self.alive = True
+        self.started_at = loop.now
+        self.leaving = False
         self.frozen = False
         self.waiting: list[Handle] = []
+        self.clock = Clock()
         self.buses: list[SimBus] = []
         self.stood_still_s = 0.0
         self.disturbed_at = 0.0
-        """When it, its engine or its connection was last tampered with."""
+        """When it, its engine, its connection or its source was last tampered with."""
+        self.plane = ""
+        """What becomes of bytes that it wants to receive: `fails`, `hangs`; empty: they come."""
+        self.miscomputed = False
+        """Has its engine computed something else than its weights say?"""
         self._thaw_at = 0.0
+        self._clock_stopped_at: float | None = None
         self._loop = loop
         self._server = server
         self._context = copy_context()
         self._context.run(PROCESS.set, self)
+
+    @property
+    def faulty(self) -> bool:
+        """Was it ever tampered with?"""
+        return self.disturbed_at > 0.0
+
+    def disturb(self) -> None:
+        self.disturbed_at = self._loop.now
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._loop.create_task(work, context=self._context.copy())
@@ -46,13 +60,15 @@ class Process:
             if not bus.conn.is_closed:
                 self._server.disconnect(bus.conn, for_good=True)
 
-    def freeze(self, seconds: float) -> None:
-        """SIGSTOP, then SIGCONT: it goes on where it was, late."""
+    def freeze(self, seconds: float, *, clock_too: bool = False) -> None:
+        """SIGSTOP, then SIGCONT: it goes on where it was, late. `clock_too`: its machine is paused, and does not count
+        this time."""
         self.disturbed_at = self._loop.now
         self.stood_still_s += seconds
         self._thaw_at = max(self._thaw_at, self._loop.now + seconds)
         if not self.frozen:
             self.frozen = True
+            self._clock_stopped_at = self._loop.now if clock_too else None
             self._server.later(seconds, self._thaw_if_due)
             self._server.later(self._server.rng.uniform(*PING_S), self._pinged)
 
@@ -76,6 +92,8 @@ class Process:
         if self.frozen:
             self.disturbed_at = self._loop.now
             self.frozen = False
+            if self._clock_stopped_at is not None:
+                self.clock.stood_s += self._loop.now - self._clock_stopped_at
             waiting, self.waiting = self.waiting, []
             self._loop.again(waiting)
 

@@ -7,12 +7,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plane.canary import CanaryRecord, Sequences, Vectors
 from rl_plane.client import RlClient
 from rl_plane.generation import VersionSpan
-from rl_plane.record import DecisionRecord, Held
+from rl_plane.record import DecisionRecord, Held, Source
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
-from worker.engines.fake import FakeEngine
+from worker.engines.fake import FakeEngine, fake_prompt_logprobs
 from worker.worker import Worker
 
 
@@ -27,6 +28,14 @@ class Decision:
     held: Held
     before: Held | None
     """Of a rolling update, while it goes on: what may be served beside it."""
+    missed: bool
+    """It brings the version before back, since every worker failed the canary of the update's own."""
+    fence: int
+    seal: int
+    barred: int
+    canary: CanaryRecord | None
+    sources: tuple[tuple[str, Source], ...]
+    """Digest → whence it can be fetched: of the base and of each adapter, and of what their deltas change."""
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -48,7 +57,63 @@ def decision_of(record: DecisionRecord) -> Decision:
         record.update_id,
         record.held,
         record.rolling_from,
+        record.missed is not None,
+        record.fence,
+        record.seal,
+        record.barred,
+        record.canary,
+        tuple(
+            link
+            for version, source in [
+                (record.version, record.source),
+                *((one.version, one.source) for one in record.adapters.values()),
+            ]
+            for link in source.chain(version.digest)
+        ),
     )
+
+
+def can_be_fetched(decision: Decision, digest_at: Callable[[str | None], str | None]) -> bool:
+    """Can a worker that has nothing bring the version to itself? `digest_at`: of the model that lies under a path now
+    (None: the one that a worker starts with); None where no model lies."""
+    for digest, source in decision.sources:
+        path = source.transport.get("path") if source.transport is not None else None
+        if not source.refetchable or digest_at(path) not in (None, digest):
+            return False
+    return True
+
+
+def vectors_of(digest: str, sequences: Sequences) -> Vectors:
+    """What an engine that computes as it should gives for these sequences."""
+    rows = (fake_prompt_logprobs(digest, list(tokens))[1:] for tokens in sequences)
+    return tuple(tuple(value for value in row if value is not None) for row in rows)
+
+
+def near(one: Vectors, other: Vectors) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(abs(a - b) < 0.01 for left, right in pairs for a, b in zip(left, right, strict=True))
+
+
+def opened_as(engine: FakeEngine, staging: str) -> tuple[Any, Any] | None:
+    """The transport and the delivery of what is opened under this name."""
+    opened = engine.receiver._opened.get(staging)
+    if opened is None:
+        return None
+    reception, delivery = opened
+    return engine.receiver._transport(reception.transport), delivery
+
+
+def watch_staging(worker: Worker, told: Callable[[str], None]) -> None:
+    """Tells of each update that a coordinator has had staged."""
+    updates: Any = worker._updates
+    tell = updates._tell
+
+    def watched(staging: Any) -> None:
+        if staging is not None and staging.wanted.fence is not None:
+            told(staging.wanted.update_id)
+        tell(staging)
+
+    updates._tell = watched
 
 
 def known_to(worker: Worker) -> Decision | None:

@@ -28,16 +28,18 @@ from rl_plane.lock import HeldLock
 from rl_plane.safetensors_file import write_safetensors
 from rl_plane.streams import IncomingStream
 from rl_plane.versions import DTYPE_BYTES, HostTensor, TensorSpec
+from tests.sim.calls import call
+from tests.sim.check_rest import problem as problem_of
 from tests.sim.checks import Violation
 from tests.sim.coverage import recorded
 from tests.sim.faults import Faults, Scenario
-from tests.sim.trainers import ADAPTERS, Trainers, call
+from tests.sim.trainers import ADAPTERS, Trainers
 from tests.sim.virtual_loop import VirtualLoop, virtual_time
 from tests.sim.world import Coordinator, World, sim_connect, watched_lock
 from worker.engines.fake import make_fake_adapter, make_fake_model
 from worker.staging import model_digest
 
-MODELS = 5
+MODELS = 6
 ADAPTER_FILES = 3
 STEPS_S = 4.0
 """Calls and faults a second."""
@@ -48,6 +50,8 @@ REST_S = 200.0
 QUIET_S = 4.0
 """The fleet must not only become whole, but stay so."""
 LOOK_S = 1.0
+MAX_DRIFT = 0.02
+"""By which two clocks run apart, in a second: much more than real ones, and much less than the leases allow for."""
 SHORT_IDLE_S = 3
 """Of a prepared update in some runs: in the others nobody lives to see the end of the real one."""
 
@@ -63,7 +67,7 @@ def models() -> list[Path]:
 @lru_cache(maxsize=1)
 def deltas() -> dict[tuple[str, str], Path]:
     """What leads from each good checkpoint's digest to each other one's."""
-    digests = {model_digest(path): path for path in models()[:-1]}
+    digests = {model_digest(path): path for path in models()[:-2]}
     found = {}
     for (base, old), (digest, new) in permutations(digests.items(), 2):
         path = found[base, digest] = old.parent / f"{old.name}-{new.name}"
@@ -155,16 +159,18 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
         logging.disable(logging.NOTSET)
 
 
-def run_seed(seed: int) -> Result:
+def run_seed(seed: int, cluster: bool = False) -> Result:
+    """`cluster`: with what only a cluster of servers does."""
     models(), adapters(), deltas()  # written outside of the run, which they would change
     with recorded() as reached, _simulated(seed) as (loop, rng):
-        return _run(seed, loop, rng, reached)
+        return _run(seed, loop, rng, reached, Scenario.drawn(rng, cluster))
 
 
-def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) -> Result:
-    world = World(loop, rng, models(), adapters(), deltas())
+def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str], scenario: Scenario) -> Result:
+    tensors = [(name, tensor.spec) for name, tensor in _tensors(models()[0])]
+    world = World(loop, rng, models(), adapters(), deltas(), tensors)
     try:
-        loop.run_until_complete(_life(world))
+        loop.run_until_complete(_life(world, scenario))
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop
         if world.checks.violation is None:
             world.checks.fail("I5", str(error))
@@ -174,12 +180,13 @@ def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) ->
     return Result(seed, checks.violation, world.trace, *counts, frozenset(reached), world.migrated)
 
 
-async def _life(world: World) -> None:
+async def _life(world: World, scenario: Scenario) -> None:
     rng, loop = world.rng, world.loop
-    scenario = Scenario.drawn(rng)
     world.say(str(scenario))
     world.token_delay_s = scenario.token_delay_s
-    faults, trainers = Faults(world, scenario), Trainers(world, scenario.calls)
+    world.clock_drift = MAX_DRIFT if scenario.clocks else 0.0
+    faults, trainers = Faults(world, scenario), Trainers(world, scenario.calls, scenario.canary)
+    world.ask_something = lambda by: _checked(world, trainers.something(by))
     for number in range(1, scenario.workers + 1):
         world.start_worker(f"{number:016x}")
     for _ in range(scenario.frontends):
@@ -229,7 +236,7 @@ async def _become_whole(world: World) -> None:
     while whole_since is None or world.loop.now < whole_since + QUIET_S:
         await asyncio.sleep(LOOK_S)
         running = next((each for each in world.calls if each.ended_at is None and each.by.alive), None)
-        problem = world.checks.problem()
+        problem = problem_of(world)
         if problem is None and running is None:
             whole_since = whole_since or world.loop.now
             continue
@@ -248,7 +255,7 @@ async def _must_work(world: World, trainers: Trainers) -> None:
     async def steps() -> None:
         await trainers.tidy_up(one)
         await _become_whole(world)
-        body = {"transport": {"backend": "filesystem", "path": str(world.models[1])}, "version": "last"}
+        body = {"transport": {"backend": "filesystem", "path": str(world.models[-2])}, "version": "last"}
         if world.members() and await call(world, one, "update_weights", body, "last") is None:
             world.checks.fail("I7", "at rest, an update does not commit")
         served = world.served

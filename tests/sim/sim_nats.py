@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import BusUnreachable
 from rl_plane.subjects import ADVISORY, Bucket, Entry
-from tests.sim.virtual_loop import PROCESS
+from tests.sim.holding import Holding
+from tests.sim.sim_store import MARKER_S, Key, SimStore, Stream
+from tests.sim.virtual_loop import PROCESS, VirtualLoop
 
 DELAY_S = (0.0001, 0.003)
 SLOW_S = (0.05, 0.6)
@@ -31,8 +33,9 @@ STALL_S = (0.6, 8.0)
 LATE_S = (0.0, 6.0)
 """How much later the second copy of a request comes."""
 RECONNECT_S = (0.05, 0.4)
+PING_S = (4.0, 6.0)
+"""How long a server and its clients wait for the answers to their PINGs."""
 TIMEOUT_S = 2.0
-MARKER_S = 60.0
 
 
 @dataclass(slots=True)
@@ -41,28 +44,6 @@ class SimMsg:
     reply: str
     data: bytes
     headers: dict[str, str] | None = None
-
-
-@dataclass(slots=True)
-class _Key:
-    sequence: int
-    value: bytes | None
-    expired: bool = False
-    timer: Any = None
-    expires_at: float | None = None
-
-
-@dataclass(slots=True)
-class _Stream:
-    bucket: Bucket
-    last: int
-    keys: dict[str, _Key] = field(default_factory=dict)
-    log: list[tuple[float, int, str, _Key | None]] = field(default_factory=list)
-    """Of each write: when, the last sequence before it, its key, and what that held: to undo it."""
-
-    def matching(self, keys: str) -> list[str]:
-        """`prefix.>`, or `>` for all."""
-        return [key for key in self.keys if key.startswith(keys.removesuffix(">"))]
 
 
 @dataclass(slots=True, eq=False)
@@ -172,9 +153,12 @@ class SimBus(Bus):
             subscription.task = asyncio.get_running_loop().create_task(subscription.run(), name=f"sub {self.name}")
         return subscription
 
-    async def _request(self, work: Callable[[], Any]) -> Any:  # type: ignore[override]
+    async def _request(  # type: ignore[override]
+        self, work: Callable[[], Any], *, on_disk: bool = True
+    ) -> Any:
         """`work` is done by the server. What is sent, and what is answered, may be late or lost."""
         server, conn = self.server, self.conn
+        restarts = server.restarts
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def answered(result: Any, client_id: int) -> None:
@@ -185,7 +169,10 @@ class SimBus(Bus):
                     answer.set_result(result)
 
         def arrive() -> None:
-            if not server.up:
+            if not server.up or server.restarts != restarts:
+                return
+            if on_disk and server.loop.now < server.disk_until:
+                server.at(server.disk_until, arrive)
                 return
             try:
                 result = work()
@@ -202,7 +189,7 @@ class SimBus(Bus):
             raise BusUnreachable("simulated: NATS does not answer", retry_after_s=1.0) from None
 
     async def flush(self) -> None:
-        await self._request(lambda: None)
+        await self._request(lambda: None, on_disk=False)
 
     async def ensure_bucket(self, bucket: Bucket) -> None:
         await self._request(lambda: self.server.make(bucket))
@@ -221,33 +208,44 @@ class SimBus(Bus):
         ttl_s: int | None = None,
         while_key: tuple[str, int] | None = None,
     ) -> int:
-        sequence: int = await self._request(lambda: self.server.write(bucket, key, value, last, ttl_s, while_key))
+        self._hold_back(bucket, key)
+        sequence: int = await self._request(
+            lambda: self.server.write_of(self.conn, bucket, key, value, last, ttl_s, while_key)
+        )
         return sequence
+
+    def _hold_back(self, bucket: Bucket, key: str) -> None:
+        if self.server.holding is not None:
+            self.server.holding.sending(self.conn, bucket, key)
 
     async def purge(self, bucket: Bucket, key: str, last: int) -> int:
         sequence: int = await self._request(
-            lambda: self.server.write(bucket, key, None, last, int(MARKER_S), None)
+            lambda: self.server.write_of(self.conn, bucket, key, None, last, int(MARKER_S), None)
         )
         return sequence
 
     async def get(self, bucket: Bucket, key: str) -> Entry | None:
         def read() -> Entry | None:
-            found = self.server.stream(bucket).keys.get(key)
+            found = self.server.told(self.conn, bucket).keys.get(key)
             return Entry(key, found.value, found.sequence, found.expired) if found else None
 
         entry: Entry | None = await self._request(read)
         return entry
 
     async def last_sequence(self, bucket: Bucket) -> int:
-        last: int = await self._request(lambda: self.server.stream(bucket).last)
+        last: int = await self._request(lambda: self.server.told(self.conn, bucket).last)
         return last
+
+    async def server_time(self, bucket: Bucket) -> float:
+        now: float = await self._request(lambda: 1.7e9 + self.server.loop.time())
+        return now
 
     async def read_all(self, bucket: Bucket) -> tuple[list[Entry], int]:
         return await self.read_keys(bucket, ">")
 
     async def read_keys(self, bucket: Bucket, keys: str) -> tuple[list[Entry], int]:
         def read() -> tuple[list[Entry], int]:
-            stream = self.server.stream(bucket)
+            stream = self.server.told(self.conn, bucket)
             found = [
                 Entry(key, stream.keys[key].value, stream.keys[key].sequence) for key in stream.matching(keys)
             ]
@@ -268,13 +266,24 @@ class SimBus(Bus):
         await self._request(shorten)
 
 
-class SimServer:
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random) -> None:
-        self.loop = loop
-        self.rng = rng
+@dataclass(frozen=True, slots=True)
+class OldLeader:
+    """Of a cluster: a node that was cut off from the others, and has not noticed yet that it leads no more."""
+
+    conns: Sequence[SimConn]
+    """Whose reads it answers."""
+    since: float
+
+
+class SimServer(SimStore):
+    def __init__(self, loop: VirtualLoop, rng: random.Random) -> None:
+        super().__init__(loop, rng)
         self.id = "SIM"
-        self.up = True
         self.up_since = 0.0
+        self.stood_still = False
+        """Has it, or its disk, ever?"""
+        self.disk_until = 0.0
+        """Its disk stands still until then: reads and writes of buckets wait, and are done later."""
         self.restarts = 0
         self.lost_answers = 0.0
         self.stalls = 0.0
@@ -285,16 +294,29 @@ class SimServer:
         """Of the requests, how many come twice."""
         self.numbers = itertools.count(1)
         self.conns: list[SimConn] = []
-        self.streams: dict[str, _Stream] = {}
-        self.on_write: Callable[[Bucket, str, bytes | None, int], None] = lambda bucket, key, value, sequence: None
-        self._context = copy_context()
+        self.on_replaced: Callable[[str, Bucket, str, Key, bytes | None], None] = lambda *_: None
+        """Called with who has written over which value of a key."""
+        self.holding: Holding | None = None
+        """Messages to the server that are held back now."""
+        self.old_leader: OldLeader | None = None
         self._exact: dict[str, list[_Subscription]] = {}
         self._patterns: list[_Subscription] = []
         self._free_at: dict[tuple[int, int], float] = {}
 
-    def later(self, delay: float, work: Callable[..., None], *args: Any) -> None:
-        """Whatever becomes of the process that runs now."""
-        self.loop.call_later(delay, work, *args, context=self._context)
+    def told(self, conn: SimConn, bucket: Bucket) -> Stream:
+        """What this client reads."""
+        stream, old = self.stream(bucket), self.old_leader
+        return stream.as_of(old.since) if old is not None and conn in old.conns else stream
+
+    def write_of(self, conn: SimConn, *write: Any) -> int:
+        if self.old_leader is not None and conn in self.old_leader.conns:
+            raise BusUnreachable("simulated: the leader has no quorum")
+        bucket, key, value, *_ = write
+        before = self.value(bucket, key)
+        sequence = self.write(*write)
+        if before is not None and before.value:
+            self.on_replaced(conn.name, bucket, key, before, value)
+        return sequence
 
     def delay(self) -> float:
         chance = self.rng.random()
@@ -356,19 +378,23 @@ class SimServer:
 
     def _travel(self, source: int, to: int, arrive: Callable[[], None]) -> None:
         pair = (source, to)
-        at = max(self.loop.time() + self.delay(), self._free_at.get(pair, 0.0) + 1e-6)
+        at = max(self.loop.now + self.delay(), self._free_at.get(pair, 0.0) + 1e-6, self.still_until)
         self._free_at[pair] = at
-        self.loop.call_at(at, arrive, context=self._context)
+        self.at(at, arrive)
 
     def arrive_from(self, conn: SimConn, arrive: Callable[[], None]) -> None:
         """A client's message for the server itself: JetStream's. In flight it dies with the connection."""
         client_id, restarts = conn.client_id, self.restarts
+        in_its_buffer = self.still  # which it reads to the end, whatever has become of the client
 
         def arrived() -> None:
-            if conn.client_id == client_id and self.restarts == restarts:
+            if self.restarts == restarts and (in_its_buffer or conn.client_id == client_id):
                 arrive()
 
-        self._travel(conn.client_id, 0, arrived)
+        if self.holding is not None and self.holding.takes(conn):
+            self.holding.add(lambda: self._travel(client_id, 0, arrived))
+        else:
+            self._travel(client_id, 0, arrived)
 
     def _deliver(self, source: SimConn | None, subscription: _Subscription, message: SimMsg) -> None:
         conn, client_id = subscription.conn, subscription.conn.client_id
@@ -378,90 +404,6 @@ class SimServer:
                 subscription.inbox.put_nowait(message)
 
         self._travel(source.client_id if source else 0, client_id, arrive)
-
-    # ---- streams ----
-
-    def make(self, bucket: Bucket) -> None:
-        """As `Bus.ensure_bucket` makes it: from the Unix milliseconds of now on."""
-        first = int((1.7e9 + self.loop.time()) * 1000)
-        if bucket.name not in self.streams:
-            self.streams[bucket.name] = _Stream(bucket, first - 1)
-
-    def stream(self, bucket: Bucket) -> _Stream:
-        if bucket.name not in self.streams:
-            raise BusUnreachable(f"simulated: no stream {bucket.name}")
-        return self.streams[bucket.name]
-
-    def write(
-        self,
-        bucket: Bucket,
-        key: str,
-        value: bytes | None,
-        last: int | None,
-        ttl_s: int | None,
-        while_key: tuple[str, int] | None,
-        expired: bool = False,
-    ) -> int:
-        stream = self.stream(bucket)
-        watched, expected = while_key if while_key is not None else (key, last)
-        if expected is not None:
-            found = stream.keys.get(watched)
-            if (found.sequence if found else 0) != expected:
-                raise WrongSequence(f"simulated: {key}")
-        if (before := stream.keys.get(key)) is not None and before.timer is not None:
-            before.timer.cancel()
-        stream.log.append((self.loop.time(), stream.last, key, before))
-        stream.last += 1
-        entry = stream.keys[key] = _Key(stream.last, value, expired)
-        if ttl_s is not None:
-            entry.expires_at = self.loop.time() + ttl_s
-            self._set_timer(stream, key, entry)
-        headers = {"Nats-Sequence": str(stream.last)}
-        if value is None:
-            headers["Nats-Marker-Reason" if expired else "KV-Operation"] = "MaxAge" if expired else "PURGE"
-        self.publish(None, bucket.feed(key), value or b"", headers=headers)
-        self.on_write(bucket, key, value, stream.last)
-        return stream.last
-
-    def _set_timer(self, stream: _Stream, key: str, entry: _Key) -> None:
-        assert entry.expires_at is not None
-        entry.timer = self.loop.call_at(
-            max(entry.expires_at, self.loop.time()), self._expire, stream, key, entry, context=self._context
-        )
-
-    def _expire(self, stream: _Stream, key: str, entry: _Key) -> None:
-        if self.streams.get(stream.bucket.name) is not stream or stream.keys.get(key) is not entry:
-            return
-        if not self.up:  # it looks when it is back
-            entry.expires_at = self.loop.time() + 0.2
-            self._set_timer(stream, key, entry)
-        elif entry.value is None:
-            del stream.keys[key]
-        else:
-            self.write(stream.bucket, key, None, None, int(MARKER_S), None, expired=True)
-
-    def lose_writes(self, bucket: Bucket, count: int) -> int:
-        """The newest writes of a bucket were acknowledged, and are gone; how many."""
-        stream = self.streams.get(bucket.name)
-        lost = 0
-        while stream is not None and stream.log and lost < count:
-            _, stream.last, key, before = stream.log.pop()
-            now = stream.keys.pop(key, None)
-            if now is not None and now.timer is not None:
-                now.timer.cancel()
-            if before is not None:
-                stream.keys[key] = before
-                if before.expires_at is not None:
-                    self._set_timer(stream, key, before)
-            lost += 1
-        return lost
-
-    def lose_since(self, bucket: Bucket, at: float) -> int:
-        stream = self.streams.get(bucket.name)
-        return self.lose_writes(bucket, sum(when >= at for when, *_ in stream.log)) if stream is not None else 0
-
-    def lose_store(self) -> None:
-        self.streams.clear()
 
     # ---- connections and restarts ----
 
@@ -483,7 +425,7 @@ class SimServer:
     def _reconnect(self, conn: SimConn) -> None:
         if conn.is_closed or conn.is_connected:
             return
-        if not self.up or (conn.process is not None and conn.process.frozen):
+        if not self.up or self.still or (conn.process is not None and conn.process.frozen):
             self.later(self.rng.uniform(*RECONNECT_S), self._reconnect, conn)
             return
         conn.client_id = next(self.numbers)
@@ -492,12 +434,25 @@ class SimServer:
         conn.send_pending()
         conn.context.run(self.loop.create_task, conn.bus._reconnected(), name=f"reconnected {conn.name}")
 
+    def stand_still(self, seconds: float) -> None:
+        """SIGSTOP, then SIGCONT. Its clients give their connections up, as it does theirs, if it takes too long."""
+        self.still_until, self.stood_still = self.loop.now + seconds, True
+        for conn in sorted(self.conns, key=lambda each: each.client_id):
+            patience = self.rng.uniform(*PING_S)
+            if patience < seconds:
+                self.later(patience, self._given_up, conn, conn.client_id)
+
+    def _given_up(self, conn: SimConn, client_id: int) -> None:
+        if self.still and conn.is_connected and conn.client_id == client_id:
+            self.disconnect(conn, for_good=False)
+
     def kill(self) -> None:
         self.up = False
+        self.still_until = self.disk_until = 0.0
         self.restarts += 1
         for conn in sorted(self.conns, key=lambda each: each.client_id):
             self.disconnect(conn, for_good=False)
 
     def start(self) -> None:
         if not self.up:
-            self.up, self.up_since = True, self.loop.time()
+            self.up, self.up_since = True, self.loop.now

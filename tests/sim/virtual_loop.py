@@ -2,7 +2,8 @@
 
 Nothing waits: a minute of a fleet's life takes milliseconds. Each callback runs in the process (`PROCESS`) of the
 task that asked for it: those of a frozen process wait for its thaw, as after SIGSTOP; those of a dead one never run,
-as after SIGKILL, so that no clean-up gives a last word.
+as after SIGKILL, so that no clean-up gives a last word. Each process has clocks of its own: `time` is the monotonic
+clock of the process that runs now, and a timer is set by the clock of the process that it belongs to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
+from tests.sim.clocks import UNIX_S, Clock
+
 THREAD_DELAY_S = (0.0, 0.02)
 """What runs on a thread is done at once in real time, and takes so long in virtual time."""
 PRUNE_AT = 500
@@ -30,12 +33,24 @@ CLOSING_TURNS = 100
 """Of the loop, at the end: nested clean-ups end one after another."""
 
 
+ROUNDING_S = 1e-9
+"""By which a time that was converted between two clocks may be off."""
+LATE_S = 1e-6
+BLOCKED_LOOK_S = 0.05
+"""How often a thread that is blocked looks whether it can go on."""
+
+
+class Blocked(Exception):
+    """What runs on a thread would wait here: it is called again a moment later."""
+
+
 class Life(Protocol):
     """What the loop knows of a process."""
 
     alive: bool
     frozen: bool
     waiting: list[Handle]
+    clock: Clock
 
 
 PROCESS: ContextVar[Any] = ContextVar("process", default=None)
@@ -43,7 +58,7 @@ PROCESS: ContextVar[Any] = ContextVar("process", default=None)
 
 
 class Handle:
-    __slots__ = ("_when", "args", "callback", "context", "dead", "loop")
+    __slots__ = ("_when", "args", "callback", "context", "dead", "due", "loop", "process")
 
     def __init__(
         self, loop: VirtualLoop, callback: Callable[..., Any], args: tuple[Any, ...], context: Context, when: float
@@ -52,7 +67,11 @@ class Handle:
         self.callback = callback
         self.args = args
         self.context = context
+        self.process: Life | None = context.get(PROCESS)
+        self.due = when
+        """By the clock of the process. 0: at once."""
         self._when = when
+        """Not 0 while the timer runs."""
         self.dead = False
 
     def cancel(self) -> None:
@@ -103,7 +122,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_task_factory(lambda loop, work, **more: SimTask(work, loop=loop, **more))
 
     def time(self) -> float:
-        return self.now
+        process: Life | None = PROCESS.get()
+        return self.now if process is None else process.clock.monotonic(self.now)
+
+    def wall(self) -> float:
+        process: Life | None = PROCESS.get()
+        return UNIX_S + self.now if process is None else process.clock.wall(self.now)
 
     def get_debug(self) -> bool:
         return False
@@ -120,18 +144,38 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
+        """`when`: by the clock of the process that the context belongs to."""
         handle = Handle(self, callback, args, context if context is not None else copy_context(), when)
-        heapq.heappush(self._timers, (when, next(self._order), handle))
+        self._set(handle)
         return handle
+
+    def _set(self, handle: Handle) -> None:
+        handle._when = handle.due
+        when, process = handle.due, handle.process
+        if process is not None and not process.clock.is_true:
+            when = process.clock.at(when) + LATE_S  # or rounding could let its clock show less when it rings
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+
+    def _is_early(self, handle: Handle) -> bool:
+        """Has the clock of its process stood still since the timer was set?"""
+        process = handle.process
+        return process is not None and handle.due > 0 and process.clock.at(handle.due) > self.now + ROUNDING_S
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        context = context if context is not None else copy_context()
+        process: Life | None = context.get(PROCESS)
+        now = self.now if process is None else process.clock.monotonic(self.now)
+        return self.call_at(now + delay, callback, *args, context=context)
 
     def again(self, handles: list[Handle]) -> None:
         """What a process was about to do when it was stopped."""
-        self._queue.extend(handles)
+        for handle in handles:
+            if self._is_early(handle):
+                self._set(handle)
+            else:
+                self._queue.append(handle)
 
     def bury(self, processes: Iterable[Life]) -> None:
         """Cancels whatever still runs, also in dead processes, until all has ended."""
@@ -174,6 +218,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle = heapq.heappop(timers)[2]
             if handle.dead:
                 self.cancelled -= 1
+            elif self._is_early(handle):
+                self._set(handle)
             else:
                 handle._when = 0.0
                 queue.append(handle)
@@ -181,7 +227,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle = queue.popleft()
             if handle.dead:
                 continue
-            process: Life | None = handle.context.get(PROCESS)
+            process = handle.process
             if process is not None and (process.frozen or not process.alive) and not self._burying:
                 process.waiting.append(handle)
                 continue
@@ -202,6 +248,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 return
             try:
                 future.set_result(func(*args))
+            except Blocked:
+                self.call_later(BLOCKED_LOOK_S, run)
             except Exception as error:
                 future.set_exception(error)
 
@@ -218,10 +266,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 @contextmanager
 def virtual_time(loop: VirtualLoop) -> Iterator[None]:
-    """`time.monotonic` and `time.time` are the loop's, for everybody."""
+    """`time.monotonic` and `time.time` are the clocks of the process that runs now."""
     real = time.monotonic, time.time
-    time.monotonic = lambda: loop.now
-    time.time = lambda: 1.7e9 + loop.now
+    time.monotonic = loop.time
+    time.time = loop.wall
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.lock import HeldLock
 from rl_plane.membership import Member, fingerprint
 from rl_plane.subjects import MEMBER_PREFIX, SESSION, Entry, Subjects
+from rl_plane.versions import TensorSpec
 from tests.sim import product
 from tests.sim.checks import CALL, CallRecord, Checks
-from tests.sim.desired import Desired
+from tests.sim.desired import MAX_SKEW_S, Desired
 from tests.sim.engine import TRANSPORTS, SimEngine
 from tests.sim.process import InlineEngine, Process
 from tests.sim.sim_nats import SimServer
+from tests.sim.sources import Sources
 from tests.sim.virtual_loop import PROCESS, VirtualLoop
 from worker.staging import model_digest
 from worker.worker import Worker
@@ -58,6 +60,8 @@ class World:
     adapters: list[Path]
     deltas: dict[tuple[str, str], Path]
     """By the digests of the version before and the one after."""
+    tensors: list[tuple[str, TensorSpec]]
+    """Of each good checkpoint."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,22 +69,40 @@ class World:
         self.server = SimServer(self.loop, self.rng)
         self.checks = Checks(self)
         self.server.on_write = self.checks.written
+        self.server.on_replaced = self.checks.replaced
         self.desired = Desired(self)
         self.numbers = itertools.count(1)
         self.token_delay_s = 0.0
-        self.gone: set[str] = set()
-        """Checkpoints that are not there now."""
+        self.sources = Sources(self.rng, self.models)
         self.all_processes: list[Process] = []
         self.workers: dict[str, tuple[Process, Worker, SimEngine]] = {}
         self.started: dict[str, Process] = {}
         """The newest process of each instance id; it is in `workers` once its engine is built."""
         self.coordinators: list[Coordinator] = []
         self.calls: list[CallRecord] = []
+        self.memory_at = 0.0
+        """When memory was last released."""
         self.outage_s = 0.0
         """How long the server was away, all together."""
+        self.reset_at = 0.0
+        """When an operator last overwrote weights with noise."""
+        self.clock_drift = 0.0
+        """By how much the clocks of two processes run apart, at most, in a second."""
+        self.doubles: list[Process] = []
+        """Whose instance id another process has taken, while they stood still."""
+        self.engines: list[SimEngine] = []
+        self._worker_of: dict[Process, Worker] = {}
+        self.ask_something: Callable[[Coordinator], Any] = lambda by: None
+        """One call of a trainer by way of this coordinator."""
         self.served = self.committed = self.refused = 0
         self.migrated = 0
         """Choices that went on at another worker."""
+
+    @property
+    def good_models(self) -> list[Path]:
+        """What trainers publish. Before them is what workers start with, after them what is used at rest alone, then
+        what fits no worker."""
+        return self.models[1:-2]
 
     def say(self, text: str) -> None:
         self.trace.append(f"{self.loop.now - 1000:9.4f} {text}")
@@ -88,9 +110,36 @@ class World:
     # ---- what there is ----
 
     def live_workers(self) -> Iterator[tuple[Process, Worker]]:
-        for process, worker, _ in list(self.workers.values()):
-            if process.alive:
+        for process, worker in list(self._worker_of.items()):
+            if process.alive and not self.is_replaced(process):
                 yield process, worker
+
+    def is_replaced(self, process: Process) -> bool:
+        """Does another living process have its instance id?"""
+        worker = self._worker_of.get(process)
+        newest = self.workers[product.instance_id(worker)][0] if worker is not None else process
+        return newest is not process and newest.alive
+
+    def witnesses(self) -> Iterator[Worker]:
+        """All workers that know something, also those that should have ended."""
+        return (worker for process, worker in self._worker_of.items() if process.alive)
+
+    def worker_of(self, process: Process) -> Worker | None:
+        return self._worker_of.get(process)
+
+    def anything_wrong(self) -> bool:
+        """Has something happened in this run that may keep a worker from the committed weights, or from saying that it
+        has them, though nothing was done to this worker?"""
+        away = self.outage_s > 0.0 or self.server.stalled or self.server.stood_still
+        return bool(away or self.sources.failed or self.reset_at or self.checks.lost_at or self.memory_at)
+
+    def has_double(self, process: Process) -> bool:
+        """Does another living process answer under its instance id?"""
+        mine = self._worker_of[process]
+        return any(
+            worker is not mine and product.instance_id(worker) == product.instance_id(mine)
+            for worker in self.witnesses()
+        )
 
     def frontends(self) -> list[Coordinator]:
         return [one for one in self.alive() if one.frontend is not None]
@@ -99,7 +148,7 @@ class World:
         return [one for one in self.coordinators if one.process.alive]
 
     def processes(self) -> list[Process]:
-        found = [*self.started.values(), *(one.process for one in self.coordinators)]
+        found = [*self.started.values(), *self.doubles, *(one.process for one in self.coordinators)]
         return [process for process in found if process.alive]
 
     def undisturbed(self, process: Process, seconds: float) -> bool:
@@ -133,8 +182,16 @@ class World:
 
     def process(self, name: str) -> Process:
         process = Process(self.loop, self.server, name)
+        if self.clock_drift:
+            self.set_clocks(process)
         self.all_processes.append(process)
         return process
+
+    def set_clocks(self, process: Process) -> None:
+        rng = self.rng
+        process.clock.offset = rng.uniform(0.0, 1e6)
+        process.clock.rate = 1.0 + rng.uniform(-0.5, 0.5) * self.clock_drift
+        process.clock.skew_s = rng.choice([0.0, 1.0, 10.0, MAX_SKEW_S]) * rng.uniform(-1.0, 1.0)
 
     def start_worker(self, instance_id: str) -> None:
         process = self.started[instance_id] = self.process(f"worker {instance_id[-2:]}.{next(self.numbers)}")
@@ -156,12 +213,16 @@ class World:
                     "model": "m",
                     "model_path": str(self.models[0]),
                     "max_model_len": 4096,
+                    "world_size": 1,
                     "transports": list(TRANSPORTS),
                 },
                 model_digest=model_digest(self.models[0]),
                 on_end=lambda why, code: self._ended(instance_id, process, why),
             )
+            self._worker_of[process] = worker
+            self.engines.append(engine)
             product.watch_ops(worker, lambda request: self.checks.doing(process, worker, request))
+            product.watch_staging(worker, lambda update_id: self.checks.holds_staged(process, update_id))
             self.workers[instance_id] = (process, worker, engine)
             try:
                 await worker.start()
@@ -185,7 +246,8 @@ class World:
         """SIGTERM: it drains and leaves."""
         process, worker, _ = self.workers[instance_id]
         del self.started[instance_id]
-        process.disturbed_at = self.loop.now
+        process.disturb()
+        process.leaving = True
         self.say(f"{process.name} leaves")
 
         async def stop() -> None:
@@ -260,13 +322,13 @@ class World:
         except PlaneError as error:
             self.say(f"generate: {error.code}")
             if tokens and error.code in ("worker_lost", "engine_failed"):
-                self.checks.failed_stream(process, by, f"{error.code}: {error.message}", start)
+                self.checks.answers.failed_stream(process, by, f"{error.code}: {error.message}", start)
             return
         self.served += 1
         self.migrated += len(seams) > 1
         if demands.one_version and len(spans) > 1:
             self.checks.fail("I3", f"{process.name} delivers tokens of several versions, and one was demanded")
-        self.checks.completed(process.name, prompt, tokens, spans, start, list(seams))
+        self.checks.serving.completed(process.name, prompt, tokens, spans, start, list(seams))
 
 
 # ---- what is put into the product, to watch it and to connect it ----
