@@ -273,3 +273,24 @@ async def test_wrong_weights_in_one_rank_are_never_served(
     await fleet.plane.until(lambda: all_serve(client, label), HEAL_S)
     await proven(http, fleet, label, base)
     await client.run("destroy_transport", {"backend": weight_faults.BACKEND, "workers": [faulty]})
+
+
+async def test_an_engine_that_is_wrong_after_every_swap_stays_closed(
+    fleet: MoeFleet, client: RlClient, http: httpx.AsyncClient
+) -> None:
+    """It heals once its fault is gone and it is enabled again."""
+    if len(fleet.ids) == 1:
+        pytest.skip("another worker must be right")
+    one, two, faulty = fleet.base(1), fleet.base(2), fleet.ids["vllm"]
+    await client.run("update_weights", update_of(one, "one"))
+    always = weight_faults.fault("vllm", "w2_weight", -1.0, swaps=1000)
+    await client.run("init_transport", {**always, "workers": [faulty]})
+    reply = await client.run("update_weights", update_of(two, "two", canary=canary_of(two)))
+    assert reply["excluded"] == [faulty]
+    with pytest.raises(NotAdmitted):
+        await Stream(client, faulty, PROMPT, TOKENS).end()
+    never = weight_faults.fault("vllm", "w2_weight", -1.0, swaps=0)
+    await client.run("init_transport", {**never, "workers": [faulty]})
+    await client.run("enable", {"workers": [faulty]})
+    await fleet.plane.until(lambda: all_serve(client, "two"), HEAL_S)
+    await proven(http, fleet, "two", two)
