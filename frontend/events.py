@@ -4,9 +4,11 @@ Each event has `id` (rising, over restarts too), `event` (its kind) and `data` (
 
 - `member`      {change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}
 - `update`      {change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
-                 excluded?, state?}; `committed` when it is decided, `finished` when the outcome of each worker is
-                 known. `version` is what the update made, of the base or of an adapter; `committed` also has
-                 `state`: {version, adapters}, what is to be served from now on
+                 excluded?, canary?, state?}; `committed` when it is decided, `finished` when the outcome of each
+                 worker is known. `version` is what the update made, of the base or of an adapter; `committed` also
+                 has `state`: {version, adapters}, what is to be served from now on. `canary` is what the numeric
+                 canary has shown: {action, scored, failed, reasons?, against?, difference?, mismatch_kl?,
+                 tolerance?, warning?}
 - `admission`   {instance_id, incarnation, open, reasons, paused, version, sequence, adapters}: one of these has
                  changed
 - `end`         {reason: slow | stopping}: the last event; connect again, and read the state
@@ -25,6 +27,7 @@ from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
+from frontend.canary_counts import CanaryCounts
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.http import to_json
 from rl_plane.bus import is_marker
@@ -88,6 +91,7 @@ class FleetEvents:
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
         """By the last update that was told as committed."""
+        self.canaries = CanaryCounts()
         self._updates: dict[tuple[str, str, float | None], None] = {}
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
@@ -218,4 +222,7 @@ class FleetEvents:
             told["error"] = {key: entry.error.get(key) for key in ("code", "message")}
         if entry.excluded:
             told["excluded"] = list(entry.excluded)
+        if entry.canary is not None:
+            told["canary"] = dict(entry.canary)
+            self.canaries.take(entry.canary)
         self._tell("update", told)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from frontend.canary_counts import CanaryCounts
+
 Sample = tuple[Mapping[str, str], float]
 
 
@@ -23,6 +25,8 @@ def frontend_metrics(
     *,
     workers: int,
     admitted: int,
+    closed: Mapping[str, int],
+    canaries: CanaryCounts,
     epoch: int,
     sequence: int | None,
     outcomes: Mapping[str, int],
@@ -35,6 +39,18 @@ def frontend_metrics(
     parts = [
         metric("rl_plane_workers", "gauge", "Workers in the fleet.", [({}, workers)]),
         metric("rl_plane_workers_admitted", "gauge", "Workers that take generation.", [({}, admitted)]),
+        metric(
+            "rl_plane_workers_closed",
+            "gauge",
+            "Workers that take no generation, by reason.",
+            [({"reason": reason}, count) for reason, count in sorted(closed.items())],
+        ),
+        metric(
+            "rl_plane_canary_failures_total",
+            "counter",
+            "Workers that failed the numeric canary of an update, by reason.",
+            [({"reason": reason}, count) for reason, count in sorted(canaries.failures.items())],
+        ),
         metric("rl_plane_membership_epoch", "gauge", "Grows with each join and leave.", [({}, epoch)]),
         metric(
             "rl_plane_generation_requests_total",
@@ -59,6 +75,12 @@ def frontend_metrics(
     if sequence is not None:
         words = "The sequence of what is committed."
         parts.append(metric("rl_plane_committed_sequence", "gauge", words, [({}, sequence)]))
+    if canaries.difference is not None:
+        words = "The largest difference of a log probability in the canary of the last update."
+        parts.append(metric("rl_plane_canary_difference", "gauge", words, [({}, canaries.difference)]))
+    if canaries.mismatch_kl is not None:
+        words = "The mismatch_kl of the same canary."
+        parts.append(metric("rl_plane_canary_mismatch_kl", "gauge", words, [({}, canaries.mismatch_kl)]))
     if lease is not None:
         words = "Whether this frontend may route generation: it has confirmed what is committed."
         parts.append(metric("rl_plane_serving_lease", "gauge", words, [({}, lease)]))

@@ -115,6 +115,8 @@ class Frontend:
         return frontend_metrics(
             workers=len(snapshot),
             admitted=len(self.status.admitted()),
+            closed=self.status.closed_by_reason(),
+            canaries=self.events.canaries,
             epoch=snapshot.epoch,
             sequence=record.sequence if record else None,
             outcomes=self.generation.outcomes,

@@ -14,6 +14,7 @@ Two workers that differ where none of the three tells who is right are a *tie*, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median_low
@@ -125,8 +126,11 @@ class Settlement:
             key=lambda verdict: verdict.difference or 0.0,
             default=None,
         )
-        failed = sum(not verdict.passed for verdict in self.verdicts.values())
+        reasons = Counter(verdict.reason for verdict in self.verdicts.values() if verdict.reason is not None)
+        failed = sum(reasons.values())
         wire: dict[str, Any] = {"action": self.action, "scored": len(self.verdicts), "failed": failed}
+        if reasons:
+            wire["reasons"] = dict(reasons)
         if worst is not None:
             wire |= {
                 "against": worst.against,

@@ -35,6 +35,15 @@ def updates() -> list[dict[str, Any]]:
         "phases": {"prepare_s": 1.0},
         "workers": {ID_A: {"incarnation": "i", "status": "ok"}, ID_B: {"incarnation": "i", "status": "error"}},
         "excluded": [ID_B],
+        "canary": {
+            "action": "open",
+            "scored": 2,
+            "failed": 1,
+            "against": "trainer",
+            "difference": 0.00042,
+            "mismatch_kl": 1.26e-08,
+            "tolerance": 0.05,
+        },
     }
     aborted = {
         **committed,
@@ -42,6 +51,7 @@ def updates() -> list[dict[str, Any]]:
         "outcome": "aborted",
         "version": None,
         "excluded": [],
+        "canary": None,
         "error": {"code": "update_aborted", "message": "1 of 2 workers could not\nprepare the update " + "x" * 80},
     }
     running = {"update_id": "u4", "label": "4", "outcome": "running", "who": "", "version": None, "ended_at": None}
@@ -53,12 +63,13 @@ def test_updates_are_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixtu
     facade.answers(reply)
     assert main.run(["updates"]) == 0
     head, running, committed, aborted = capsys.readouterr().out.splitlines()
-    assert head.split() == ["BEGAN", "OUTCOME", "VERSION", "WORKERS", "SECONDS", "WHO", "WHY"]
-    assert running.split() == ["-", "running", "4", "-", "-", "-", "-"]
+    assert head.split() == ["BEGAN", "OUTCOME", "VERSION", "WORKERS", "SECONDS", "CANARY", "WHO", "WHY"]
+    assert running.split() == ["-", "running", "4", "-", "-", "-", "-", "-"]
     assert "committed" in committed
     assert "3 (step_3)" in committed
     assert "1/2" in committed
     assert "1.500" in committed
+    assert "1/2 failed, 0.00042 trainer, kl 1.3e-08" in committed
     assert "frontend-1@host:7" in committed
     assert f"excluded: {ID_B}" in committed
     assert "aborted" in aborted

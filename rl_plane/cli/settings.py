@@ -242,6 +242,21 @@ SETTINGS: dict[str, Setting] = {
             "host",
             metavar="WHERE",
         ),
+        Setting(
+            "canary",
+            "a JSON file with the token sequences that every worker scores after the swap, and what they should give; "
+            "off: no worker scores anything; none: sequences that follow from the size of the vocabulary",
+            parse.file_or_off,
+            metavar="FILE",
+        ),
+        Setting(
+            "on_canary_failure",
+            "what happens if every worker fails the canary: rollback to the version before; exclude: no worker serves "
+            "it; warn: the workers serve it",
+            parse.one_of("rollback", "exclude", "warn"),
+            "rollback",
+            metavar="WHAT",
+        ),
         Setting("adapter", "the update is of this LoRA adapter", parse.label, metavar="NAME"),
         Setting(
             "adapter_op",

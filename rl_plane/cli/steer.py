@@ -11,8 +11,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.flags import Command, Subparsers, add_command
 from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.settings import BadSetting
@@ -43,6 +45,8 @@ POLICY = (
     "flush",
     "on_prepare_failure",
     "min_ready",
+    "canary",
+    "on_canary_failure",
 )
 UPDATE = (*POLICY, "adapter", "adapter_op", "cast", "digest")
 
@@ -157,6 +161,7 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
 
 
 def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
+    canary = values["canary"]
     return UpdatePolicy(
         barrier=values["barrier"],
         staging=values["staging"],
@@ -166,6 +171,8 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
         min_ready=values["min_ready"],
         keep_pause=values["keep_pause"],
         **({} if values["flush"] is None else {"flush_cache": values["flush"]}),
+        canary=read_canary(canary) if isinstance(canary, Path) else canary,
+        on_canary_failure=values["on_canary_failure"],
         prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_plane.canary import default_canary
 from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_loss
 from rl_plane.errors import PlaneError
 from rl_plane.versions import TensorSpec, tensors_digest
@@ -66,6 +67,14 @@ class Policy:
             raise PlaneError("the model has diverged: its gradient or logprobs are not finite")
         self._adam.step()
         return Lesson(float(loss.detach()), diff)
+
+    def canary(self) -> dict[str, Any]:
+        """The numeric canary of the weights that this copy has now: what an engine that serves them must compute."""
+        sequences = default_canary(self.vocab_size).sequences
+        with self._torch.no_grad():
+            starts, rests = [tokens[:1] for tokens in sequences], [tokens[1:] for tokens in sequences]
+            expected = completion_logprobs(self._model, starts, rests)
+        return {"sequences": sequences, "expected": expected.tolist()}
 
     def save(self, path: Path) -> str:
         """A checkpoint directory that appears whole or not at all; its digest."""

@@ -27,6 +27,8 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
     rewards = [step.reward for step in story.steps]
     updates = [step.update_s for step in story.steps]
     last = story.steps[-1] if story.steps else None
+    differences = [step.canary_difference for step in story.steps if step.canary_difference is not None]
+    mismatches = [step.mismatch_kl for step in story.steps if step.mismatch_kl is not None]
     report: dict[str, Any] = {
         "steps": len(story.steps),
         "planned_steps": story.planned,
@@ -36,6 +38,9 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "reward_range": REWARD_RANGE,
         "max_logprob_diff": max((step.max_logprob_diff for step in story.steps), default=None),
         "logprob_tolerance": LOGPROB_TOLERANCE,
+        "canary_updates": len(differences),
+        "max_canary_difference": max(differences, default=None),
+        "max_mismatch_kl": max(mismatches, default=None),
         "completions": sum(step.completions for step in story.steps),
         "mixed_version_completions": sum(step.mixed_version_completions for step in story.steps),
         "completions_by_worker": dict(story.by_worker),
@@ -77,6 +82,13 @@ def judge(report: dict[str, Any]) -> list[str]:
     if not report["max_logprob_diff"] <= report["logprob_tolerance"]:
         failures.append(
             f"the trainer's logprobs differ from the engines' by {report['max_logprob_diff']:.2e}, "
+            f"more than {report['logprob_tolerance']:g}"
+        )
+    if report["canary_updates"] != report["steps"]:
+        failures.append(f"the canary of only {report['canary_updates']} of {report['steps']} updates was scored")
+    elif not report["max_canary_difference"] <= report["logprob_tolerance"]:
+        failures.append(
+            f"after an update the engines' canary differs from the trainer's by {report['max_canary_difference']:.2e}, "
             f"more than {report['logprob_tolerance']:g}"
         )
     if not report["killed"]:

@@ -197,6 +197,8 @@ def _summary(report: dict[str, Any], out: Path) -> str:
         f"in {report['steps']} steps\n"
         f"{report['completions']} completions, each labelled with the committed version; logprobs agree within "
         f"{report['max_logprob_diff']:.1e}\n"
+        f"canary of the trainer's model in the engines after each update: log probabilities agree within "
+        f"{report['max_canary_difference']:.1e}, mismatch_kl {report['max_mismatch_kl']:.1e} at most\n"
         f"weight updates: {update['median']:.2f} s median, {update['max']:.2f} s at most; worker killed at step "
         f"{report['killed_at_step']}, a new one served from step {report['joined_at_step']}\n"
         f"{len(report['workers'])} workers at {report['version']} {report['digest']}\n"

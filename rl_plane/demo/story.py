@@ -21,6 +21,11 @@ class StepRecord:
     by_worker: Mapping[str, int]
     """instance_id → completions."""
     max_logprob_diff: float
+    canary_difference: float | None
+    """The largest difference between the trainer's and the engines' log probabilities of the numeric canary, with the
+    step's new weights; nats. None: no engine scored it."""
+    mismatch_kl: float | None
+    """Of the same canary: see `rl_plane.canary_judge.mismatch_kl`."""
     workers: int
     """How many took the step's new weights."""
     rollout_s: float

@@ -87,18 +87,21 @@ def train(args: argparse.Namespace) -> None:
         )
         path = args.weights / f"{PREFIX}{step}"
         digest = policy.save(path)
+        canary = policy.canary()
         learn_s = time.monotonic() - start
         emit("phase", step=step, phase="updating the fleet")
         start = time.monotonic()
-        version, workers = fleet.publish(path, path.name, digest)
-        committed = path
+        published = fleet.publish(path, path.name, digest, canary)
+        version, committed = published.version, path
         update_s = time.monotonic() - start
         prune_checkpoints(args.weights, committed)
         record = StepRecord(
             step=step,
             **told,
             max_logprob_diff=lesson.max_logprob_diff,
-            workers=workers,
+            canary_difference=published.canary_difference,
+            mismatch_kl=published.mismatch_kl,
+            workers=published.workers,
             rollout_s=rollout_s,
             learn_s=learn_s,
             update_s=update_s,
