@@ -55,11 +55,11 @@ def test_a_worker_that_only_others_can_judge_waits_for_them_as_long_as_a_coordin
     assert core.coordinator_holds(7, held=True)
     core.ticked(late + 1)
     assert "updating" in core.state.closed
-    assert core.numerics.flow == "held"
+    assert not core.numerics.delivers()
     core.coordinator_holds(7, held=False)
     core.ticked(late + 2)
     assert core.state.closed == {}
-    assert core.numerics.flow == "open"
+    assert core.numerics.delivers()
 
 
 def test_a_worker_that_the_record_judges_opens_when_the_gate_ends() -> None:

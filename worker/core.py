@@ -184,6 +184,8 @@ class WorkerCore:
             self._learnt_at, self._alone, self._unjudged, self._is_late = now, False, False, False
             self._retry_now()
             self.numerics.new_decision(record)
+        elif record.seal > mine.seal:
+            self._unjudged = False  # another coordinator collects the scores now
         self.record, self._written = record, written
         self._judge(now)
         return True
