@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from blake3 import blake3
 
 from rl_plane.buffers import END_S, Ahead, host_memory
+from rl_plane.canary import Canary, parse_canary
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -44,6 +45,10 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 MANIFEST_NAME = "rl_plane_manifest.json"
+CANARY_NAME = "canary.json"
+"""The version's numeric canary, beside a checkpoint: see `rl_plane.canary.Canary`. No digest covers it."""
+MAX_CANARY_BYTES = 100_000
+"""The largest canary has 2,048 token ids and 2,040 log probabilities of some 20 characters."""
 
 MAX_FILES = 512
 """Each is an open descriptor; the largest public checkpoints have under 200 shards."""
@@ -81,6 +86,8 @@ class Checkpoint:
         """`config`: an adapter's."""
         self.files = files
         self.config = config
+        self.canary: Canary | None = None
+        """What `canary.json` beside the files says. None: there is none."""
         self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
@@ -314,9 +321,15 @@ def _open_directory(
             raise directory.refuse(
                 f"{ADAPTER_NAME} has a tensor {ADAPTER_CONFIG_NAME!r}, the config's name", "rename it"
             )
+        canary: Canary | None = None
+        if with_manifest and config is None and directory.has(CANARY_NAME):
+            values, _, identities[CANARY_NAME] = directory.read_json(CANARY_NAME, MAX_CANARY_BYTES)
+            canary = parse_canary(values, CANARY_NAME)
         for name, identity in identities.items():
             directory.check_same(name, identity)
-        return Checkpoint(files, config), stated
+        checkpoint = Checkpoint(files, config)
+        checkpoint.canary = canary
+        return checkpoint, stated
     except BaseException:
         for file in files:
             file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from rl_plane.canary import default_canary
 from rl_plane.client import RlClient
-from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, NotAdmitted, PlaneError
+from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
 from rl_plane.fleet import Fleet
 from tests.faults import Faulty, Stream, Told, spawn_faulty
 from worker.engines.fake import fake_prompt_logprobs, fake_token
@@ -288,3 +289,41 @@ async def test_a_later_worker_of_a_rolling_update_is_judged_by_the_first_ones(pl
     served = [status for status in told.of(second.instance_id) if status["admission"]["open"]]
     assert all(status["version"]["label"] == "initial" for status in served)
     assert (await state_of(fleet.client, first.instance_id))["ready"]
+
+
+async def test_a_canary_beside_the_checkpoint_is_the_versions_own(plane: Plane) -> None:
+    fleet, (bad, _) = await fleet_of(plane, 2)
+    before = model_digest(plane.model(1))
+    (plane.model(1) / "canary.json").write_text(json.dumps(canary_of(plane.model(1))))
+    assert model_digest(plane.model(1)) == before, "no digest covers it"
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["against"] == "trainer"
+    assert reply["excluded"] == [bad.instance_id]
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "two", canary="off"))
+    assert "canary" not in reply
+
+
+@pytest.mark.parametrize("staging", ["host", "none"])
+@pytest.mark.parametrize(
+    ("text", "kind", "field"),
+    [
+        ('{"sequences": [[1, 600]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, "2"]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, 2]], "expected": [[-1.0, -2.0]]}', InvalidRequest, "canary.json.expected.0"),
+        ('{"sequences": [[1, 2]], "more": 1}', InvalidRequest, "canary.json.more"),
+        ('{"sequences": [[1, 2]], "tolerance": NaN}', InvalidWeights, "transport.path"),
+        ("{" + " " * 100_000 + "}", InvalidWeights, "transport.path"),
+    ],
+)
+async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_is_touched(
+    plane: Plane, text: str, kind: type[PlaneError], field: str, staging: str
+) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    (plane.model(1) / "canary.json").write_text(text)
+    error = await failed_update(fleet, update_of(plane.model(1), "one", staging=staging), kind)
+    assert error.facts["field"] == field
+    if kind is InvalidWeights:
+        assert "canary.json" in error.message
+    state = await state_of(fleet.client, only.instance_id)
+    assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
