@@ -122,6 +122,8 @@ class Frontend:
             lease=self.lease.holds() if self.delivers else None,
             picks=self.engines.router.picks,
             moves=self.engines.moves,
+            canary=self.events.canary,
+            canary_failures=self.events.canary_failures,
         )
 
 

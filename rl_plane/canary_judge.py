@@ -14,6 +14,7 @@ Two workers that differ where none of the three tells who is right are a *tie*, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median_low
@@ -127,6 +128,10 @@ class Settlement:
         )
         failed = sum(not verdict.passed for verdict in self.verdicts.values())
         wire: dict[str, Any] = {"action": self.action, "scored": len(self.verdicts), "failed": failed}
+        if failed:
+            wire["reasons"] = dict(
+                sorted(Counter(one.reason for one in self.verdicts.values() if one.reason).items())
+            )
         if worst is not None:
             wire |= {
                 "against": worst.against,

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from blake3 import blake3
 
 from rl_plane.buffers import END_S, Ahead, host_memory
-from rl_plane.canary import Canary, parse_canary
+from rl_plane.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -45,10 +45,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 MANIFEST_NAME = "rl_plane_manifest.json"
-CANARY_NAME = "canary.json"
-"""The version's numeric canary, beside a checkpoint: see `rl_plane.canary.Canary`. No digest covers it."""
-MAX_CANARY_BYTES = 100_000
-"""The largest canary has 2,048 token ids and 2,040 log probabilities of some 20 characters."""
 
 MAX_FILES = 512
 """Each is an open descriptor; the largest public checkpoints have under 200 shards."""

@@ -327,3 +327,10 @@ async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_i
         assert "canary.json" in error.message
     state = await state_of(fleet.client, only.instance_id)
     assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+async def test_the_answer_names_why_workers_failed(plane: Plane) -> None:
+    fleet, (bad, *_) = await fleet_of(plane, 3)
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["reasons"] == {"fleet": 1}

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -384,3 +385,22 @@ def test_a_silent_facade_is_not_waited_for_longer_than_told(
     facade.delay.clear()
     assert main.run(["state", "--timeout-s", "0.3"]) == 1
     assert "within 0.3 s" in capsys.readouterr().err
+
+
+def test_the_canary_of_an_update_comes_from_a_file(
+    facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "canary.json"
+    file.write_text('{"sequences": [[1, 2, 3]], "expected": [[-1.5, -2.5]]}')
+    facade.answers({**HEAD, "version": VERSION, "workers": []})
+    assert main.run(["update", "/weights", "--canary", str(file), "--on-canary-failure", "warn"]) == 0
+    policy = facade.asked[-1]["body"]["policy"]
+    assert policy["canary"] == {"sequences": [[1, 2, 3]], "expected": [[-1.5, -2.5]], "tolerance": None}
+    assert policy["on_canary_failure"] == "warn"
+    assert main.run(["update", "/weights", "--canary", "off"]) == 0
+    assert facade.asked[-1]["body"]["policy"]["canary"] == "off"
+    for text in ('{"sequences": [[1]]}', "[", " " * 100_001):
+        file.write_text(text)
+        assert main.run(["update", "/weights", "--canary", str(file)]) == 2
+    assert main.run(["update", "/weights", "--canary", str(tmp_path / "none")]) == 2
+    assert "--canary" in capsys.readouterr().err

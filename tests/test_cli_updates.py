@@ -35,6 +35,8 @@ def updates() -> list[dict[str, Any]]:
         "phases": {"prepare_s": 1.0},
         "workers": {ID_A: {"incarnation": "i", "status": "ok"}, ID_B: {"incarnation": "i", "status": "error"}},
         "excluded": [ID_B],
+        "canary": {"action": "open", "scored": 2, "failed": 1, "against": "trainer"}
+        | {"difference": 0.0123, "mismatch_kl": 0.00004},
     }
     aborted = {
         **committed,
@@ -53,11 +55,12 @@ def test_updates_are_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixtu
     facade.answers(reply)
     assert main.run(["updates"]) == 0
     head, running, committed, aborted = capsys.readouterr().out.splitlines()
-    assert head.split() == ["BEGAN", "OUTCOME", "VERSION", "WORKERS", "SECONDS", "WHO", "WHY"]
-    assert running.split() == ["-", "running", "4", "-", "-", "-", "-"]
+    assert head.split() == ["BEGAN", "OUTCOME", "VERSION", "WORKERS", "SECONDS", "CANARY", "WHO", "WHY"]
+    assert running.split() == ["-", "running", "4", "-", "-", "-", "-", "-"]
     assert "committed" in committed
     assert "3 (step_3)" in committed
     assert "1/2" in committed
+    assert "1/2 failed, differs by 0.012, KL 4e-05 (trainer)" in committed
     assert "1.500" in committed
     assert "frontend-1@host:7" in committed
     assert f"excluded: {ID_B}" in committed

@@ -835,9 +835,13 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
 @pytest.mark.parametrize(("lease", "told"), [(True, "1"), (False, "0"), (None, None)])
 def test_the_metrics_tell_of_the_lease(lease: bool | None, told: str | None) -> None:
     counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}}
+    counts |= {"canary": {"difference": 0.01, "mismatch_kl": 2e-5}, "canary_failures": {"trainer": 2}}
     text = frontend_metrics(workers=2, admitted=1, epoch=3, sequence=None, in_flight=0, lease=lease, **counts)
     assert "rl_plane_committed_sequence" not in text
     assert 'rl_plane_generation_picks_total{by="load"} 3' in text
+    assert 'rl_plane_canary_failures_total{reason="trainer"} 2' in text
+    assert "rl_plane_canary_difference 0.01" in text
+    assert "rl_plane_canary_mismatch_kl 2e-05" in text
     lines = [line for line in text.splitlines() if line.startswith("rl_plane_serving_lease ")]
     assert lines == ([f"rl_plane_serving_lease {told}"] if told else [])
 

@@ -10,8 +10,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from rl_plane.canary import check_vocabulary
-from rl_plane.checkpoint import CANARY_NAME, Kind
+from rl_plane.canary import CANARY_NAME, check_vocabulary
+from rl_plane.checkpoint import Kind
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.update_bodies import FeedUpdate, PreparedReply
 from worker.kept import Changes, Kept, as_kept, missing_links, taken_changes

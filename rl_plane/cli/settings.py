@@ -227,6 +227,18 @@ SETTINGS: dict[str, Setting] = {
             "abort",
             metavar="WHAT",
         ),
+        Setting(
+            "canary",
+            "a JSON file of the token sequences that each worker scores, {sequences, expected?, tolerance?}; or off",
+            metavar="FILE",
+        ),
+        Setting(
+            "on_canary_failure",
+            "if every worker fails the canary: rollback, exclude (no worker serves it), or warn",
+            parse.one_of("rollback", "exclude", "warn"),
+            "rollback",
+            metavar="WHAT",
+        ),
         Setting("min_ready", "with exclude: how many must be ready", parse.whole(1, MAX_COUNT), 1, metavar="N"),
         Setting(
             "barrier",

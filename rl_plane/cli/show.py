@@ -36,6 +36,7 @@ UPDATE_COLUMNS = {
     "VERSION": "version",
     "WORKERS": "workers",
     "SECONDS": "seconds",
+    "CANARY": "canary",
     "WHO": "who",
     "WHY": "why",
 }
@@ -141,6 +142,10 @@ def _updated(reply: Reply, did: str = "committed") -> list[str]:
         phases = head.get("phases") or {}
         spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
         lines.append(f"  in {_seconds(head.get('elapsed_s'))}" + (f": {spent}" if spent else ""))
+        if head.get("canary"):
+            lines.append(one_line(f"  canary: {_canary(head['canary'])}"))
+            if head["canary"].get("warning"):
+                lines.append(one_line(f"  warning: {head['canary']['warning']}"))
         if head.get("excluded"):
             lines.append(one_line(f"  excluded, until healed: {', '.join(head['excluded'])}"))
     return lines
@@ -171,9 +176,21 @@ def _update(one: Reply) -> dict[str, Any]:
         + (" by delta" if one.get("encoding") == "delta" else ""),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
+        "canary": _canary(one.get("canary")),
         "who": one.get("who"),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }
+
+
+def _canary(canary: Any) -> str | None:
+    """How near the workers are to what they should compute, or how many failed."""
+    if not isinstance(canary, Mapping):
+        return None
+    words = f"{canary.get('failed')}/{canary.get('scored')} failed" if canary.get("failed") else "passed"
+    difference, kl = canary.get("difference"), canary.get("mismatch_kl")
+    if isinstance(difference, (int, float)) and isinstance(kl, (int, float)):
+        words += f", differs by {difference:.2g}, KL {kl:.2g} ({canary.get('against')})"
+    return words
 
 
 def _checked(reply: Reply, body: Reply) -> list[str]:
