@@ -22,6 +22,11 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from rl_plane.bodies import Body, invalid_from_pydantic
 from rl_plane.errors import InvalidRequest
 
+CANARY_NAME = "canary.json"
+"""The version's numeric canary, beside a checkpoint: see `Canary`. No digest covers it."""
+MAX_CANARY_BYTES = 100_000
+"""The largest canary has 2,048 token ids and 2,040 log probabilities of some 20 characters."""
+
 MAX_SEQUENCES = 8
 MAX_SEQUENCE_TOKENS = 256
 """Eight sequences of 256 tokens are one prefill of 2,048 tokens, which every engine computes in one forward."""

@@ -388,7 +388,7 @@ def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: st
     async def attack(world: World) -> None:
         one, server = trainer(world), world.server
         await begin(world, one, 1, "good")
-        reconnect = server._reconnect
+        reconnect = server.reconnect
         workers_may, coordinators_may = asyncio.Event(), asyncio.Event()
 
         def in_turn(conn: Any) -> None:
@@ -398,7 +398,7 @@ def test_what_is_told_of_a_decision_that_the_store_has_lost_stays_true(first: st
             else:
                 server.later(LOOK_S, in_turn, conn)
 
-        server._reconnect = in_turn  # type: ignore[method-assign]
+        server.reconnect = in_turn  # type: ignore[method-assign]
         deliver, feed = server._deliver, world.subjects.state.feed(RECORD)
 
         def to_workers_only(source: Any, subscription: Any, message: Any) -> None:

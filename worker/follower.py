@@ -423,7 +423,8 @@ class RecordFollower:
                 done = await self._step(step, body.pause_s, None) or done
             await self.score_wanted()
             scores, kind = self._state.scores, self._core.numerics.kind
-            if scores is not None and kind is not None:
+            wanted = record.canary.sequences if record.canary is not None else None
+            if scores is not None and kind is not None and scores.sequences == wanted:
                 vectors = [list(vector) for vector in scores.vectors]
                 done = {**done, "canary": update_bodies.ScoresReply(kind=kind, vectors=vectors)}
         self.look()
@@ -595,7 +596,8 @@ class RecordFollower:
 
     async def ask_after_coordinator(self) -> None:
         """A staging, a reception or a roll belongs to a coordinator; when that is gone, the record decides."""
-        self._core.ticked(time.monotonic())
+        if self._core.ticked(time.monotonic(), self.changing.locked()):
+            self.look()
         self._look_at_receiving()
         if not self._core.depends_on_coordinator():
             return

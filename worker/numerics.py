@@ -60,6 +60,12 @@ class Numerics:
         self.flow = "held" if awaited else "open"
         self.verdict = None
 
+    def needs_others(self, record: DecisionRecord) -> bool:
+        """Does the record lack anything to compare this worker with?"""
+        if record.canary is None or self.kind is None or self._state.released:
+            return False
+        return self.verdict is None or (self.verdict.passed and self.verdict.against == "nothing")
+
     def judge(self, record: DecisionRecord, final: bool) -> None:
         """`final`: no other worker's scores are awaited any more."""
         state, canary = self._state, record.canary
