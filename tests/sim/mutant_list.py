@@ -1138,7 +1138,7 @@ MUTANTS = [
     Mutant(
         "canary: any values pass",
         "rl_plane/canary_judge.py",
-        "    passed = difference <= tolerance\n",
+        "    passed = share <= 1.0\n",
         "    passed = True\n",
         CANARY + "one_worker_is_judged_by_what_the_record_knows",
         short=True,
