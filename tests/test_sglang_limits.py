@@ -51,6 +51,14 @@ def test_adapters_change_all_of_a_dense_model(tmp_path: Path) -> None:
     assert lora_targets_on_cpu(dense, ["gate_proj"]) == ["gate_proj"]
 
 
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    for asks in (check_model, lambda model: lora_targets_on_cpu(model, None)):
+        with pytest.raises(InvalidRequest, match="not JSON") as caught:
+            asks(tmp_path)
+        assert caught.value.facts["field"] == "model"
+
+
 @pytest.mark.engines("sglang")
 @pytest.mark.filterwarnings("ignore:::(torch|sglang|transformers)")
 def test_sglangs_own_refusals_are_asked(tmp_path: Path) -> None:

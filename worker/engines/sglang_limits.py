@@ -68,5 +68,10 @@ def _has_experts(model: Path) -> bool:
 
 
 def _config(model: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    try:
+        found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{model}/config.json is not JSON: {error}", field="model", fix="give a Hugging Face model directory"
+        ) from error
     return found
