@@ -177,3 +177,15 @@ def test_the_table_is_a_line_per_step_and_lives_on_a_terminal() -> None:
 def test_a_step_travels_as_plain_values() -> None:
     step = a_step(3)
     assert StepRecord.from_wire(json.loads(json.dumps(step.to_wire()))) == step
+
+
+def test_the_report_tells_how_near_the_engines_are_to_the_trainer() -> None:
+    story = Story(2)
+    story.steps = [
+        replace(a_step(1), canary_difference=1e-6, mismatch_kl=3e-9),
+        a_step(2),
+        replace(a_step(3), canary_difference=4e-6, mismatch_kl=1e-9),
+    ]
+    report = make_report(story)
+    assert (report["max_canary_difference"], report["max_mismatch_kl"]) == (4e-6, 3e-9)
+    assert report["per_step"][1]["canary_difference"] is None

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_loss
 from rl_plane.errors import PlaneError
+from rl_plane.publish.canaries import expected_logprobs
 from rl_plane.versions import TensorSpec, tensors_digest
 
 LEARNING_RATE = 2e-3
@@ -66,6 +67,13 @@ class Policy:
             raise PlaneError("the model has diverged: its gradient or logprobs are not finite")
         self._adam.step()
         return Lesson(float(loss.detach()), diff)
+
+    def canary(self, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """What an engine must compute with these weights for the sequences: see `rl_plane.canary.Canary`."""
+        return {
+            "sequences": [list(one) for one in sequences],
+            "expected": expected_logprobs(self._model, sequences),
+        }
 
     def save(self, path: Path) -> str:
         """A checkpoint directory that appears whole or not at all; its digest."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "reward_range": REWARD_RANGE,
         "max_logprob_diff": max((step.max_logprob_diff for step in story.steps), default=None),
         "logprob_tolerance": LOGPROB_TOLERANCE,
+        "max_canary_difference": _largest(step.canary_difference for step in story.steps),
+        "max_mismatch_kl": _largest(step.mismatch_kl for step in story.steps),
         "completions": sum(step.completions for step in story.steps),
         "mixed_version_completions": sum(step.mixed_version_completions for step in story.steps),
         "completions_by_worker": dict(story.by_worker),
@@ -130,6 +133,10 @@ def write_picture(report: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

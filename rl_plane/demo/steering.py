@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Steering:
     post: Callable[[str, dict[str, Any] | None, float, str], dict[str, Any]] = call_json
     repeats: int = field(default=0, init=False)
     """Calls that had to be made again."""
+    canary: Mapping[str, Any] = field(default_factory=dict, init=False)
+    """What the numeric canary of the last update has shown."""
 
     def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Until so many workers serve the committed version."""
@@ -51,11 +53,17 @@ class Steering:
             raise PlaneError("the fleet has no version yet")
         return dict(version)
 
-    def publish(self, path: Path, label: str, digest: str) -> tuple[dict[str, Any], int]:
-        """The version as committed, and how many workers took it."""
+    def publish(
+        self, path: Path, label: str, digest: str, canary: Mapping[str, Any] | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """The version as committed, and how many workers took it. `canary`: what they must compute with it."""
         self._call("pause", {"mode": "keep", "lease_s": PAUSE_LEASE_S})
         transport = {"backend": "filesystem", "path": str(path)}
-        reply = self._call("update_weights", {"transport": transport, "version": label, "digest": digest})
+        body: dict[str, Any] = {"transport": transport, "version": label, "digest": digest}
+        if canary is not None:
+            body["policy"] = {"canary": canary}
+        reply = self._call("update_weights", body)
+        self.canary = reply.get("canary") or {}
         self._call("resume", {})
         version = reply["version"]
         if (version["label"], version["digest"]) != (label, digest):

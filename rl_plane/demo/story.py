@@ -32,6 +32,11 @@ class StepRecord:
     committed: str
     """The label of the step's new weights."""
     digest: str
+    canary_difference: float | None = None
+    """The largest difference of a log probability that a worker computes with the new weights from the trainer's. None:
+    the update's answer has no values, as when a worker was killed in the middle of it."""
+    mismatch_kl: float | None = None
+    """The divergence between the trainer's model and the workers', measured by the same tokens."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -63,6 +63,7 @@ def train(args: argparse.Namespace) -> None:
     name = call_json(f"{args.http_url}/v1/models")["data"][0]["id"]
     rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
+    canary = make_prompts(random.Random(args.seed), policy.vocab_size)
     version, committed = fleet.version(), None
     for step in range(1, args.steps + 1):
         if step == args.whole_fleet_from:
@@ -90,7 +91,7 @@ def train(args: argparse.Namespace) -> None:
         learn_s = time.monotonic() - start
         emit("phase", step=step, phase="updating the fleet")
         start = time.monotonic()
-        version, workers = fleet.publish(path, path.name, digest)
+        version, workers = fleet.publish(path, path.name, digest, policy.canary(canary))
         committed = path
         update_s = time.monotonic() - start
         prune_checkpoints(args.weights, committed)
@@ -105,6 +106,8 @@ def train(args: argparse.Namespace) -> None:
             repeats=rollout.repeats + fleet.repeats,
             committed=version["label"],
             digest=version["digest"],
+            canary_difference=fleet.canary.get("difference"),
+            mismatch_kl=fleet.canary.get("mismatch_kl"),
         )
         emit("step", **record.to_wire())
     emit("done")
