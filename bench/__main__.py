@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.broadcasts import measure_broadcasts
+from bench.canaries import measure_canaries
 from bench.commits import measure_commits
 from bench.deaths import measure_deaths, measure_joins
 from bench.deltas import measure_deltas
@@ -32,6 +33,7 @@ from bench.report import (
     PROBED_KILL_AIM_S,
     Row,
     broadcast_rows,
+    canary_rows,
     commit_rows,
     delta_rows,
     fan_out_rows,
@@ -61,6 +63,7 @@ QUICK_ROUNDS = {1: 20, 8: 20, 32: 10}
 UPDATE_ROUNDS = {1: 100, 8: 60, 64: 30, 256: 12, 1024: 6}
 QUICK_UPDATE_ROUNDS = {1: 3, 8: 3}
 GAP_ROUNDS = 7
+CANARY_ROUNDS, QUICK_CANARY_ROUNDS = 15, 2
 STORED_ROUNDS, QUICK_STORED_ROUNDS = 5, 1
 PHASE_KILLS, QUICK_PHASE_KILLS = 7, 1
 QUICK_SHARED_BYTES = 64 << 20
@@ -140,6 +143,13 @@ async def updates(scratch: Path, size: Size) -> list[Row]:
     return found
 
 
+async def canaries(scratch: Path, size: Size) -> list[Row]:
+    _say("updates with and without the canary …")
+    shape = {} if size.quick else SHAPE_500_MB
+    models = [make_tiny_model(scratch / f"canary{seed}", seed, "float32", **shape) for seed in range(2)]
+    return canary_rows(await measure_canaries(models, QUICK_CANARY_ROUNDS if size.quick else CANARY_ROUNDS))
+
+
 async def stored(scratch: Path, size: Size) -> list[Row]:
     _say("weights from files and from NATS …")
     shape = {} if size.quick else SHAPE_1_GB
@@ -214,6 +224,7 @@ MEASURED = {
     "fan_outs": fan_outs,
     "times": times,
     "updates": updates,
+    "canaries": canaries,
     "stored": stored,
     "deltas": deltas,
     "shared_memory": shared_memory,

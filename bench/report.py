@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import add, truediv
 
 from bench.broadcasts import BroadcastTimes
+from bench.canaries import CanaryTimes
 from bench.commits import CommitTimes
 from bench.deltas import DeltaTimes
 from bench.fanout import OP, PATH, FanOutTimes
@@ -31,6 +32,9 @@ KILL_AIM_S = 0.01
 PROBED_KILL_AIM_S = 2.0
 CONTROL_AIM = 2.0
 GAP_AIM = 2.0
+CANARY_AIM = 1.05
+FORWARD_AIM = 1.0
+"""The canary lengthens the pause by no more than one forward of its tokens."""
 FILE_AIM = 1.25
 """0.8 × the speed of a plain read."""
 OBJECT_AIM = 0.1
@@ -159,6 +163,19 @@ def gap_rows(times: GapTimes) -> list[Row]:
         row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
         row("slowest step while staged", times.meanwhile, times.copies["host"], None),
         row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+    ]
+
+
+def canary_rows(times: CanaryTimes) -> list[Row]:
+    size = f"{times.nbytes / 1e6:,.0f} MB"
+    frozen, off = times.pauses[None], times.pauses["off"]
+    return [
+        compared(f"update of {size}", 1, times.updates[None], "canary off", times.updates["off"], CANARY_AIM),
+        compared(
+            "its pause", 1, frozen, "canary off + 1 forward", list(map(add, off, times.forwards)), FORWARD_AIM
+        ),
+        compared("its pause", 1, frozen, "canary off", off),
+        time_row("one forward of the canary's tokens", times.forwards),
     ]
 
 

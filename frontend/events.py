@@ -5,9 +5,10 @@ Each event has `id` (rising, over restarts too), `event` (its kind) and `data` (
 - `member`      {change: joined | left | reconnected | restarted, instance_id, incarnation, epoch}
 - `update`      {change: began | prepared | committed | finished | aborted, update_id, label, version, who, error?,
                  excluded?, canary?, state?}; `committed` when it is decided, `finished` when the outcome of each
-                 worker is known. `version` is what the update made, of the base or of an adapter; `committed` also has
-                 `state`: {version, adapters}, what is to be served from now on. `canary`: {action, scored, failed,
-                 against, difference, mismatch_kl, tolerance}, of the numeric canary
+                 worker is known. `version` is what the update made, of the base or of an adapter; `committed` also
+                 has `state`: {version, adapters}, what is to be served from now on. `canary` is what the numeric
+                 canary has shown: {action, scored, failed, reasons?, against?, difference?, mismatch_kl?,
+                 tolerance?, warning?}
 - `admission`   {instance_id, incarnation, open, reasons, paused, version, sequence, adapters}: one of these has
                  changed
 - `end`         {reason: slow | stopping}: the last event; connect again, and read the state
@@ -21,12 +22,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Literal
 
 from nats.aio.msg import Msg
 
+from frontend.canary_counts import CanaryCounts
 from frontend.fleet_status import FleetStatus, WorkerStatus
 from frontend.http import to_json
 from rl_plane.bus import is_marker
@@ -90,11 +91,8 @@ class FleetEvents:
         """instance_id → the last `admission` event's data."""
         self._made: WeightVersion | None = None
         """By the last update that was told as committed."""
+        self.canaries = CanaryCounts()
         self._updates: dict[tuple[str, str, float | None], None] = {}
-        self.canary: Mapping[str, Any] = {}
-        """What the canary of the newest update has shown. Empty: no update with one has ended here."""
-        self.canary_failures: Counter[str] = Counter()
-        """Reason → workers that failed a canary since this frontend began."""
         self._stop_view: Callable[[], None] = lambda: None
         self._stop_record: Callable[[], None] = lambda: None
         self._stopping = False
@@ -222,10 +220,9 @@ class FleetEvents:
         }
         if entry.error is not None:
             told["error"] = {key: entry.error.get(key) for key in ("code", "message")}
-        if entry.canary is not None:
-            told["canary"] = dict(entry.canary)
-            self.canary = entry.canary
-            self.canary_failures.update(entry.canary.get("reasons") or {})
         if entry.excluded:
             told["excluded"] = list(entry.excluded)
+        if entry.canary is not None:
+            told["canary"] = dict(entry.canary)
+            self.canaries.take(entry.canary)
         self._tell("update", told)

@@ -33,6 +33,21 @@ REFUSED_S = 0.1
 """A worker that refused a request is left alone so long, unless it says something new before."""
 
 
+CLOSED_REASONS = (
+    "starting",
+    "behind",
+    "updating",
+    "disabled",
+    "draining",
+    "leaving",
+    "memory",
+    "numerics",
+    "checking",
+    "engine",
+)
+"""Why a worker is closed, as it tells: see docs/operators.md. Metrics have these and no other words of a worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     incarnation: str
@@ -158,6 +173,16 @@ class FleetStatus:
                 found[member.instance_id] = ", ".join(status.reasons)
             elif adapter is not None and adapter not in status.adapters:
                 found[member.instance_id] = f"it has not loaded {adapter} yet"
+        return found
+
+    def closed_by_reason(self) -> dict[str, int]:
+        """Reason → how many members it closes. A member that has several counts for each."""
+        found = dict.fromkeys(CLOSED_REASONS, 0)
+        for member in self._view.snapshot():
+            status = self._known.get(member.instance_id)
+            if status is not None and status.incarnation == member.incarnation:
+                for reason in {reason.partition(":")[0] for reason in status.reasons} & found.keys():
+                    found[reason] += 1
         return found
 
     def may_make(self, member: Member, span: VersionSpan) -> bool:

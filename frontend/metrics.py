@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+
+from frontend.canary_counts import CanaryCounts
 
 Sample = tuple[Mapping[str, str], float]
 
@@ -24,6 +25,8 @@ def frontend_metrics(
     *,
     workers: int,
     admitted: int,
+    closed: Mapping[str, int],
+    canaries: CanaryCounts,
     epoch: int,
     sequence: int | None,
     outcomes: Mapping[str, int],
@@ -31,15 +34,23 @@ def frontend_metrics(
     lease: bool | None,
     picks: Mapping[str, int],
     moves: Mapping[str, int],
-    canary: Mapping[str, Any],
-    canary_failures: Mapping[str, int],
 ) -> str:
-    """`sequence`: of the committed state, None: there is none. `canary`: the newest update's, see
-    `rl_plane.canary_judge.Settlement.summary`. `canary_failures`: reason → workers. `lease`: None when no tokens are
-    delivered here."""
+    """`sequence`: of the committed state, None: there is none. `lease`: None when no tokens are delivered here."""
     parts = [
         metric("rl_plane_workers", "gauge", "Workers in the fleet.", [({}, workers)]),
         metric("rl_plane_workers_admitted", "gauge", "Workers that take generation.", [({}, admitted)]),
+        metric(
+            "rl_plane_workers_closed",
+            "gauge",
+            "Workers that take no generation, by reason.",
+            [({"reason": reason}, count) for reason, count in sorted(closed.items())],
+        ),
+        metric(
+            "rl_plane_canary_failures_total",
+            "counter",
+            "Workers that failed the numeric canary of an update, by reason.",
+            [({"reason": reason}, count) for reason, count in sorted(canaries.failures.items())],
+        ),
         metric("rl_plane_membership_epoch", "gauge", "Grows with each join and leave.", [({}, epoch)]),
         metric(
             "rl_plane_generation_requests_total",
@@ -60,22 +71,16 @@ def frontend_metrics(
             "Choices tried again or continued at another worker, begun anew or cut for their demands.",
             [({"how": how}, count) for how, count in sorted(moves.items())],
         ),
-        metric(
-            "rl_plane_canary_failures_total",
-            "counter",
-            "Workers that failed the numeric canary of an update, by reason.",
-            [({"reason": why}, count) for why, count in sorted(canary_failures.items())],
-        ),
     ]
-    for key, words in (
-        ("difference", "The largest difference of a log probability in the newest update's numeric canary."),
-        ("mismatch_kl", "The divergence that the newest update's numeric canary has measured, in nats."),
-    ):
-        if key in canary:
-            parts.append(metric(f"rl_plane_canary_{key}", "gauge", words, [({}, canary[key])]))
     if sequence is not None:
         words = "The sequence of what is committed."
         parts.append(metric("rl_plane_committed_sequence", "gauge", words, [({}, sequence)]))
+    if canaries.difference is not None:
+        words = "The largest difference of a log probability in the canary of the last update."
+        parts.append(metric("rl_plane_canary_difference", "gauge", words, [({}, canaries.difference)]))
+    if canaries.mismatch_kl is not None:
+        words = "The mismatch_kl of the same canary."
+        parts.append(metric("rl_plane_canary_mismatch_kl", "gauge", words, [({}, canaries.mismatch_kl)]))
     if lease is not None:
         words = "Whether this frontend may route generation: it has confirmed what is committed."
         parts.append(metric("rl_plane_serving_lease", "gauge", words, [({}, lease)]))

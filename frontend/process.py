@@ -115,6 +115,8 @@ class Frontend:
         return frontend_metrics(
             workers=len(snapshot),
             admitted=len(self.status.admitted()),
+            closed=self.status.closed_by_reason(),
+            canaries=self.events.canaries,
             epoch=snapshot.epoch,
             sequence=record.sequence if record else None,
             outcomes=self.generation.outcomes,
@@ -122,8 +124,6 @@ class Frontend:
             lease=self.lease.holds() if self.delivers else None,
             picks=self.engines.router.picks,
             moves=self.engines.moves,
-            canary=self.events.canary,
-            canary_failures=self.events.canary_failures,
         )
 
 

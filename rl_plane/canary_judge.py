@@ -127,12 +127,11 @@ class Settlement:
             key=lambda verdict: verdict.difference or 0.0,
             default=None,
         )
-        failed = sum(not verdict.passed for verdict in self.verdicts.values())
+        reasons = Counter(verdict.reason for verdict in self.verdicts.values() if verdict.reason is not None)
+        failed = sum(reasons.values())
         wire: dict[str, Any] = {"action": self.action, "scored": len(self.verdicts), "failed": failed}
-        if failed:
-            wire["reasons"] = dict(
-                sorted(Counter(one.reason for one in self.verdicts.values() if one.reason).items())
-            )
+        if reasons:
+            wire["reasons"] = dict(reasons)
         if worst is not None:
             wire |= {
                 "against": worst.against,

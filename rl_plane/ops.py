@@ -65,6 +65,22 @@ class PauseState(TypedDict):
     """Seconds until the worker resumes by itself."""
 
 
+class CanaryState(TypedDict):
+    """What the numeric canary has shown of the base weights that the engine holds."""
+
+    passed: bool
+    against: str
+    """What the values were compared with: `trainer`, `reference` (the values that this version had before), `fleet`
+    (the other workers' values), or `nothing`."""
+    reason: str | None
+    """Why the worker failed: `trainer`, `reference`, `fleet`, `tie` or `unusable`. None: it passed. The worker's
+    admission has the sentence."""
+    difference: float | None
+    """The largest difference of a log probability. None: there was nothing to compare with."""
+    tolerance: float | None
+    mismatch_kl: float | None
+
+
 class StateReply(TypedDict):
     ready: bool
     """The engine is alive and the worker is admitted."""
@@ -84,6 +100,8 @@ class StateReply(TypedDict):
     """Adapter → the version that the engine holds of it."""
     staged: VersionReply | None
     """Prepared and verified, waiting for its decision (its sequence is 0 until then)."""
+    canary: CanaryState | None
+    """None: these weights were not judged. The update had no canary, or the engine can't score."""
     kept: str | None
     """The digest of the version that its ranks keep in host memory, which a delta may change (`policy.keep_staged`)."""
     loras: list[str]

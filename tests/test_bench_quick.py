@@ -35,6 +35,12 @@ UPDATES = [(what, size) for size in (1, 8) for what in ("update", "its commit")]
     for phase in ("prepare", "gate", "commit", "open")
     for what in ("answer", "all others serve")
 ]
+CANARIES = [
+    ("one forward of the canary's tokens", None),
+    ("update of 2 MB", "canary off"),
+    ("its pause", "canary off + 1 forward"),
+    ("its pause", "canary off"),
+]
 STORED = (
     ("filesystem", "plain read"),
     ("filesystem, unverified", "plain read"),
@@ -133,6 +139,7 @@ def test_the_json_has_the_same_rows(ran: tuple[str, dict[str, Any]]) -> None:
     ]
     assert [row["what"] for row in rows["times"]] == list(TIMES)
     assert [(row["what"], row["workers"]) for row in rows["updates"]] == UPDATES
+    assert sorted((row["what"], row["beside"]) for row in rows["canaries"]) == sorted(CANARIES)
     assert [(row["what"].rpartition(", ")[0], row["beside"]) for row in rows["stored"]] == list(STORED)
     assert [row["what"] for row in rows["deltas"]] == DELTAS
     assert [(row["what"], row["beside"]) for row in rows["shared_memory"]] == SHARED_MEMORY

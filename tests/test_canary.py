@@ -469,7 +469,7 @@ def test_a_failure_of_all_follows_the_policy(action: Literal["rollback", "exclud
     assert judge_one(settled.record, HF, RIGHT).passed
     assert consensus(TRAINED, MISSED).missed_trainer
     told = settled.summary()
-    assert told["failed"] == 3
+    assert (told["failed"], told["reasons"]) == (3, {"trainer": 3})
     assert told["difference"] == pytest.approx(3 * FAR)
     json.dumps(told, allow_nan=False)
 

@@ -39,6 +39,14 @@ def state_row(instance_id: str) -> dict[str, Any]:
         "pause": {"paused": True, "mode": "keep", "lease_left_s": 12.3},
         "admission": {"open": False, "reasons": ["disabled"]},
         "version": VERSION,
+        "canary": {
+            "passed": True,
+            "against": "reference",
+            "reason": None,
+            "difference": 0.0031,
+            "tolerance": 0.01,
+            "mismatch_kl": 2e-7,
+        },
         "running": 1,
         "waiting": 0,
     }
@@ -130,6 +138,7 @@ def test_state_is_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixture[
     assert "not ready, mixed, version 3 (step_3) blake3:abababababab, epoch 7" in out
     assert "closed: disabled" in out
     assert "keep, 12 s left" in out
+    assert "0.0031 reference, kl 2e-07" in out
     assert f"{ID_B}: deadline_exceeded: no answer within 1 s" in out
     assert main.run(["state", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == reply
@@ -216,6 +225,97 @@ def test_update(facade: Facade, capsys: pytest.CaptureFixture[str]) -> None:
     assert "committed version 3 (step_3) blake3:abababababab on 1 worker" in out
     assert "prepare 0.200 s" in out
     assert f"excluded, until healed: {ID_B}" in out
+
+
+@pytest.mark.parametrize(
+    ("canary", "words"),
+    [
+        (
+            {"against": "trainer", "difference": 0.000423, "mismatch_kl": 1.26e-08, "tolerance": 0.05},
+            "2 workers scored, largest difference 0.00042, mismatch_kl 1.3e-08 from the trainer's values "
+            "(at most 0.05)",
+        ),
+        ({}, "2 workers scored, no values to compare with"),
+        ({"failed": 1}, "2 workers scored, 1 failed"),
+        (
+            {"failed": 2, "warning": "every worker failed"},
+            "2 workers scored, 2 failed; warning: every worker failed",
+        ),
+    ],
+)
+def test_an_update_shows_its_canary(
+    facade: Facade, capsys: pytest.CaptureFixture[str], canary: dict[str, Any], words: str
+) -> None:
+    facade.answers({**COMMITTED, "canary": {"action": "open", "scored": 2, "failed": 0, **canary}})
+    assert main.run(["update", "ckpt"]) == 0
+    assert f"  canary: {words}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("canary", "cell"),
+    [
+        ({"passed": True, "against": "nothing"}, "nothing to compare"),
+        ({"passed": False, "against": "nothing", "reason": "unusable"}, "failed: unusable"),
+        (
+            {"passed": False, "against": "fleet", "reason": "fleet", "difference": 1.25, "mismatch_kl": 0.5},
+            "failed: fleet, 1.2 fleet, kl 0.5",
+        ),
+    ],
+)
+def test_workers_show_their_canary(
+    facade: Facade, capsys: pytest.CaptureFixture[str], canary: dict[str, Any], cell: str
+) -> None:
+    facade.answers({**HEAD, "workers": [{**state_row(ID_A), "canary": canary}]})
+    for command in ("state", "workers"):
+        assert main.run([command]) == 0
+        assert f"  {cell}" in capsys.readouterr().out
+
+
+def test_a_canary_comes_from_a_file_or_is_off(facade: Facade, tmp_path: Path) -> None:
+    facade.answers(COMMITTED)
+    canary = {"sequences": [[1, 2, 3]], "expected": [[-0.5, -1]], "tolerance": 0.1}
+    file = tmp_path / "canary.json"
+    file.write_text(json.dumps(canary))
+    argv = ["update", "ckpt", "--on-canary-failure", "warn", "--canary"]
+    assert main.run([*argv, str(file)]) == 0
+    assert main.run([*argv, "off"]) == 0
+    assert main.run(["rollback", "step_1", "--canary", str(file)]) == 0
+    policies = [asked["body"]["policy"] for asked in facade.asked]
+    assert [policy["canary"] for policy in policies] == [canary, "off", canary]
+    assert [policy["on_canary_failure"] for policy in policies] == ["warn", "warn", "rollback"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "canary.sequences: Field required"),
+        (b"{", "this is not valid JSON"),
+        (b"[]", "a JSON list, not an object; fix: send one JSON object"),
+        (b'{"sequences": [[1]]}', "canary.sequences.0: "),
+        (b'{"sequences": [[1, -2]]}', "canary.sequences.0.1: "),
+        (b'{"sequences": [[1, 2]], "tokens": 1}', "canary.tokens: "),
+        (
+            b'{"sequences": [[1, 2, 3]], "expected": [[-1.0]]}',
+            "canary.expected.0: sequence 0 has 3 tokens and 1 expected values; fix: give 2 values",
+        ),
+        (b'{"sequences": [[1, 2]], "expected": [[0.5]]}', "canary.expected.0.0: "),
+        (b'{"sequences": [[1, 2]], "tolerance": 0}', "canary.tolerance: "),
+        (b" " * ((1 << 20) + 1), "has more than 1,048,576 bytes"),
+        (None, "name an existing file, or give `off`"),
+    ],
+)
+def test_a_wrong_canary_file_is_refused_before_anything_is_sent(
+    facade: Facade, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    file = tmp_path / "c.json"
+    if content is not None:
+        file.write_bytes(content)
+    assert main.run(["update", "ckpt", "--canary", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert str(file) in err
+    assert words in err
+    assert "; fix: " in err
+    assert facade.asked == []
 
 
 COMMITTED = {**HEAD, "version": VERSION, "workers": [], "excluded": [], "phases": {}}
@@ -385,22 +485,3 @@ def test_a_silent_facade_is_not_waited_for_longer_than_told(
     facade.delay.clear()
     assert main.run(["state", "--timeout-s", "0.3"]) == 1
     assert "within 0.3 s" in capsys.readouterr().err
-
-
-def test_the_canary_of_an_update_comes_from_a_file(
-    facade: Facade, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "canary.json"
-    file.write_text('{"sequences": [[1, 2, 3]], "expected": [[-1.5, -2.5]]}')
-    facade.answers({**HEAD, "version": VERSION, "workers": []})
-    assert main.run(["update", "/weights", "--canary", str(file), "--on-canary-failure", "warn"]) == 0
-    policy = facade.asked[-1]["body"]["policy"]
-    assert policy["canary"] == {"sequences": [[1, 2, 3]], "expected": [[-1.5, -2.5]], "tolerance": None}
-    assert policy["on_canary_failure"] == "warn"
-    assert main.run(["update", "/weights", "--canary", "off"]) == 0
-    assert facade.asked[-1]["body"]["policy"]["canary"] == "off"
-    for text in ('{"sequences": [[1]]}', "[", " " * 100_001):
-        file.write_text(text)
-        assert main.run(["update", "/weights", "--canary", str(file)]) == 2
-    assert main.run(["update", "/weights", "--canary", str(tmp_path / "none")]) == 2
-    assert "--canary" in capsys.readouterr().err

@@ -35,8 +35,15 @@ def updates() -> list[dict[str, Any]]:
         "phases": {"prepare_s": 1.0},
         "workers": {ID_A: {"incarnation": "i", "status": "ok"}, ID_B: {"incarnation": "i", "status": "error"}},
         "excluded": [ID_B],
-        "canary": {"action": "open", "scored": 2, "failed": 1, "against": "trainer"}
-        | {"difference": 0.0123, "mismatch_kl": 0.00004},
+        "canary": {
+            "action": "open",
+            "scored": 2,
+            "failed": 1,
+            "against": "trainer",
+            "difference": 0.00042,
+            "mismatch_kl": 1.26e-08,
+            "tolerance": 0.05,
+        },
     }
     aborted = {
         **committed,
@@ -44,6 +51,7 @@ def updates() -> list[dict[str, Any]]:
         "outcome": "aborted",
         "version": None,
         "excluded": [],
+        "canary": None,
         "error": {"code": "update_aborted", "message": "1 of 2 workers could not\nprepare the update " + "x" * 80},
     }
     running = {"update_id": "u4", "label": "4", "outcome": "running", "who": "", "version": None, "ended_at": None}
@@ -60,8 +68,8 @@ def test_updates_are_a_table_or_json(facade: Facade, capsys: pytest.CaptureFixtu
     assert "committed" in committed
     assert "3 (step_3)" in committed
     assert "1/2" in committed
-    assert "1/2 failed, differs by 0.012, KL 4e-05 (trainer)" in committed
     assert "1.500" in committed
+    assert "1/2 failed, 0.00042 trainer, kl 1.3e-08" in committed
     assert "frontend-1@host:7" in committed
     assert f"excluded: {ID_B}" in committed
     assert "aborted" in aborted

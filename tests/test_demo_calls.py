@@ -15,7 +15,7 @@ from rl_plane.demo import rollout as rollout_module
 from rl_plane.demo import steering as steering_module
 from rl_plane.demo.http_json import call_json
 from rl_plane.demo.rollout import Completion, Rollout
-from rl_plane.demo.steering import Steering
+from rl_plane.demo.steering import Published, Steering
 from rl_plane.errors import (
     Conflict,
     DeadlineExceeded,
@@ -135,13 +135,18 @@ def test_repeats_have_an_end_and_errors_of_ours_are_not_repeated() -> None:
             roll(Server(bad))
 
 
-COMMITTED = {"version": VERSION, "workers": [{"status": "ok"}, {"status": "error"}]}
+COMMITTED = {
+    "version": VERSION,
+    "workers": [{"status": "ok"}, {"status": "error"}],
+    "canary": {"scored": 1, "failed": 0, "against": "trainer", "difference": 2e-6, "mismatch_kl": 1e-12},
+}
+CANARY = {"sequences": [[1, 2]], "expected": [[-0.5]]}
 
 
 def test_publishing_is_pause_update_resume() -> None:
     server = Server({}, COMMITTED, {})
-    version, workers = Steering("http://h", server).publish(Path("/w/step_2"), "step_2", "blake3:22")
-    assert (version, workers) == (VERSION, 1)
+    published = Steering("http://h", server).publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
+    assert published == Published(VERSION, 1, 2e-6, 1e-12)
     assert [url for url, _, _ in server.calls] == [
         f"http://h/v1/rl/{op}" for op in ("pause", "update_weights", "resume")
     ]
@@ -149,13 +154,14 @@ def test_publishing_is_pause_update_resume() -> None:
         "transport": {"backend": "filesystem", "path": "/w/step_2"},
         "version": "step_2",
         "digest": "blake3:22",
+        "policy": {"canary": CANARY},
     }
 
 
 def test_an_update_that_was_undone_is_tried_anew_and_a_lost_answer_is_asked_for() -> None:
     server = Server({}, Unavailable("reset"), Conflict("aborted"), COMMITTED, {})
     steering = Steering("http://h", server)
-    steering.publish(Path("/w/step_2"), "step_2", "blake3:22")
+    steering.publish(Path("/w/step_2"), "step_2", "blake3:22", CANARY)
     keys = [key for url, _, key in server.calls if url.endswith("update_weights")]
     assert keys[0] == keys[1] != keys[2]
     assert steering.repeats == 2
@@ -163,13 +169,15 @@ def test_an_update_that_was_undone_is_tried_anew_and_a_lost_answer_is_asked_for(
 
 def test_a_failed_update_raises() -> None:
     with pytest.raises(InvalidRequest):
-        Steering("http://h", Server({}, InvalidRequest("shape"))).publish(Path("/w"), "step_2", "blake3:22")
+        Steering("http://h", Server({}, InvalidRequest("shape"))).publish(
+            Path("/w"), "step_2", "blake3:22", CANARY
+        )
     stuck = Server({}, Conflict("aborted"))
     with pytest.raises(Conflict):
-        Steering("http://h", stuck).publish(Path("/w"), "step_2", "blake3:22")
+        Steering("http://h", stuck).publish(Path("/w"), "step_2", "blake3:22", CANARY)
     assert len(stuck.calls) == 1 + steering_module.ATTEMPTS
     with pytest.raises(PlaneError, match="is committed"):
-        Steering("http://h", Server({}, COMMITTED, {})).publish(Path("/w"), "step_3", "blake3:33")
+        Steering("http://h", Server({}, COMMITTED, {})).publish(Path("/w"), "step_3", "blake3:33", CANARY)
 
 
 def test_waiting_for_workers_is_bounded() -> None:

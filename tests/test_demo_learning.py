@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rl_plane.canary import parse_canary
 from rl_plane.demo.grpo import completion_logprobs, group_advantages, padded, padded_mask, policy_loss
 from rl_plane.demo.policy import Policy, checkpoint_digest, prune_checkpoints
 from rl_plane.demo.reward import reward
@@ -123,6 +124,25 @@ def test_wrong_logprobs_show(tiny: Path) -> None:
     tokens, logprobs = sample(policy._model, [[5, 6]], 4)
     logprobs[0][2] += 0.25
     assert policy.learn([[5, 6]], tokens, logprobs, [0.0]).max_logprob_diff == pytest.approx(0.25, abs=1e-4)
+
+
+def test_the_canary_is_what_the_model_computes_now(tiny: Path) -> None:
+    import torch
+
+    policy = Policy(tiny)
+    before = policy.canary()
+    canary = parse_canary(before, "canary")
+    assert [len(tokens) for tokens in canary.sequences] == [32] * 4
+    assert canary.expected is not None
+    with torch.no_grad():
+        for tokens, expected in zip(canary.sequences, canary.expected, strict=True):
+            logits = load(tiny)(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+            want = [float(logits[place - 1, tokens[place]]) for place in range(1, len(tokens))]
+            assert expected == pytest.approx(want, abs=1e-5)
+    policy.learn([[5]], [[6, 7]], [[-6.0, -6.0]], [1.0])
+    after = policy.canary()
+    assert after["sequences"] == before["sequences"]
+    assert after["expected"] != before["expected"]
 
 
 def test_a_checkpoint_appears_whole_and_has_the_planes_digest(tiny: Path, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def a_step(step: int) -> StepRecord:
         mixed_version_completions=0,
         by_worker={"a": 64} if 8 < step < 12 else {"a": 32, "b" if step <= 8 else "c": 32},
         max_logprob_diff=2e-6,
+        canary_difference=4e-6 if step == 7 else 1e-6,
+        mismatch_kl=1e-12,
         workers=2,
         rollout_s=0.5,
         learn_s=0.1,
@@ -50,6 +52,12 @@ def test_a_good_run() -> None:
     assert report["failures"] == []
     assert report["reward_first"] == pytest.approx(0.56)
     assert report["reward_last"] == pytest.approx(0.86)
+    assert (report["canary_updates"], report["max_canary_difference"], report["max_mismatch_kl"]) == (
+        20,
+        4e-6,
+        1e-12,
+    )
+    assert report["per_step"][6]["canary_difference"] == 4e-6
     assert report["completions"] == STEPS * 64
     assert report["update_seconds"] == {"median": 0.1, "max": 0.25}
     assert report["joined"] == ["c"]
@@ -68,6 +76,14 @@ def one_mixed(story: Story) -> None:
 
 def one_off(story: Story) -> None:
     story.steps[4] = replace(story.steps[4], max_logprob_diff=1.1e-3)
+
+
+def canary_off(story: Story) -> None:
+    story.steps[4] = replace(story.steps[4], canary_difference=1.1e-3)
+
+
+def not_scored(story: Story) -> None:
+    story.steps[4] = replace(story.steps[4], canary_difference=None, mismatch_kl=None)
 
 
 def falls(story: Story) -> None:
@@ -119,6 +135,8 @@ def newcomer_gone(story: Story) -> None:
         (lambda story: spoil_steps(story, completions=0, by_worker={}), "no completion was made"),
         (one_off, "differ from the engines' by 1.10e-03"),
         (lambda story: spoil_steps(story, max_logprob_diff=float("nan")), "differ from the engines'"),
+        (canary_off, "the engines' canary differs from the trainer's by 1.10e-03"),
+        (not_scored, "the canary of only 19 of 20 updates was scored"),
         (never_killed, "no worker was killed"),
         (never_served, "no new worker joined"),
         (cut_short, "only 19 of 20 steps"),
@@ -164,10 +182,13 @@ def test_the_table_is_a_line_per_step_and_lives_on_a_terminal() -> None:
         for step in (1, 2):
             table.phase(step, "rolling out")
             table.step(a_step(step))
+        table.step(replace(a_step(3), canary_difference=None, mismatch_kl=None))
         table.note("a word")
         table.end()
     lines = plain.getvalue().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
+    assert lines[1].split()[-1] == "1.0e-06"
+    assert lines[3].split()[-1] == "-"
     assert lines[0].startswith("step  version")
     assert "initial   0.520" in lines[1]
     assert "\x1b" not in plain.getvalue()
@@ -177,15 +198,3 @@ def test_the_table_is_a_line_per_step_and_lives_on_a_terminal() -> None:
 def test_a_step_travels_as_plain_values() -> None:
     step = a_step(3)
     assert StepRecord.from_wire(json.loads(json.dumps(step.to_wire()))) == step
-
-
-def test_the_report_tells_how_near_the_engines_are_to_the_trainer() -> None:
-    story = Story(2)
-    story.steps = [
-        replace(a_step(1), canary_difference=1e-6, mismatch_kl=3e-9),
-        a_step(2),
-        replace(a_step(3), canary_difference=4e-6, mismatch_kl=1e-9),
-    ]
-    report = make_report(story)
-    assert (report["max_canary_difference"], report["max_mismatch_kl"]) == (4e-6, 3e-9)
-    assert report["per_step"][1]["canary_difference"] is None

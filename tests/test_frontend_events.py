@@ -20,6 +20,7 @@ from frontend.fleet_status import FleetStatus
 from frontend.options import FrontendOptions
 from frontend.process import started
 from rl_plane.errors import InvalidRequest, Unavailable
+from tests.faults import spawn_faulty
 from tests.test_frontend_committed import record, rolling
 
 if TYPE_CHECKING:
@@ -138,6 +139,39 @@ async def test_an_update_is_followed_from_its_beginning_to_its_end(plane: Plane,
         assert paused["instance_id"] == worker.instance_id
         await rl.post("resume")
         await reader.until(lambda kind, data: kind == "admission" and not data["paused"])
+
+
+async def test_an_updates_canary_is_told_and_counted(plane: Plane, rl: httpx.AsyncClient) -> None:
+    bad, *others = [spawn_faulty(plane) for _ in range(3)]
+    for worker in (bad, *others):
+        worker.worker.wait_ready()
+    bad.fail("miscompute")
+    async with reading(rl) as reader:
+        reply = (await rl.post("update_weights", json=update_of(plane, 1))).json()
+        finished = await reader.until(lambda kind, data: data.get("change") == "finished")
+        assert finished["canary"] == reply["canary"]
+        assert finished["canary"]["reasons"] == {"fleet": 1}
+        assert finished["excluded"] == [bad.instance_id]
+    url = str(rl.base_url).removesuffix("/v1/rl/") + "/metrics"
+    wanted = {
+        'rl_plane_canary_failures_total{reason="fleet"} 1',
+        'rl_plane_canary_failures_total{reason="trainer"} 0',
+        f"rl_plane_canary_difference {reply['canary']['difference']:g}",
+        f"rl_plane_canary_mismatch_kl {reply['canary']['mismatch_kl']:g}",
+        'rl_plane_workers_closed{reason="numerics"} 1',
+        'rl_plane_workers_closed{reason="disabled"} 0',
+    }
+
+    async def told() -> bool:
+        return wanted <= set((await rl.get(url)).text.splitlines())
+
+    await plane.until(told)
+    states = {row["instance_id"]: row for row in (await rl.get("state")).json()["workers"]}
+    assert (states[bad.instance_id]["canary"]["passed"], states[bad.instance_id]["canary"]["reason"]) == (
+        False,
+        "reference",
+    )
+    assert states[others[0].instance_id]["canary"]["passed"]
 
 
 async def test_two_listeners_are_told_the_same(plane: Plane, rl: httpx.AsyncClient) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from frontend.attempts import Accepted
 from frontend.caller_ids import CallerIds
 from frontend.calls import MAX_IN_FLIGHT, FleetCalls
+from frontend.canary_counts import CanaryCounts
 from frontend.fleet_service import call_body
+from frontend.fleet_status import CLOSED_REASONS
 from frontend.http import error_body, error_response, to_json
 from frontend.listeners import bind, url_of
 from frontend.metrics import frontend_metrics, metric
@@ -37,6 +39,7 @@ from rl_plane.ops import Tokenize
 from rl_plane.strict_json import parse_json_object
 from rl_plane.versions import WeightVersion
 from rl_plane.wire import Request
+from worker.state import Reason
 
 # ---- JSON ----
 
@@ -834,16 +837,52 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_versions() -> None:
 
 @pytest.mark.parametrize(("lease", "told"), [(True, "1"), (False, "0"), (None, None)])
 def test_the_metrics_tell_of_the_lease(lease: bool | None, told: str | None) -> None:
-    counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}}
-    counts |= {"canary": {"difference": 0.01, "mismatch_kl": 2e-5}, "canary_failures": {"trainer": 2}}
-    text = frontend_metrics(workers=2, admitted=1, epoch=3, sequence=None, in_flight=0, lease=lease, **counts)
+    counts: dict[str, Any] = {"outcomes": {}, "picks": {"load": 3}, "moves": {}, "closed": {}}
+    text = frontend_metrics(
+        canaries=CanaryCounts(), workers=2, admitted=1, epoch=3, sequence=None, in_flight=0, lease=lease, **counts
+    )
     assert "rl_plane_committed_sequence" not in text
     assert 'rl_plane_generation_picks_total{by="load"} 3' in text
-    assert 'rl_plane_canary_failures_total{reason="trainer"} 2' in text
-    assert "rl_plane_canary_difference 0.01" in text
-    assert "rl_plane_canary_mismatch_kl 2e-05" in text
     lines = [line for line in text.splitlines() if line.startswith("rl_plane_serving_lease ")]
     assert lines == ([f"rl_plane_serving_lease {told}"] if told else [])
+
+
+def test_the_metrics_tell_of_the_canary() -> None:
+    canaries = CanaryCounts()
+
+    def told() -> list[str]:
+        text = frontend_metrics(
+            workers=2,
+            admitted=1,
+            closed={"numerics": 1},
+            canaries=canaries,
+            epoch=3,
+            sequence=1,
+            in_flight=0,
+            lease=None,
+            outcomes={},
+            picks={},
+            moves={},
+        )
+        words = ("rl_plane_canary", "rl_plane_workers_closed")
+        return [line for line in text.splitlines() if line.startswith(words) and not line.endswith(" 0")]
+
+    assert told() == ['rl_plane_workers_closed{reason="numerics"} 1']
+    canaries.take({"difference": 0.5, "mismatch_kl": 1.25e-8, "reasons": {"trainer": 2, "x": 7}})
+    canaries.take({"difference": 0.25, "mismatch_kl": 1e-8, "reasons": {"trainer": 1, "tie": 2}})
+    assert told() == [
+        'rl_plane_workers_closed{reason="numerics"} 1',
+        'rl_plane_canary_failures_total{reason="tie"} 2',
+        'rl_plane_canary_failures_total{reason="trainer"} 3',
+        "rl_plane_canary_difference 0.25",
+        "rl_plane_canary_mismatch_kl 1e-08",
+    ]
+    canaries.take({"scored": 1, "failed": 0})
+    assert not any("difference" in line or "mismatch" in line for line in told())
+
+
+def test_the_metrics_know_every_reason_that_closes_a_worker() -> None:
+    assert set(CLOSED_REASONS) == set(get_args(Reason))
 
 
 def test_metrics_are_prometheus_text() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from rl_plane import bodies, ops, update_bodies
+from rl_plane.canary_judge import Verdict
 from rl_plane.errors import Conflict, EngineFailed
 from rl_plane.versions import TensorSpec, VersionReply
 from worker.core import WorkerCore
@@ -115,6 +116,7 @@ class OpHandlers:
             sequence=state.sequence,
             adapters={name: version.to_wire() for name, version in state.adapters.items()},
             staged=_staged_version(staged),
+            canary=_canary_state(self._core.numerics.verdict),
             kept=self._updates.kept,
             loras=sorted(state.adapters),
             running=running,
@@ -301,6 +303,19 @@ def _staged_version(staged: Staging | None) -> VersionReply | None:
     if staged is None:
         return None
     return VersionReply(run="", sequence=0, label=staged.wanted.label, digest=staged.reply["digest"])
+
+
+def _canary_state(verdict: Verdict | None) -> ops.CanaryState | None:
+    if verdict is None:
+        return None
+    return ops.CanaryState(
+        passed=verdict.passed,
+        against=verdict.against,
+        reason=verdict.reason,
+        difference=verdict.difference,
+        tolerance=verdict.tolerance,
+        mismatch_kl=verdict.mismatch_kl,
+    )
 
 
 class EngineHung(EngineFailed):

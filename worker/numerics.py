@@ -45,8 +45,14 @@ class Numerics:
     def new_decision(self, record: DecisionRecord) -> None:
         """Weights that nobody has judged will never be: tokens made with them do not go out."""
         self._tries = 0
-        if self.flow == "held" and record.version.digest != self._state.digest:
+        if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
+
+    @property
+    def have_run(self) -> bool:
+        """May running requests have computed with weights that did not pass? While memory is released, no request
+        computes."""
+        return self.flow == "cut" or (self.flow == "held" and not self._state.released)
 
     def swapped(self, record: DecisionRecord | None) -> None:
         """Other base weights are here."""

@@ -227,18 +227,6 @@ SETTINGS: dict[str, Setting] = {
             "abort",
             metavar="WHAT",
         ),
-        Setting(
-            "canary",
-            "a JSON file of the token sequences that each worker scores, {sequences, expected?, tolerance?}; or off",
-            metavar="FILE",
-        ),
-        Setting(
-            "on_canary_failure",
-            "if every worker fails the canary: rollback, exclude (no worker serves it), or warn",
-            parse.one_of("rollback", "exclude", "warn"),
-            "rollback",
-            metavar="WHAT",
-        ),
         Setting("min_ready", "with exclude: how many must be ready", parse.whole(1, MAX_COUNT), 1, metavar="N"),
         Setting(
             "barrier",
@@ -253,6 +241,21 @@ SETTINGS: dict[str, Setting] = {
             parse.one_of("host", "none"),
             "host",
             metavar="WHERE",
+        ),
+        Setting(
+            "canary",
+            "a JSON file with the token sequences that every worker scores after the swap, and what they should give; "
+            "off: no worker scores anything; none: sequences that follow from the size of the vocabulary",
+            parse.file_or_off,
+            metavar="FILE",
+        ),
+        Setting(
+            "on_canary_failure",
+            "what happens if every worker fails the canary: rollback to the version before; exclude: no worker serves "
+            "it; warn: the workers serve it",
+            parse.one_of("rollback", "exclude", "warn"),
+            "rollback",
+            metavar="WHAT",
         ),
         Setting("adapter", "the update is of this LoRA adapter", parse.label, metavar="NAME"),
         Setting(

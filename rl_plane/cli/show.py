@@ -18,6 +18,7 @@ STATE_COLUMNS = {
     "PAUSE": "pause",
     "ADMISSION": "admission",
     "VERSION": "version",
+    "CANARY": "canary",
     "RUNNING": "running",
     "WAITING": "waiting",
 }
@@ -29,6 +30,7 @@ WORKER_COLUMNS = {
     "PID": "pid",
     "ADMISSION": "admission",
     "VERSION": "version",
+    "CANARY": "canary",
 }
 UPDATE_COLUMNS = {
     "BEGAN": "began",
@@ -41,6 +43,12 @@ UPDATE_COLUMNS = {
     "WHY": "why",
 }
 WHY_CHARS = 60
+AGAINST = {
+    "trainer": "the trainer's values",
+    "reference": "the values that this version had before",
+    "fleet": "the other workers' values",
+}
+"""What the numeric canary is compared with."""
 DIGEST_CHARS = len("blake3:") + 12
 
 DONE = {
@@ -123,6 +131,7 @@ def _flat(row: Reply) -> dict[str, Any]:
         shown["admission"] = "open" if admission.get("open") else f"closed: {reasons}"
     if isinstance(row.get("version"), Mapping):
         shown["version"] = _version(row["version"])
+    shown["canary"] = _canary_cell(row.get("canary"))
     return shown
 
 
@@ -143,12 +152,40 @@ def _updated(reply: Reply, did: str = "committed") -> list[str]:
         spent = ", ".join(f"{key.removesuffix('_s')} {_seconds(value)}" for key, value in phases.items())
         lines.append(f"  in {_seconds(head.get('elapsed_s'))}" + (f": {spent}" if spent else ""))
         if head.get("canary"):
-            lines.append(one_line(f"  canary: {_canary(head['canary'])}"))
-            if head["canary"].get("warning"):
-                lines.append(one_line(f"  warning: {head['canary']['warning']}"))
+            lines.append("  " + one_line(f"canary: {_canary_words(head['canary'])}"))
         if head.get("excluded"):
-            lines.append(one_line(f"  excluded, until healed: {', '.join(head['excluded'])}"))
+            lines.append("  " + one_line(f"excluded, until healed: {', '.join(head['excluded'])}"))
     return lines
+
+
+def _canary_words(canary: Reply) -> str:
+    """The numeric canary of one update, over all workers."""
+    failed = canary.get("failed")
+    words = f"{counted(canary['scored'])} scored" + (f", {failed} failed" if failed else "")
+    if canary.get("difference") is None:
+        words += ", no values to compare with" if not failed else ""
+    else:
+        against = AGAINST.get(canary["against"], canary["against"])
+        words += f", {_canary_numbers(canary)} from {against} (at most {canary.get('tolerance'):g})"
+    return words + (f"; warning: {canary['warning']}" if canary.get("warning") else "")
+
+
+def _canary_numbers(canary: Reply) -> str:
+    return f"largest difference {canary['difference']:.2g}, mismatch_kl {canary['mismatch_kl']:.2g}"
+
+
+def _canary_cell(canary: Any) -> str | None:
+    """The numeric canary of one update, or of one worker's weights, in a table."""
+    if not isinstance(canary, Mapping):
+        return None
+    if "scored" in canary:
+        failed = f"{canary['failed']}/{canary['scored']} failed" if canary.get("failed") else ""
+    else:
+        failed = "" if canary["passed"] else f"failed: {canary.get('reason')}"
+    if canary.get("difference") is None:
+        return failed or "nothing to compare"
+    numbers = f"{canary['difference']:.2g} {canary['against']}, kl {canary['mismatch_kl']:.2g}"
+    return ", ".join(filter(None, (failed, numbers)))
 
 
 def _updates(reply: Reply) -> list[str]:
@@ -176,21 +213,10 @@ def _update(one: Reply) -> dict[str, Any]:
         + (" by delta" if one.get("encoding") == "delta" else ""),
         "workers": f"{well + left_out}/{all_of_them + left_out}" if outcomes else None,
         "seconds": f"{ended - began:.3f}" if began and ended else None,
-        "canary": _canary(one.get("canary")),
+        "canary": _canary_cell(one.get("canary")),
         "who": one.get("who"),
         "why": why[:WHY_CHARS] + "…" * (len(why) > WHY_CHARS),
     }
-
-
-def _canary(canary: Any) -> str | None:
-    """How near the workers are to what they should compute, or how many failed."""
-    if not isinstance(canary, Mapping):
-        return None
-    words = f"{canary.get('failed')}/{canary.get('scored')} failed" if canary.get("failed") else "passed"
-    difference, kl = canary.get("difference"), canary.get("mismatch_kl")
-    if isinstance(difference, (int, float)) and isinstance(kl, (int, float)):
-        words += f", differs by {difference:.2g}, KL {kl:.2g} ({canary.get('against')})"
-    return words
 
 
 def _checked(reply: Reply, body: Reply) -> list[str]:

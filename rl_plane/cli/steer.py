@@ -11,16 +11,16 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from rl_plane.canary import MAX_CANARY_BYTES, Canary, parse_canary
+from rl_plane.cli.canary_file import read_canary
 from rl_plane.cli.flags import Command, Subparsers, add_command
 from rl_plane.cli.output import note, say, say_json
 from rl_plane.cli.settings import BadSetting
 from rl_plane.cli.show import show
-from rl_plane.errors import DeadlineExceeded, InvalidRequest, PlaneError
+from rl_plane.errors import DeadlineExceeded, PlaneError
 from rl_plane.facade import call_facade
-from rl_plane.strict_json import parse_json_object
 from rl_plane.subjects import check_instance_id
 from rl_plane.update_bodies import UpdatePolicy
 
@@ -161,6 +161,7 @@ def body_of(op: str, command: Command) -> tuple[dict[str, Any], float]:
 
 
 def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
+    canary = values["canary"]
     return UpdatePolicy(
         barrier=values["barrier"],
         staging=values["staging"],
@@ -169,29 +170,11 @@ def policy_of(values: Mapping[str, Any]) -> UpdatePolicy:
         on_prepare_failure=values["on_prepare_failure"],
         min_ready=values["min_ready"],
         keep_pause=values["keep_pause"],
-        canary=_canary(values["canary"]),
-        on_canary_failure=values["on_canary_failure"],
         **({} if values["flush"] is None else {"flush_cache": values["flush"]}),
+        canary=read_canary(canary) if isinstance(canary, Path) else canary,
+        on_canary_failure=values["on_canary_failure"],
         prepare_timeout_s=values["timeout_s"] or UpdatePolicy().prepare_timeout_s,
     )
-
-
-def _canary(file: str | None) -> Canary | Literal["off"] | None:
-    if file is None or file == "off":
-        return None if file is None else "off"
-    try:
-        with open(os.path.expanduser(file), "rb") as opened:
-            data = opened.read(MAX_CANARY_BYTES + 1)
-    except OSError as error:
-        raise BadSetting(
-            f"{file!r} can't be read: {error.strerror}", field="--canary", fix="name a JSON file, or off"
-        ) from error
-    if len(data) > MAX_CANARY_BYTES:
-        raise BadSetting(f"{file!r} has more than {MAX_CANARY_BYTES} bytes", field="--canary", fix="shorten it")
-    try:
-        return parse_canary(parse_json_object(data), "--canary")
-    except InvalidRequest as error:
-        raise BadSetting(error.message, **error.facts) from error
 
 
 def _source(path: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,15 @@ def file(text: str) -> Path:
     return found
 
 
+def file_or_off(text: str) -> Path | str:
+    if text == "off":
+        return text
+    try:
+        return file(text)
+    except Refused:
+        raise Refused("name an existing file, or give `off`") from None
+
+
 def url(schemes: tuple[str, ...], such_as: str) -> Parse:
     def parse(text: str) -> str:
         try:

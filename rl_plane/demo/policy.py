@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_plane.canary import default_canary
 from rl_plane.demo.grpo import completion_logprobs, padded, padded_mask, policy_loss
 from rl_plane.errors import PlaneError
-from rl_plane.publish.canaries import expected_logprobs
 from rl_plane.versions import TensorSpec, tensors_digest
 
 LEARNING_RATE = 2e-3
@@ -68,12 +68,13 @@ class Policy:
         self._adam.step()
         return Lesson(float(loss.detach()), diff)
 
-    def canary(self, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """What an engine must compute with these weights for the sequences: see `rl_plane.canary.Canary`."""
-        return {
-            "sequences": [list(one) for one in sequences],
-            "expected": expected_logprobs(self._model, sequences),
-        }
+    def canary(self) -> dict[str, Any]:
+        """The numeric canary of the weights that this copy has now: what an engine that serves them must compute."""
+        sequences = default_canary(self.vocab_size).sequences
+        with self._torch.no_grad():
+            starts, rests = [tokens[:1] for tokens in sequences], [tokens[1:] for tokens in sequences]
+            expected = completion_logprobs(self._model, starts, rests)
+        return {"sequences": sequences, "expected": expected.tolist()}
 
     def save(self, path: Path) -> str:
         """A checkpoint directory that appears whole or not at all; its digest."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
     rewards = [step.reward for step in story.steps]
     updates = [step.update_s for step in story.steps]
     last = story.steps[-1] if story.steps else None
+    differences = [step.canary_difference for step in story.steps if step.canary_difference is not None]
+    mismatches = [step.mismatch_kl for step in story.steps if step.mismatch_kl is not None]
     report: dict[str, Any] = {
         "steps": len(story.steps),
         "planned_steps": story.planned,
@@ -37,8 +38,9 @@ def make_report(story: Story, trouble: str = "") -> dict[str, Any]:
         "reward_range": REWARD_RANGE,
         "max_logprob_diff": max((step.max_logprob_diff for step in story.steps), default=None),
         "logprob_tolerance": LOGPROB_TOLERANCE,
-        "max_canary_difference": _largest(step.canary_difference for step in story.steps),
-        "max_mismatch_kl": _largest(step.mismatch_kl for step in story.steps),
+        "canary_updates": len(differences),
+        "max_canary_difference": max(differences, default=None),
+        "max_mismatch_kl": max(mismatches, default=None),
         "completions": sum(step.completions for step in story.steps),
         "mixed_version_completions": sum(step.mixed_version_completions for step in story.steps),
         "completions_by_worker": dict(story.by_worker),
@@ -80,6 +82,13 @@ def judge(report: dict[str, Any]) -> list[str]:
     if not report["max_logprob_diff"] <= report["logprob_tolerance"]:
         failures.append(
             f"the trainer's logprobs differ from the engines' by {report['max_logprob_diff']:.2e}, "
+            f"more than {report['logprob_tolerance']:g}"
+        )
+    if report["canary_updates"] != report["steps"]:
+        failures.append(f"the canary of only {report['canary_updates']} of {report['steps']} updates was scored")
+    elif not report["max_canary_difference"] <= report["logprob_tolerance"]:
+        failures.append(
+            f"after an update the engines' canary differs from the trainer's by {report['max_canary_difference']:.2e}, "
             f"more than {report['logprob_tolerance']:g}"
         )
     if not report["killed"]:
@@ -133,10 +142,6 @@ def write_picture(report: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

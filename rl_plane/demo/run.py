@@ -197,19 +197,13 @@ def _summary(report: dict[str, Any], out: Path) -> str:
         f"in {report['steps']} steps\n"
         f"{report['completions']} completions, each labelled with the committed version; logprobs agree within "
         f"{report['max_logprob_diff']:.1e}\n"
-        f"{_canary(report)}"
+        f"canary of the trainer's model in the engines after each update: log probabilities agree within "
+        f"{report['max_canary_difference']:.1e}, mismatch_kl {report['max_mismatch_kl']:.1e} at most\n"
         f"weight updates: {update['median']:.2f} s median, {update['max']:.2f} s at most; worker killed at step "
         f"{report['killed_at_step']}, a new one served from step {report['joined_at_step']}\n"
         f"{len(report['workers'])} workers at {report['version']} {report['digest']}\n"
         f"done in {report['elapsed_seconds']:.0f} s: {out / 'report.json'}, {out / 'reward.png'}"
     )
-
-
-def _canary(report: dict[str, Any]) -> str:
-    difference, kl = report["max_canary_difference"], report["max_mismatch_kl"]
-    if difference is None or kl is None:
-        return ""
-    return f"after each update the engines compute the trainer's values within {difference:.1e}, KL {kl:.1e} at most\n"
 
 
 def main(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,19 @@ PAUSE_LEASE_S = 60.0
 """If this trainer dies the fleet goes on by itself after a minute."""
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What an update was answered with."""
+
+    version: dict[str, Any]
+    """As committed."""
+    workers: int
+    """How many took it."""
+    canary_difference: float | None
+    """The largest difference between the engines' log probabilities and the trainer's. None: no engine scored."""
+    mismatch_kl: float | None
+
+
 @dataclass(slots=True)
 class Steering:
     url: str
@@ -29,8 +42,6 @@ class Steering:
     post: Callable[[str, dict[str, Any] | None, float, str], dict[str, Any]] = call_json
     repeats: int = field(default=0, init=False)
     """Calls that had to be made again."""
-    canary: Mapping[str, Any] = field(default_factory=dict, init=False)
-    """What the numeric canary of the last update has shown."""
 
     def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Until so many workers serve the committed version."""
@@ -53,24 +64,21 @@ class Steering:
             raise PlaneError("the fleet has no version yet")
         return dict(version)
 
-    def publish(
-        self, path: Path, label: str, digest: str, canary: Mapping[str, Any] | None = None
-    ) -> tuple[dict[str, Any], int]:
-        """The version as committed, and how many workers took it. `canary`: what they must compute with it."""
+    def publish(self, path: Path, label: str, digest: str, canary: dict[str, Any]) -> Published:
+        """`canary`: what the trainer's own model computes with these weights."""
         self._call("pause", {"mode": "keep", "lease_s": PAUSE_LEASE_S})
         transport = {"backend": "filesystem", "path": str(path)}
-        body: dict[str, Any] = {"transport": transport, "version": label, "digest": digest}
-        if canary is not None:
-            body["policy"] = {"canary": canary}
+        body = {"transport": transport, "version": label, "digest": digest, "policy": {"canary": canary}}
         reply = self._call("update_weights", body)
-        self.canary = reply.get("canary") or {}
         self._call("resume", {})
         version = reply["version"]
         if (version["label"], version["digest"]) != (label, digest):
             raise PlaneError(
                 f"published {label} {digest}, but {version['label']} {version['digest']} is committed"
             )
-        return dict(version), sum(row["status"] == "ok" for row in reply["workers"])
+        workers = sum(row["status"] == "ok" for row in reply["workers"])
+        shown = reply.get("canary") or {}
+        return Published(dict(version), workers, shown.get("difference"), shown.get("mismatch_kl"))
 
     def _call(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
         url, key = f"{self.url}/v1/rl/{op}", uuid.uuid4().hex

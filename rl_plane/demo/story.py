@@ -21,6 +21,11 @@ class StepRecord:
     by_worker: Mapping[str, int]
     """instance_id → completions."""
     max_logprob_diff: float
+    canary_difference: float | None
+    """The largest difference between the trainer's and the engines' log probabilities of the numeric canary, with the
+    step's new weights; nats. None: no engine scored it."""
+    mismatch_kl: float | None
+    """Of the same canary: see `rl_plane.canary_judge.mismatch_kl`."""
     workers: int
     """How many took the step's new weights."""
     rollout_s: float
@@ -32,11 +37,6 @@ class StepRecord:
     committed: str
     """The label of the step's new weights."""
     digest: str
-    canary_difference: float | None = None
-    """The largest difference of a log probability that a worker computes with the new weights from the trainer's. None:
-    the update's answer has no values, as when a worker was killed in the middle of it."""
-    mismatch_kl: float | None = None
-    """The divergence between the trainer's model and the workers', measured by the same tokens."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,7 +6,7 @@ from typing import TextIO
 
 from rl_plane.demo.story import StepRecord
 
-HEADER = "step  version   reward                        workers  rollout   update  logprob diff"
+HEADER = "step  version   reward                        workers  rollout   update  logprob diff  canary diff"
 BAR = 20
 """Characters of the reward's bar."""
 
@@ -48,9 +48,14 @@ class LiveTable:
         self._out.flush()
 
 
+def _small(value: float | None) -> str:
+    return "-".rjust(11) if value is None else f"{value:11.1e}"
+
+
 def row(record: StepRecord) -> str:
     bar = ("█" * round(record.reward * BAR)).ljust(BAR, "·")
     return (
         f"{record.step:4}  {record.version:<9} {record.reward:5.3f} {bar}   {record.workers:7}"
         f"  {record.rollout_s:6.2f}s  {record.update_s:6.2f}s  {record.max_logprob_diff:12.1e}"
+        f"  {_small(record.canary_difference)}"
     )

@@ -63,7 +63,6 @@ def train(args: argparse.Namespace) -> None:
     name = call_json(f"{args.http_url}/v1/models")["data"][0]["id"]
     rollout = Rollout(args.http_url, name, GROUP, MAX_TOKENS)
     rng = random.Random(args.seed)
-    canary = make_prompts(random.Random(args.seed), policy.vocab_size)
     version, committed = fleet.version(), None
     for step in range(1, args.steps + 1):
         if step == args.whole_fleet_from:
@@ -88,26 +87,27 @@ def train(args: argparse.Namespace) -> None:
         )
         path = args.weights / f"{PREFIX}{step}"
         digest = policy.save(path)
+        canary = policy.canary()
         learn_s = time.monotonic() - start
         emit("phase", step=step, phase="updating the fleet")
         start = time.monotonic()
-        version, workers = fleet.publish(path, path.name, digest, policy.canary(canary))
-        committed = path
+        published = fleet.publish(path, path.name, digest, canary)
+        version, committed = published.version, path
         update_s = time.monotonic() - start
         prune_checkpoints(args.weights, committed)
         record = StepRecord(
             step=step,
             **told,
             max_logprob_diff=lesson.max_logprob_diff,
-            workers=workers,
+            canary_difference=published.canary_difference,
+            mismatch_kl=published.mismatch_kl,
+            workers=published.workers,
             rollout_s=rollout_s,
             learn_s=learn_s,
             update_s=update_s,
             repeats=rollout.repeats + fleet.repeats,
             committed=version["label"],
             digest=version["digest"],
-            canary_difference=fleet.canary.get("difference"),
-            mismatch_kl=fleet.canary.get("mismatch_kl"),
         )
         emit("step", **record.to_wire())
     emit("done")
