@@ -116,7 +116,8 @@ class Settlement:
     record: CanaryRecord
     """For the decision record of this version, unless the action is `rollback`."""
     warning: str = ""
-    """Why the version is served although every worker failed (`warn`). Empty: it is not so."""
+    """Why the version is served although every worker failed (`warn`), or why the version before can't come back.
+    Empty: neither is so."""
 
     def summary(self) -> dict[str, Any]:
         """The part of an update's answer for all workers together: the worst values among those that were compared."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rl_plane.canary import CanaryRecord
+from rl_plane.canary_commit import goes_back, settled
 from rl_plane.record import DecisionRecord, Source
+from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
 from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
 from worker.state import Scores, WorkerState
@@ -78,3 +80,15 @@ def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> No
     assert core.ticked(11.0)
     assert core.state.digest is None
     assert isinstance(core.next(60.0), Fetch)
+
+
+def test_the_answer_says_where_nothing_can_come_back() -> None:
+    row = WorkerRow("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
+    pushed = replace(EXPECTED, on_canary_failure="rollback")
+    settlement, _ = settled(pushed, [row])
+    assert settlement is not None
+    assert not goes_back(pushed, settlement)
+    assert settlement.summary()["action"] == "exclude"
+    assert "can't be fetched again" in settlement.summary()["warning"]
+    settlement, _ = settled(restorable := replace(pushed, fallback=FIRST), [row])
+    assert goes_back(restorable, settlement)
