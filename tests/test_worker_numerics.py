@@ -107,6 +107,9 @@ def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
     core.ticked(GATE_S - 0.1)
     assert not core.numerics.delivers()
     core.ticked(GATE_S)
+    assert not core.numerics.delivers(), "a coordinator still collects what the others have scored"
+    core.coordinator_holds(5, False)
+    core.ticked(GATE_S)
     assert core.numerics.delivers()
     assert closed(core) == set()
 
@@ -133,6 +136,8 @@ def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> 
     now = 0.0
     for _ in range(HEAL_TRIES):
         scored(core, WRONG, now)
+        assert not core.ticked(now, busy=True), "a commit still has to tell what they scored"
+        assert core.ticked(now)
         assert core.state.digest is None
         assert "behind" in closed(core)
         wait = core.next(now)
@@ -147,6 +152,7 @@ def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> 
         core.swapping(swap)
         core.swapped(swap, now)
     scored(core, WRONG, now)
+    assert not core.ticked(now)
     assert core.state.digest == "d1"
     assert closed(core) == {"numerics"}
     assert core.next(now + 1e6) == Wait()

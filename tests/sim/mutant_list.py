@@ -666,8 +666,8 @@ MUTANTS = [
     Mutant(
         "worker: opens before the gate is lifted",
         "worker/core.py",
-        "        final = record.open or now >= self._learnt_at + GATE_S\n",
-        "        final = True\n",
+        "return record.open or (self._is_late and not self._awaits_verdict())",
+        "return True",
         CORE + "a_learnt_decision_gates_until_it_is_opened",
         short=True,
     ),
@@ -681,9 +681,16 @@ MUTANTS = [
     Mutant(
         "worker: a gate that nobody lifts stays",
         "worker/core.py",
-        "        final = record.open or now >= self._learnt_at + GATE_S\n",
-        "        final = record.open\n",
+        "return record.open or (self._is_late and not self._awaits_verdict())",
+        "return record.open",
         CORE + "a_gate_that_nobody_lifts_ends_when_no_lease_can_be_left",
+    ),
+    Mutant(
+        "worker: opens before a coordinator has compared its scores",
+        "worker/core.py",
+        "return record.open or (self._is_late and not self._awaits_verdict())",
+        "return record.open or self._is_late",
+        NUMERICS + "with_nobody_to_wait_for_it_delivers_what_it_has",
     ),
     Mutant(
         "worker: the gate begins anew with each news",
