@@ -42,8 +42,13 @@ MAX_TOKENS = 4000
 UPDATE_TIMEOUT_S = 120.0
 TOKEN_TIMEOUT_S = 60.0
 
-Staging = Literal["host", "none"]
-STAGINGS: tuple[Staging, ...] = ("host", "none")
+Way = Literal["staged", "unstaged", "staged, canary"]
+POLICIES: dict[Way, dict[str, str]] = {
+    "staged": {"canary": "off"},
+    "unstaged": {"canary": "off", "staging": "none"},
+    "staged, canary": {},
+}
+"""A canary takes a forward within the pause, which on a CPU is longer than all the rest of it."""
 
 
 @dataclass(slots=True)
@@ -51,8 +56,8 @@ class GapTimes:
     """Seconds, a number for each round."""
 
     nbytes: int
-    copies: dict[Staging, list[float]] = field(default_factory=lambda: {staging: [] for staging in STAGINGS})
-    gaps: dict[Staging, list[float]] = field(default_factory=lambda: {staging: [] for staging in STAGINGS})
+    copies: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in POLICIES})
+    gaps: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in POLICIES})
     """The longest time between two tokens while the engine is paused, less the usual one just before the update."""
     meanwhile: list[float] = field(default_factory=list)
     """The same while the weights are staged: the engine goes on, with less of the cores."""
@@ -105,11 +110,11 @@ async def _tokens(http_url: str) -> AsyncGenerator[float, None]:
         await writer.wait_closed()
 
 
-async def _gap(client: RlClient, http_url: str, model: Path, staging: Staging) -> Gap:
+async def _gap(client: RlClient, http_url: str, model: Path, way: Way) -> Gap:
     times: list[float] = []
     updating: asyncio.Task[object] | None = None
     left = 0
-    body = {"transport": {"backend": "filesystem", "path": str(model)}, "policy": {"staging": staging}}
+    body = {"transport": {"backend": "filesystem", "path": str(model)}, "policy": POLICIES[way]}
     with phases_seen() as seen:
         async with asyncio.timeout(UPDATE_TIMEOUT_S), aclosing(_tokens(http_url)) as tokens:
             async for came in tokens:
@@ -130,7 +135,7 @@ async def _gap(client: RlClient, http_url: str, model: Path, staging: Staging) -
         end = max(one.end for one in seen if one.phase in phases)
         return max(after - before for before, after in between if after > start and before < end) - usual
 
-    return Gap(longest("commit") if staging == "host" else longest("prepare", "commit"), longest("prepare"))
+    return Gap(longest("prepare", "commit") if way == "unstaged" else longest("commit"), longest("prepare"))
 
 
 async def measure_gaps(models: Sequence[Path], rounds: int) -> GapTimes:
@@ -160,13 +165,13 @@ async def measure_gaps(models: Sequence[Path], rounds: int) -> GapTimes:
             await client.wait_for(1, JOIN_TIMEOUT_S)
             count = 0
             for number in range(-1, rounds):  # the first one warms caches
-                for staging in STAGINGS:
+                for way in POLICIES:
                     count += 1
-                    gap = await _gap(client, frontend.said["http_url"], models[count % len(models)], staging)
+                    gap = await _gap(client, frontend.said["http_url"], models[count % len(models)], way)
                     copied = statistics.median(copy() for _ in range(COPIES))
                     if number >= 0:
-                        times.gaps[staging].append(gap.while_paused)
-                        times.copies[staging].append(copied)
-                        if staging == "host":
+                        times.gaps[way].append(gap.while_paused)
+                        times.copies[way].append(copied)
+                        if way == "staged":
                             times.meanwhile.append(gap.while_staged)
     return times

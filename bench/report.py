@@ -160,9 +160,10 @@ def gap_rows(times: GapTimes) -> list[Row]:
         return compared(what, 1, seconds, f"copy of {times.nbytes / 1e6:.0f} MB", copies, aim)
 
     return [
-        row("gap of a stream, staged", times.gaps["host"], times.copies["host"], GAP_AIM),
-        row("slowest step while staged", times.meanwhile, times.copies["host"], None),
-        row("gap of a stream, unstaged", times.gaps["none"], times.copies["none"], None),
+        row("gap of a stream, staged", times.gaps["staged"], times.copies["staged"], GAP_AIM),
+        row("slowest step while staged", times.meanwhile, times.copies["staged"], None),
+        row("gap of a stream, unstaged", times.gaps["unstaged"], times.copies["unstaged"], None),
+        row("gap of a stream, staged, canary", times.gaps["staged, canary"], times.copies["staged, canary"], None),
     ]
 
 
