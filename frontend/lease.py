@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from rl_plane.bodies import parse_body
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.errors import NotAdmitted, PlaneError, Unsupported
+from rl_plane.lease import Connection, ServingLease
 from rl_plane.ops import AbortedReply, AbortRequests
 from rl_plane.record import SERVING_LEASE_S
 from rl_plane.subjects import FRONTEND_PREFIX
@@ -38,43 +39,14 @@ RETRY_AFTER_S = 1.0
 """What a caller is told: NATS is mostly back by then."""
 
 
-class ServingLease:
-    """Whether requests may be routed. Pure but for the event; times are loop seconds."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._connection: tuple[str, int] | None = None
-        """On which it was confirmed: while it was down, anything may have been decided."""
-        self._confirmed = asyncio.Event()
-
-    def confirm(self, asked_at: float, connection: tuple[str, int]) -> None:
-        """After `asked_at` this frontend was listed, and then the leader told the record."""
-        if asked_at + SERVING_LEASE_S <= self._until:
-            return  # one that was asked later was faster
-        self._until, self._connection = asked_at + SERVING_LEASE_S, connection
-        confirmed, self._confirmed = self._confirmed, asyncio.Event()
-        confirmed.set()
-
-    def give_up(self) -> None:
-        self._until = 0.0
-
-    def holds(self, now: float, connection: tuple[str, int]) -> bool:
-        return now < self._until and connection == self._connection
-
-    async def next_confirmation(self, timeout_s: float) -> None:
-        """Returns at the next one, or after the time-out."""
-        confirmed = self._confirmed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await confirmed.wait()
-
-
 class FrontendLease:
     """Lists this frontend while it runs, keeps the lease, and answers the coordinators that tell it a decision."""
 
     def __init__(self, view: MembershipView, frontend_id: str) -> None:
         self.frontend_id = frontend_id
         self.lease = ServingLease()
+        """By the loop's seconds."""
+        self._confirmed = asyncio.Event()
         self.on_abort: Callable[[list[str] | None], int] = lambda request_ids: 0
         """Called with the names of what is to end here (None: all); how many choices waited here for a worker."""
         self._view = view
@@ -97,7 +69,14 @@ class FrontendLease:
                     "this frontend has not confirmed the committed version lately: does NATS answer it?",
                     retry_after_s=RETRY_AFTER_S,
                 )
-            await self.lease.next_confirmation(left_s)
+            await self._next_confirmation(left_s)
+
+    async def _next_confirmation(self, timeout_s: float) -> None:
+        """Returns at the next one, or after the time-out."""
+        confirmed = self._confirmed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await confirmed.wait()
 
     async def start(self) -> None:
         self._subscription = await self._bus.subscribe(
@@ -157,7 +136,13 @@ class FrontendLease:
         facts = json.dumps({"name": self._bus.name}).encode()
         await self._bus.put(self._view.subjects.state, self._key, facts, ttl_s=KEY_TTL_S)
         await self._view.keep_record()
-        self.lease.confirm(asked_at, connection)
+        self.confirm(asked_at, connection)
+
+    def confirm(self, asked_at: float, connection: Connection) -> None:
+        """After `asked_at` this frontend was listed, and then the leader told the record."""
+        if self.lease.confirm(asked_at, connection):
+            confirmed, self._confirmed = self._confirmed, asyncio.Event()
+            confirmed.set()
 
     # ---- what coordinators tell ----
 

@@ -8,18 +8,20 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from frontend import lease as lease_module
-from frontend.lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease, ServingLease
+from frontend.lease import CONFIRM_INTERVAL_S, KEY_TTL_S, FrontendLease
 from frontend.options import FrontendOptions
 from frontend.process import Frontend
 from rl_plane.bus import Bus
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, NotAdmitted
 from rl_plane.generation import GenerateDelta, GenerateRequest
+from rl_plane.lease import ServingLease
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
 from rl_plane.subjects import FRONTEND_PREFIX, Entry
@@ -61,13 +63,17 @@ def test_a_lease_is_good_on_its_own_connection_only() -> None:
 
 
 async def test_who_waits_is_woken_by_the_next_confirmation() -> None:
-    lease = ServingLease()
-    waiting = [asyncio.create_task(lease.next_confirmation(BOUND_S)) for _ in range(2)]
+    bus: Any = SimpleNamespace(nc=SimpleNamespace(is_connected=True), identity=HERE)
+    view: Any = SimpleNamespace(bus=bus)
+    lease, loop = FrontendLease(view, "f"), asyncio.get_running_loop()
+    waiting = [asyncio.create_task(lease.wait(loop.time() + BOUND_S)) for _ in range(2)]
     await asyncio.sleep(0)
-    lease.confirm(0.0, HERE)
+    lease.confirm(loop.time(), HERE)
     async with asyncio.timeout(1.0):
         await asyncio.gather(*waiting)
-    await lease.next_confirmation(0.001)
+    bus.identity = THERE
+    with pytest.raises(NotAdmitted):
+        await lease.wait(loop.time() + 0.001)
 
 
 def test_the_bounds_fit_together() -> None:

@@ -181,7 +181,7 @@ def test_the_first_worker_fixes_sequence_0_by_its_model() -> None:
     record = restore.record
     assert (record.sequence, record.version.digest, record.source, record.open) == (0, "mine", Source(None), True)
     assert reasons(core) == {"starting": ""}
-    assert core.state.lease_until == 0, "no lease before the leader has it"
+    assert core.state.lease.until == 0, "no lease before the leader has it"
     assert core.leader_said(record, 1, 2.0, LINE, 2.0) is None
     assert core.state.closed, "told, and not yet labelled"
     assert core.next(2.0) == Relabel(record)
@@ -740,7 +740,7 @@ def test_an_aborted_overwriting_is_healed_in_place() -> None:
 
 
 def lease_until(core: WorkerCore) -> float:
-    return core.state.lease_until
+    return core.state.lease.until
 
 
 def test_the_lease_is_confirmed_by_a_leader_that_knows_as_much() -> None:
@@ -943,11 +943,11 @@ class Walk:
 
     def ask_leader(self) -> None:
         record = self.some() if self.rng.random() < 0.9 else None
-        before, mine = self.core.state.lease_until, self.core.record
+        before, mine = self.core.state.lease.until, self.core.record
         restore = self.core.leader_said(record, self.rng.randrange(1, 50), self.now, LINE, self.now)
         if restore is not None:
             assert restore.record == mine or mine is None
-            assert self.core.state.lease_until == before
+            assert self.core.state.lease.until == before
         else:
             assert self.core.record == record
 

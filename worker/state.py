@@ -11,8 +11,8 @@ from typing import Literal
 
 from rl_plane.canary import Sequences
 from rl_plane.errors import Conflict, FenceRequired, NotAdmitted, StaleFence, WrongIncarnation
+from rl_plane.lease import ServingLease
 from rl_plane.ops import AdmissionState, PauseState
-from rl_plane.record import SERVING_LEASE_S
 from rl_plane.versions import VersionReply, WeightVersion
 from rl_plane.wire import Request
 
@@ -104,10 +104,8 @@ class WorkerState:
     """None: running."""
     pause_until: float = 0.0
     """Monotonic seconds at which the lease ends."""
-    lease_until: float = 0.0
-    """Monotonic seconds up to which requests are admitted: see SERVING_LEASE_S."""
-    lease_connection: tuple[str, int] | None = None
-    """The connection on which the lease was confirmed: while it was down, anything may have been decided."""
+    lease: ServingLease = field(default_factory=ServingLease)
+    """Requests are admitted while it holds; by monotonic seconds."""
     released: set[str] = field(default_factory=set)
     """Memory tags that are released: without the weights' nothing is received, without all nothing generates."""
     tokens: TokenLoad = field(default_factory=TokenLoad)
@@ -154,10 +152,10 @@ class WorkerState:
 
     def confirm_lease(self, asked_at: float, connection: tuple[str, int]) -> None:
         """The leader was asked at `asked_at`, and its record is the newest that is known here."""
-        self.lease_until, self.lease_connection = asked_at + SERVING_LEASE_S, connection
+        self.lease.confirm(asked_at, connection)
 
     def check_lease(self, now: float, connection: tuple[str, int]) -> None:
-        if now >= self.lease_until or connection != self.lease_connection:
+        if not self.lease.holds(now, connection):
             raise NotAdmitted(
                 f"worker {self.instance_id} has not confirmed the committed version lately", retry_after_s=1.0
             )

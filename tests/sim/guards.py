@@ -118,7 +118,7 @@ GUARDS: dict[str, dict[str, Any]] = {
         "worker.state.WorkerState.check_admitted": _accepts,
         "worker.state.WorkerState.check_lease": _accepts,
         "frontend.fleet_status.WorkerStatus.open": True,
-        "frontend.lease.ServingLease.holds": _yes,
+        "rl_plane.lease.ServingLease.holds": _yes,
         "frontend.committed.Labels.take": _accepts,
     },
     # A pinned update is of the fleet that it names.
@@ -131,7 +131,7 @@ FIXES: dict[str, dict[str, Any]] = {
     # What was once found wrong, and put right: docs/faults.md tells the story of each.
     "serving-lease": {
         "worker.state.WorkerState.check_lease": _accepts,
-        "frontend.lease.ServingLease.holds": _yes,
+        "rl_plane.lease.ServingLease.holds": _yes,
     },
     "reconnect-grace": {"rl_plane.view.RECONNECT_GRACE_S": 0.0},
     "raised-epoch": {"rl_plane.view.MembershipView._raise_epoch": _nothing},

@@ -800,20 +800,6 @@ MUTANTS = [
     ),
     # ---- worker/state.py ----
     Mutant(
-        "state: a lease of another connection",
-        "worker/state.py",
-        "        if now >= self.lease_until or connection != self.lease_connection:\n",
-        "        if now >= self.lease_until:\n",
-        CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
-    ),
-    Mutant(
-        "state: a lease for ever",
-        "worker/state.py",
-        "        if now >= self.lease_until or connection != self.lease_connection:\n",
-        "        if connection != self.lease_connection:\n",
-        CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
-    ),
-    Mutant(
         "state: a request for another sequence",
         "worker/state.py",
         "        if self.sequence is None or (sequence is not None and sequence != self.sequence):\n",
@@ -1038,28 +1024,36 @@ MUTANTS = [
         "        self.state.confirm_lease(now, connection)\n",
         CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
     ),
-    # ---- frontend/lease.py ----
+    # ---- rl_plane/lease.py ----
     Mutant(
-        "frontend: a lease of another connection",
-        "frontend/lease.py",
-        "        return now < self._until and connection == self._connection",
-        "        return now < self._until",
+        "lease: one of another connection holds",
+        "rl_plane/lease.py",
+        "        return now < self.until and connection == self._connection",
+        "        return now < self.until",
         LEASE + "a_lease_is_good_on_its_own_connection_only",
     ),
     Mutant(
-        "frontend: a lease for ever",
-        "frontend/lease.py",
-        "        return now < self._until and connection == self._connection",
+        "lease: it never ends",
+        "rl_plane/lease.py",
+        "        return now < self.until and connection == self._connection",
         "        return connection == self._connection",
         LEASE + "a_lease_runs_from_before_the_question",
     ),
     Mutant(
-        "frontend: an older answer shortens the lease",
-        "frontend/lease.py",
-        "        if asked_at + SERVING_LEASE_S <= self._until:\n            return",
+        "lease: an older answer shortens it",
+        "rl_plane/lease.py",
+        "        if asked_at + SERVING_LEASE_S <= self.until:\n            return",
         "        if False:\n            return",
         LEASE + "a_lease_is_good_on_its_own_connection_only",
     ),
+    Mutant(
+        "state: requests are admitted without a lease",
+        "worker/state.py",
+        "        if not self.lease.holds(now, connection):\n",
+        "        if False:\n",
+        CORE + "the_lease_is_confirmed_by_a_leader_that_knows_as_much",
+    ),
+    # ---- frontend/lease.py ----
     Mutant(
         "frontend: is not listed",
         "frontend/lease.py",
