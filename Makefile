@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 ENGINES := deploy/engines-cpu
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup engines demo test test-fast lint sim soak bench docs clean
+.PHONY: setup engines demo test test-fast lint sim mutants soak bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -56,6 +56,10 @@ lint: setup
 
 sim: setup
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),1000)
+
+# Takes each guard of the protocol out of a copy, one at a time: a named test must fail.
+mutants: setup
+	$(BIN)/python -m tests.sim.mutants
 
 # Also SEED=n, and WITH='--engine hf --engine vllm' for other engines than two of hf.
 soak: setup

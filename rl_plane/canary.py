@@ -14,13 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from rl_plane.bodies import Body, invalid_from_pydantic
 from rl_plane.errors import InvalidRequest
+
+CANARY_NAME = "canary.json"
+"""The version's numeric canary, beside a checkpoint: see `Canary`. No digest covers it."""
+MAX_CANARY_BYTES = 100_000
+"""The largest canary has 2,048 token ids and 2,040 log probabilities of some 20 characters."""
 
 MAX_SEQUENCES = 8
 MAX_SEQUENCE_TOKENS = 256
@@ -48,6 +53,12 @@ measured 0.022 in bfloat16; two correct engines measured below 0.005."""
 ACROSS_KINDS = 0.05
 """The largest difference between engines of different kinds, and between an engine and the trainer's own model.
 Other kernels round elsewhere. A faulty reload of fused experts measured 0.059."""
+ROUNDING_WITHIN_KIND = 1 / 128
+"""What a half-precision engine may add to its tolerance, for each nat of the expected log probability: a bfloat16 logit
+has 8 bits, so one rounding moves it by up to this share. An unlikely token has large logits; at -32 nats the same model
+in bfloat16 and in float32 measured 0.21 apart."""
+ROUNDING_ACROSS_KINDS = 1 / 64
+"""The same for two engines of different kinds: each of them rounds in its own way."""
 MAX_TOLERANCE = 10.0
 """A larger tolerance would accept any weights, so it is a typing error."""
 
@@ -82,8 +93,8 @@ class Canary(Body):
     """For each sequence the log probability of each token but the first, in nats, in the trainer's own model. Without
     them the workers are compared with each other, and with the values that this version had before."""
     tolerance: float | None = Field(None, strict=True, gt=0, le=MAX_TOLERANCE)
-    """The largest absolute difference of a log probability from `expected`, and between engine kinds. Without it: 0.05.
-    Engines of one kind are compared more tightly."""
+    """The largest absolute difference of a log probability from `expected`, and between engine kinds. Without it: 0.05,
+    and 1/64 of the expected log probability. Engines of one kind are compared more tightly."""
 
     @model_validator(mode="after")
     def _one_for_each_token(self) -> Self:
@@ -182,9 +193,25 @@ def engine_kind(engine: str, engine_version: str, dtype: str, device: str, tp_si
     return "/".join(part.replace("/", "-") for part in parts)[:MAX_KIND_CHARS]
 
 
-def tolerance_within(kind: str) -> float:
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The largest difference between two log probabilities that count as equal."""
+
+    absolute: float
+    """In nats."""
+    relative: float = 0.0
+    """Of the expected log probability: half-precision logits round by a share of their size."""
+
+    def at(self, expected: float) -> float:
+        """The tolerance for a token with this expected log probability, in nats."""
+        return self.absolute + self.relative * abs(expected)
+
+
+def tolerance_within(kind: str) -> Tolerance:
     """The default tolerance between two engines of one kind."""
-    return WITHIN_KIND_FLOAT32 if "/float32/" in kind else WITHIN_KIND_HALF
+    if "/float32/" in kind:
+        return Tolerance(WITHIN_KIND_FLOAT32)
+    return Tolerance(WITHIN_KIND_HALF, ROUNDING_WITHIN_KIND)
 
 
 def sequences_id(sequences: Sequence[Sequence[int]]) -> str:
@@ -205,7 +232,7 @@ class CanaryRecord:
     """Engine kind → the vectors that engines of this kind gave for this version, of at most MAX_KINDS kinds. Before the
     first workers have scored the version they come from the history."""
     tolerance: float | None = None
-    """The update's tolerance for `expected` and across kinds. None: ACROSS_KINDS."""
+    """The update's tolerance for `expected` and across kinds. None: ACROSS_KINDS and ROUNDING_ACROSS_KINDS."""
     undecided: bool = False
     """The workers' values differed, and nothing told which ones are right. No worker passes then."""
 
@@ -217,13 +244,16 @@ class CanaryRecord:
         return cls(sequences, expected, history.values(digest, sequences), canary.tolerance)
 
     @property
-    def across(self) -> float:
+    def across(self) -> Tolerance:
         """The tolerance for the trainer's values and for engines of another kind."""
-        return self.tolerance if self.tolerance is not None else ACROSS_KINDS
+        if self.tolerance is not None:
+            return Tolerance(self.tolerance)
+        return Tolerance(ACROSS_KINDS, ROUNDING_ACROSS_KINDS)
 
-    def within(self, kind: str) -> float:
+    def within(self, kind: str) -> Tolerance:
         """The tolerance between engines of this kind."""
-        return min(self.across, tolerance_within(kind))
+        default = tolerance_within(kind)
+        return replace(default, absolute=min(self.across.absolute, default.absolute))
 
     def to_wire(self) -> dict[str, Any]:
         return {

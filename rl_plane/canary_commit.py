@@ -25,6 +25,8 @@ from rl_plane.rows import WorkerRow
 from rl_plane.update_bodies import LoraTarget, UpdateWeights
 from rl_plane.versions import WeightVersion
 
+NOTHING_BEFORE = "the version before can't be fetched again, so the fleet can't return to it: publish a version"
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -92,6 +94,8 @@ def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settleme
     if canary is None or not scores:
         return None, list(rows)
     settlement = settle(canary, scores, record.on_canary_failure)
+    if settlement.action == "rollback" and record.fallback is None:
+        settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
     return settlement, [_with_verdict(row, settlement) for row in rows]
 
 

@@ -25,6 +25,7 @@ from rl_plane.canary import (
     MIN_LOGPROB,
     CanaryRecord,
     OnCanaryFailure,
+    Tolerance,
     Vectors,
     first_kinds,
     rounded,
@@ -52,9 +53,11 @@ class Verdict:
     difference: float | None = None
     """The largest absolute difference of a log probability."""
     tolerance: float | None = None
+    """What the difference at the place below may be."""
     sequence: int | None = None
     token: int | None = None
-    """Where the largest difference is: the number of the sequence, and of the token in it."""
+    """Where the difference is the largest share of what it may be: the number of the sequence, and of the token in
+    it."""
     expected: float | None = None
     measured: float | None = None
     """The two log probabilities at that place."""
@@ -113,7 +116,8 @@ class Settlement:
     record: CanaryRecord
     """For the decision record of this version, unless the action is `rollback`."""
     warning: str = ""
-    """Why the version is served although every worker failed (`warn`). Empty: it is not so."""
+    """Why the version is served although every worker failed (`warn`), or why the version before can't come back.
+    Empty: neither is so."""
 
     def summary(self) -> dict[str, Any]:
         """The part of an update's answer for all workers together: the worst values among those that were compared."""
@@ -249,17 +253,17 @@ def _unusable(what: str) -> Verdict:
 
 
 def _compared(
-    against: Literal["trainer", "reference", "fleet"], tolerance: float, expected: Vectors, measured: Vectors
+    against: Literal["trainer", "reference", "fleet"], tolerance: Tolerance, expected: Vectors, measured: Vectors
 ) -> Verdict:
     """The verdict by one comparison."""
-    difference, sequence, token = max(
-        (abs(one - other), -number, -place)  # of equal differences the first
+    share, sequence, token = max(
+        (abs(one - other) / tolerance.at(one), -number, -place)  # of equal shares the first
         for number, (ones, others) in enumerate(zip(expected, measured, strict=True))
         for place, (one, other) in enumerate(zip(ones, others, strict=True), 1)
     )
     sequence, token = -sequence, -token
     want, got = expected[sequence][token - 1], measured[sequence][token - 1]
-    passed = difference <= tolerance
+    passed = share <= 1.0
     whose = {
         "trainer": "the trainer's value",
         "reference": "the value that this version had before",
@@ -267,15 +271,15 @@ def _compared(
     }[against]
     message = (
         f"the log probability of token {token} of sequence {sequence} is {got:.4f}, and {whose} is {want:.4f}: "
-        f"they differ by {difference:.4f}, more than {tolerance:g}"
+        f"they differ by {abs(want - got):.4f}, more than {tolerance.at(want):.4g}"
     )
     return Verdict(
         passed,
         against,
         None if passed else against,
         "" if passed else message,
-        difference,
-        tolerance,
+        max(_differences(expected, measured)),
+        tolerance.at(want),
         sequence,
         token,
         want,
@@ -302,7 +306,7 @@ def _by_record(record: CanaryRecord, kind: str, vectors: Vectors) -> Verdict:
     return by_trainer or by_reference or Verdict(True, "nothing")
 
 
-def _majority(vectors: Mapping[str, Vectors], tolerance: float) -> Vectors | None:
+def _majority(vectors: Mapping[str, Vectors], tolerance: Tolerance) -> Vectors | None:
     """The vectors on which more than half agree; None: there is no such majority.
 
     They are the low median of each value. If more than half are right, the median lies between right values, whatever
@@ -312,7 +316,7 @@ def _majority(vectors: Mapping[str, Vectors], tolerance: float) -> Vectors | Non
         tuple(median_low(values) for values in zip(*of_sequence, strict=True))
         for of_sequence in zip(*several, strict=True)
     )
-    agreeing = sum(_largest(middle, one) <= tolerance for one in several)
+    agreeing = sum(_agree(middle, one, tolerance) for one in several)
     return middle if 2 * agreeing > len(several) else None
 
 
@@ -352,7 +356,7 @@ def _chosen(
     if not anchors:
         return None
     best = min(of_kind.values(), key=lambda vectors: min(_mean(anchor, vectors) for anchor in anchors))
-    return best if min(_largest(anchor, best) for anchor in anchors) <= record.across else None
+    return best if any(_agree(anchor, best, record.across) for anchor in anchors) else None
 
 
 def _within_kind(
@@ -374,7 +378,7 @@ def _within_kind(
 
 def _tied(workers: Iterable[str], who: str, differing: Mapping[str, Vectors]) -> dict[str, Verdict]:
     first, *others = differing.values()
-    apart = max(_largest(first, one) for one in others)
+    apart = max(max(_differences(first, one)) for one in others)
     message = f"{who} give values that differ by {apart:.4f}, and nothing tells which are right"
     return dict.fromkeys(workers, Verdict(False, "fleet", "tie", message))
 
@@ -388,8 +392,12 @@ def _differences(one: Vectors, other: Vectors) -> list[float]:
     return [abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
 
 
-def _largest(one: Vectors, other: Vectors) -> float:
-    return max(_differences(one, other))
+def _agree(expected: Vectors, measured: Vectors, tolerance: Tolerance) -> bool:
+    return all(
+        abs(one - other) <= tolerance.at(one)
+        for ones, others in zip(expected, measured, strict=True)
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def _mean(one: Vectors, other: Vectors) -> float:

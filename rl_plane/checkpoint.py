@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from blake3 import blake3
 
 from rl_plane.buffers import END_S, Ahead, host_memory
+from rl_plane.canary import CANARY_NAME, MAX_CANARY_BYTES, Canary, parse_canary
 from rl_plane.directory import Directory, check_beneath, kind_of, listed, unopened
 from rl_plane.errors import InvalidRequest, InvalidWeights
 from rl_plane.manifest import MAX_CONFIG_BYTES
@@ -81,6 +82,8 @@ class Checkpoint:
         """`config`: an adapter's."""
         self.files = files
         self.config = config
+        self.canary: Canary | None = None
+        """What `canary.json` beside the files says. None: there is none."""
         self.places: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
             name: (file, stored) for file in files for name, stored in file.tensors.items()
         }
@@ -314,9 +317,15 @@ def _open_directory(
             raise directory.refuse(
                 f"{ADAPTER_NAME} has a tensor {ADAPTER_CONFIG_NAME!r}, the config's name", "rename it"
             )
+        canary: Canary | None = None
+        if with_manifest and config is None and directory.has(CANARY_NAME):
+            values, _, identities[CANARY_NAME] = directory.read_json(CANARY_NAME, MAX_CANARY_BYTES)
+            canary = parse_canary(values, CANARY_NAME)
         for name, identity in identities.items():
             directory.check_same(name, identity)
-        return Checkpoint(files, config), stated
+        checkpoint = Checkpoint(files, config)
+        checkpoint.canary = canary
+        return checkpoint, stated
     except BaseException:
         for file in files:
             file.close()

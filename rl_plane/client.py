@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from rl_plane.lock import DEFAULT_LOCK_WAIT_S, HeldLock, hold_lock
 from rl_plane.membership import Changed, Member, Snapshot
 from rl_plane.ops import Op, not_a_member, op_named
 from rl_plane.rows import WorkerRow
+from rl_plane.seal import bar_former
 from rl_plane.subjects import DEFAULT_COMPONENT, DEFAULT_NAMESPACE, DEFAULT_NATS_URL, Subjects, check_instance_id
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode, encode_for_each
@@ -196,18 +197,19 @@ class RlClient:
 
     # ---- single ops ----
 
-    def lock(
+    @asynccontextmanager
+    async def lock(
         self,
         view: MembershipView,
         wait_s: float = DEFAULT_LOCK_WAIT_S,
         *,
         update_id: str = "",
         same_wait_s: float = 0.0,
-    ) -> AbstractAsyncContextManager[HeldLock]:
+    ) -> AsyncIterator[HeldLock]:
         """The component's lock, for a sequence of changing calls. Locked when it can't be had in time.
 
         `update_id`: what it is held for; `same_wait_s`: how long to wait while another holds it for the same."""
-        return hold_lock(
+        async with hold_lock(
             self.bus,
             view.subjects.state,
             self.owner,
@@ -215,7 +217,10 @@ class RlClient:
             died=view.connection_died,
             update_id=update_id,
             same_wait_s=same_wait_s,
-        )
+        ) as held:
+            if held.taken:
+                await bar_former(self.bus, view.subjects.state, held)
+            yield held
 
     async def call(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
     DecisionRecord,
+    newer,
     pause_of,
     read_frontends,
     read_session,
@@ -57,6 +57,8 @@ log = logging.getLogger("rl_plane.coordinator")
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
+BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S
+"""So long after an outage of NATS each worker has opened by itself."""
 
 
 TIMED = frozenset({"prepare", "feed", "gate", "commit", "roll", "leases", "open"})
@@ -267,14 +269,20 @@ class Coordinator:
             await self._view.wait_until(gone, left_s)
 
     async def _watch(self, record: DecisionRecord, timeout_s: float) -> Answered:
-        """The workers' states, once each one serves the version or the time is over."""
+        """The workers' states, once each one serves the version, another version is committed, or the time is over.
+        While NATS is away, no worker can continue: after that each one has as long as a gate lasts."""
         give_up = time.monotonic() + timeout_s
+        last = give_up + WATCH_GRACE_S
         while True:
-            with contextlib.suppress(BusUnreachable):
+            try:
                 out = await self._client.call_all("state", component=self._view.subjects.component, empty="ok")
-                if all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
+                known = self._view.record
+                replaced = known is not None and known.made != record.made and newer(known, record)
+                if replaced or all(serves(row, record) for row in out.rows) or time.monotonic() > give_up:
                     return Answered(out.rows)
-            if time.monotonic() > give_up + WATCH_GRACE_S:
+            except BusUnreachable:
+                give_up = min(last, max(give_up, time.monotonic() + BACK_S))
+            if time.monotonic() > last:
                 raise Unavailable(
                     f"{record.made.label} is committed, but NATS does not tell what the workers do",
                     version=record.made.to_wire(),

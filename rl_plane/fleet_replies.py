@@ -38,7 +38,8 @@ class Call:
 
 
 def is_serving(row: WorkerRow, record: DecisionRecord | None) -> bool:
-    return record is not None and serves(row, record)
+    """Does this worker take requests, and answer them by exactly the committed weights?"""
+    return record is not None and bool(row.body.get("ready")) and serves(row, record)
 
 
 def common(values: Sequence[Any], otherwise: Any) -> Any:

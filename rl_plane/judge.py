@@ -252,10 +252,30 @@ def is_enough(outcome: Outcome, policy: UpdatePolicy) -> bool:
     return _serving(outcome) >= policy.min_ready
 
 
+def _is_replaced(outcome: Outcome) -> bool:
+    """Does some worker serve a later version?"""
+    made = outcome.version
+    return any(
+        row.ok
+        and (version := row.body.get("version")) is not None
+        and version["run"] == made.run
+        and (row.body.get("sequence") or 0) > made.sequence
+        for row in outcome.rows
+    )
+
+
 def enough(outcome: Outcome, policy: UpdatePolicy) -> Outcome:
     """A version that is committed and hardly served is no success."""
     if is_enough(outcome, policy):
         return outcome
+    if _is_replaced(outcome):
+        raise Conflict(
+            f"{outcome.version.label} was committed, and another version has been committed since",
+            version=outcome.version.to_wire(),
+            workers=[row.to_wire() for row in outcome.rows],
+            canary=outcome.canary,
+            fix="read the state",
+        )
     raise Conflict(
         f"{outcome.version.label} is committed, but {_serving(outcome)} workers serve it: the others follow by "
         "themselves",

@@ -2,7 +2,7 @@
 
 Workers know a holder by its fence, the sequence of its acquire: they refuse lower ones. A holder that died loses the
 lock a moment after the server has told of its closed connection, else when the TTL of the key runs out. The lock alone
-does not stop a write of the former holder that is still on its way: `seal.py` does.
+does not stop a write of the former holder that is still on its way: `seal.py` does, before the next holder acts.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ renewal on)."""
 class HeldLock:
     """The lock while a call holds it. `fence` goes into every changing request."""
 
-    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int) -> None:
+    def __init__(self, bus: Bus, bucket: Bucket, holder: Holder, fence: int, *, taken: bool = False) -> None:
+        """`taken`: from a holder that has not given it back, so that a write of its may still be on its way."""
         self.fence = fence
+        self.taken = taken
         self.lost = False
         self._holder = holder
         """As it was acquired. Its nonce tells it from every other acquire, by this process too."""
@@ -209,7 +211,8 @@ async def _acquire(
             try:
                 last = entry.sequence if entry is not None else 0
                 fence = await bus.put(bucket, LOCK, json.dumps(mine).encode(), last=last, ttl_s=LOCK_TTL_S)
-                return HeldLock(bus, bucket, mine, fence)
+                taken = holder is not None or (entry is not None and entry.expired)
+                return HeldLock(bus, bucket, mine, fence, taken=taken)
             except WrongSequence:
                 continue  # another call was faster: look again
         same = "update_id" in mine and holder.get("update_id") == mine["update_id"]

@@ -1,9 +1,10 @@
 """Who may write the decision record: the fence is in the record, and every write is a compare-and-set.
 
 A coordinator takes the lock, then *seals* the record: it writes the record once more, with its own fence. Only then it
-acts. Each later write names the sequence of its own last one, so the server refuses it once the record was sealed anew.
-A coordinator never writes again over a record that is not its own. Therefore a coordinator that has lost the lock can't
-decide, however late its write arrives. docs/protocol.md has the whole argument.
+acts. A call that seals nothing *bars* the holder before it from the record, if that has not given the lock back. Each
+later write names the sequence of the writer's own last one, so the server refuses it once another call has written the
+record. A coordinator never writes again over a record that is not its own. Therefore a coordinator that has lost the
+lock can't decide once another call acts, however late its write arrives. docs/protocol.md has the whole argument.
 """
 
 from __future__ import annotations
@@ -94,7 +95,6 @@ class SealedRecord:
     async def _rise(self, lowest: int) -> None:
         """Either this coordinator has lost the lock, or a store that lost writes gives fences for the second time. It
         has acted on its fence once it has sealed the record; then only another call can take a higher one."""
-        await self._held.check()
         if self._mine is not None:
             raise self._replaced()
         await self._held.refence(lowest)
@@ -113,9 +113,7 @@ class SealedRecord:
         if entry is None or there is None or self._mine is None:
             return False
         sealed = (there.seal, there.barred) == (self._mine.seal, self._mine.barred)
-        return (
-            sealed and entry.sequence == self._sequence and there == self._mine and there.seal == self._held.fence
-        )
+        return sealed and there == self._mine and entry.sequence == self._sequence
 
     async def _put(self, record: DecisionRecord, last: int) -> DecisionRecord:
         fence = self._held.fence
@@ -152,6 +150,18 @@ async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
     except WrongSequence:
         return False
     return True
+
+
+async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
+    """Bars whoever held the lock before from the record, before this holder acts. For calls that seal nothing."""
+    for _ in range(SEAL_TRIES):
+        entry = await bus.get(bucket, RECORD)
+        there = record_of(entry)
+        if entry is None or there is None or there.barred >= held.fence - 1:
+            return
+        if await bar(bus, bucket, entry, held.fence - 1):
+            return
+    raise StaleFence("the record changes all the time", fix="repeat the call")
 
 
 async def restore(bus: Bus, bucket: Bucket, record: DecisionRecord, entry: Entry | None) -> None:

@@ -413,6 +413,10 @@ class UpdateMachine:
             self._settlement, judged = settled(record, rows)
             if goes_back(record, self._settlement):
                 return judged  # the others serve the version before still
+            if self._settlement is not None and self._settlement.record != record.canary:
+                # The next worker serves at once, so it needs what the first ones have scored to judge itself by.
+                decided = yield Write("open", replace(record, canary=self._settlement.record))
+                record = decided.record
         self._settlement, rows = settled(record, rows)
         opened = yield from self._open(record)
         after: Told = yield Tell("open", opened.record, opened.sequence, policy.gate_timeout_s)

@@ -48,9 +48,12 @@ class Faulty:
         (self.folder / name).unlink()
 
 
-def spawn_faulty(plane: Plane, **options: Any) -> Faulty:
+def spawn_faulty(plane: Plane, *failing: str, **options: Any) -> Faulty:
+    """`failing`: the faults that are on from the start."""
     folder = plane.tmp / f"faults-{secrets.token_hex(4)}"
     folder.mkdir()
+    for name in failing:
+        (folder / name).touch()
     return Faulty(plane.spawn(patch=_PATCH.format(folder=str(folder)), **options), folder)
 
 

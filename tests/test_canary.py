@@ -22,11 +22,14 @@ from rl_plane.canary import (
     MAX_TOKEN_ID,
     MAX_VERSIONS,
     MIN_LOGPROB,
+    ROUNDING_ACROSS_KINDS,
+    ROUNDING_WITHIN_KIND,
     WITHIN_KIND_FLOAT32,
     WITHIN_KIND_HALF,
     Canary,
     CanaryHistory,
     CanaryRecord,
+    Tolerance,
     Vectors,
     check_vocabulary,
     default_canary,
@@ -51,9 +54,23 @@ TIGHT, FAR, ACROSS = 0.005, 1.0, 0.04
 """Differences: of two engines of a kind that are right, of weights that are wrong, and of two kinds that are right."""
 
 
+OWN = Tolerance(WITHIN_KIND_HALF, ROUNDING_WITHIN_KIND)
+OTHERS = Tolerance(ACROSS_KINDS, ROUNDING_ACROSS_KINDS)
+
+
+def _place(seed: int) -> tuple[int, int]:
+    return random.Random(seed).choice([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+
+
+def chosen(seed: int) -> float:
+    """The right value that `off` moves."""
+    number, place = _place(seed)
+    return RIGHT[number][place]
+
+
 def off(by: float, seed: int = 0) -> Vectors:
     """The right vectors with one value, chosen by the seed, that far below."""
-    number, place = random.Random(seed).choice([(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    number, place = _place(seed)
     moved = [list(vector) for vector in RIGHT]
     moved[number][place] -= by
     return tuple(map(tuple, moved))
@@ -261,28 +278,34 @@ def test_what_is_no_vector_fails_and_never_raises(record: CanaryRecord, vectors:
 @pytest.mark.parametrize(
     ("record", "kind", "tolerance", "reason"),
     [
-        (TRAINED, HF, ACROSS_KINDS, "trainer"),
-        (TRAINED, VLLM, ACROSS_KINDS, "trainer"),
-        (replace(TRAINED, tolerance=0.3), VLLM, 0.3, "trainer"),
-        (replace(RECORD, references={HF: RIGHT}), HF, WITHIN_KIND_FLOAT32, "reference"),
-        (replace(RECORD, references={VLLM: RIGHT}), VLLM, WITHIN_KIND_HALF, "reference"),
-        (replace(RECORD, references={VLLM: RIGHT}), HF, ACROSS_KINDS, "reference"),
-        (replace(RECORD, references={VLLM: RIGHT}, tolerance=0.001), VLLM, 0.001, "reference"),
-        (replace(RECORD, references={VLLM: RIGHT}, tolerance=0.3), VLLM, WITHIN_KIND_HALF, "reference"),
-        (replace(RECORD, references={VLLM: shifted(-3), SGLANG: RIGHT}), HF, ACROSS_KINDS, "reference"),
-        (replace(TRAINED, references={HF: RIGHT}), HF, WITHIN_KIND_FLOAT32, "reference"),
+        (TRAINED, HF, OTHERS, "trainer"),
+        (TRAINED, VLLM, OTHERS, "trainer"),
+        (replace(TRAINED, tolerance=0.3), VLLM, Tolerance(0.3), "trainer"),
+        (replace(RECORD, references={HF: RIGHT}), HF, Tolerance(WITHIN_KIND_FLOAT32), "reference"),
+        (replace(RECORD, references={VLLM: RIGHT}), VLLM, OWN, "reference"),
+        (replace(RECORD, references={VLLM: RIGHT}), HF, OTHERS, "reference"),
+        (
+            replace(RECORD, references={VLLM: RIGHT}, tolerance=0.001),
+            VLLM,
+            replace(OWN, absolute=0.001),
+            "reference",
+        ),
+        (replace(RECORD, references={VLLM: RIGHT}, tolerance=0.3), VLLM, OWN, "reference"),
+        (replace(RECORD, references={VLLM: shifted(-3), SGLANG: RIGHT}), HF, OTHERS, "reference"),
+        (replace(TRAINED, references={HF: RIGHT}), HF, Tolerance(WITHIN_KIND_FLOAT32), "reference"),
     ],
 )
 def test_one_worker_is_judged_by_what_the_record_knows(
-    record: CanaryRecord, kind: str, tolerance: float, reason: str, seed: int
+    record: CanaryRecord, kind: str, tolerance: Tolerance, reason: str, seed: int
 ) -> None:
-    assert judge_one(record, kind, off(tolerance * 0.9, seed)).passed
-    wrong = off(tolerance * 1.1, seed)
+    at = tolerance.at(chosen(seed))
+    assert judge_one(record, kind, off(at * 0.9, seed)).passed
+    wrong = off(at * 1.1, seed)
     verdict = judge_one(record, kind, wrong)
     assert not verdict.passed
     assert verdict.reason == reason
-    assert verdict.tolerance == tolerance
-    assert verdict.difference == pytest.approx(tolerance * 1.1)
+    assert verdict.tolerance == at
+    assert verdict.difference == pytest.approx(at * 1.1)
     assert verdict.sequence is not None
     assert verdict.token is not None
     place = (verdict.sequence, verdict.token - 1)
@@ -427,7 +450,7 @@ def test_all_that_pass_the_trainer_still_have_to_agree_within_their_kind() -> No
 def test_a_version_that_computes_something_else_when_it_returns_fails_on_all() -> None:
     history = CanaryHistory().with_values(DIGEST, SEQUENCES, {VLLM: RIGHT})
     record = CanaryRecord.begun(Canary(sequences=[list(tokens) for tokens in SEQUENCES]), history, DIGEST)
-    found = consensus(record, scores(a=(VLLM, off(0.022)), b=(VLLM, off(0.022))))
+    found = consensus(record, scores(a=(VLLM, off(0.1)), b=(VLLM, off(0.1))))
     assert found.failed_by_all
     assert {verdict.reason for verdict in found.verdicts.values()} == {"reference"}
     assert found.references == {VLLM: RIGHT}
@@ -516,3 +539,16 @@ def test_engine_kinds_tell_what_changes_sums() -> None:
     assert HF == "hf-5.0/float32/cpu/tp1"
     assert VLLM == "vllm-0.32.0/bfloat16/cuda/tp2"
     assert len({HF, VLLM, SGLANG, engine_kind("vllm", "0.32.0", "bfloat16", "cuda", 1)}) == 4
+
+
+def test_the_tolerance_grows_with_the_logits_that_an_unlikely_token_has() -> None:
+    """Half precision keeps eight bits of a logit, so at -32 nats two sound engines differ by some tenths."""
+    unlikely = ((-30.0, -32.0, -0.5), (-26.0, -40.0))
+    rounded_elsewhere = ((-30.2, -31.75, -0.5), (-26.0, -40.25))
+    found = consensus(RECORD, scores(a=(HF, unlikely), b=(VLLM, rounded_elsewhere)))
+    assert passed(found.verdicts) == {"a", "b"}
+    likely_token = ((-30.0, -32.0, -0.7), (-26.0, -40.0))
+    assert consensus(RECORD, scores(a=(HF, unlikely), b=(VLLM, likely_token))).failed_by_all
+    verdict = judge_one(replace(RECORD, expected=unlikely), HF, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
+    assert (verdict.sequence, verdict.token) == (0, 3), "the place where it is the most of what it may be"
+    assert verdict.difference == pytest.approx(0.3)

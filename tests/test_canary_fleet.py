@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,9 @@ import pytest
 
 from rl_plane.canary import default_canary
 from rl_plane.client import RlClient
-from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, NotAdmitted, PlaneError
+from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
 from rl_plane.fleet import Fleet
-from tests.faults import Faulty, Stream, spawn_faulty
+from tests.faults import Faulty, Stream, Told, spawn_faulty
 from worker.engines.fake import fake_prompt_logprobs, fake_token
 from worker.staging import model_digest
 
@@ -38,6 +39,7 @@ def canary_of(directory: Path) -> dict[str, Any]:
 
 
 async def state_of(client: RlClient, instance_id: str) -> dict[str, Any]:
+    await client.list_workers()
     out = await client.call_all("state")
     return next(dict(row.body) for row in out.rows if row.instance_id == instance_id)
 
@@ -61,8 +63,6 @@ async def until_serving(plane: Plane, client: RlClient, instance_id: str, label:
 async def fleet_of(plane: Plane, count: int) -> tuple[Fleet, list[Faulty]]:
     fleet = await plane.fleet()
     workers = [spawn_faulty(plane) for _ in range(count)]
-    for worker in workers:
-        worker.worker.wait_ready()
     return fleet, workers
 
 
@@ -111,10 +111,9 @@ async def test_a_worker_that_differs_from_the_others_is_excluded_and_heals(plane
 
 async def test_no_token_goes_out_that_a_running_request_made_before_its_worker_failed(plane: Plane) -> None:
     fleet = await plane.fleet()
-    bad = spawn_faulty(plane, engine_args={"token_delay_s": 0.01})
-    others = [spawn_faulty(plane) for _ in range(2)]
-    for worker in (bad, *others):
-        worker.worker.wait_ready()
+    bad = spawn_faulty(plane, token_delay_s="0.01")
+    for _ in range(2):
+        spawn_faulty(plane)
     stream = Stream(fleet.client, bad.instance_id, [1, 2], 4000)
     await stream.until(tokens=3)
     bad.fail("miscompute")
@@ -127,14 +126,12 @@ async def test_no_token_goes_out_that_a_running_request_made_before_its_worker_f
 
 async def test_a_running_request_goes_on_where_its_worker_passes(plane: Plane) -> None:
     fleet = await plane.fleet()
-    workers = [spawn_faulty(plane, engine_args={"token_delay_s": 0.01}) for _ in range(2)]
-    for worker in workers:
-        worker.worker.wait_ready()
+    workers = [spawn_faulty(plane, token_delay_s="0.01") for _ in range(2)]
     stream = Stream(fleet.client, workers[0].instance_id, [1, 2], 4000)
     await stream.until(tokens=3)
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
     await stream.until(spans=2)
-    assert [span["base"]["label"] for span in stream.spans] == ["initial", "one"]
+    assert [span["version"] for span in stream.spans] == ["initial", "one"]
     stream.stop()
 
 
@@ -199,7 +196,7 @@ async def test_one_worker_is_held_against_what_its_version_gave_before(plane: Pl
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
     await fleet.run("update_weights", update_of(plane.model(2), "two"))
     only.fail("miscompute")
-    error = await failed_update(fleet, update_of(plane.model(1), "one again"), CanaryFailed)
+    error = await failed_update(fleet, update_of(plane.model(1), "one again", commit_timeout_s=1), CanaryFailed)
     assert error.facts["canary"]["against"] == "reference"
     await until_closed_by_numerics(plane, fleet.client, only.instance_id)
     only.mend("miscompute")
@@ -210,9 +207,7 @@ async def test_one_worker_is_held_against_what_its_version_gave_before(plane: Pl
 async def test_a_worker_that_comes_later_passes_the_canary_before_it_is_admitted(plane: Plane) -> None:
     fleet, _ = await fleet_of(plane, 1)
     await fleet.run("update_weights", update_of(plane.model(1), "one"))
-    late = spawn_faulty(plane, engine_args={"miscompute": True})
-    late.fail("miscompute")
-    late.worker.wait_ready()
+    late = spawn_faulty(plane, "miscompute")
     await until_closed_by_numerics(plane, fleet.client, late.instance_id)
     assert not (await state_of(fleet.client, late.instance_id))["ready"]
     late.mend("miscompute")
@@ -280,3 +275,62 @@ async def test_the_default_canary_is_scored_by_every_worker(plane: Plane) -> Non
     assert record is not None
     assert record.canary is not None
     assert record.canary.sequences == tuple(tuple(tokens) for tokens in default_canary(512).sequences)
+
+
+async def test_a_later_worker_of_a_rolling_update_is_judged_by_the_first_ones(plane: Plane) -> None:
+    fleet, workers = await fleet_of(plane, 2)
+    first, second = sorted(workers, key=lambda worker: worker.instance_id)
+    told = await Told.follow(fleet.client)
+    second.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one", barrier="rolling"))
+    assert reply["excluded"] == [second.instance_id]
+    row = next(row for row in reply["workers"] if row["instance_id"] == second.instance_id)
+    assert row["error"]["canary"]["against"] == "reference"
+    served = [status for status in told.of(second.instance_id) if status["admission"]["open"]]
+    assert all(status["version"]["label"] == "initial" for status in served)
+    assert (await state_of(fleet.client, first.instance_id))["ready"]
+
+
+async def test_a_canary_beside_the_checkpoint_is_the_versions_own(plane: Plane) -> None:
+    fleet, (bad, _) = await fleet_of(plane, 2)
+    before = model_digest(plane.model(1))
+    (plane.model(1) / "canary.json").write_text(json.dumps(canary_of(plane.model(1))))
+    assert model_digest(plane.model(1)) == before, "no digest covers it"
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["against"] == "trainer"
+    assert reply["excluded"] == [bad.instance_id]
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "two", canary="off"))
+    assert "canary" not in reply
+
+
+@pytest.mark.parametrize("staging", ["host", "none"])
+@pytest.mark.parametrize(
+    ("text", "kind", "field"),
+    [
+        ('{"sequences": [[1, 600]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, "2"]]}', InvalidRequest, "canary.json.sequences.0.1"),
+        ('{"sequences": [[1, 2]], "expected": [[-1.0, -2.0]]}', InvalidRequest, "canary.json.expected.0"),
+        ('{"sequences": [[1, 2]], "more": 1}', InvalidRequest, "canary.json.more"),
+        ('{"sequences": [[1, 2]], "tolerance": NaN}', InvalidWeights, "transport.path"),
+        ("{" + " " * 100_000 + "}", InvalidWeights, "transport.path"),
+    ],
+)
+async def test_a_wrong_canary_beside_the_checkpoint_is_refused_before_anything_is_touched(
+    plane: Plane, text: str, kind: type[PlaneError], field: str, staging: str
+) -> None:
+    fleet, (only,) = await fleet_of(plane, 1)
+    (plane.model(1) / "canary.json").write_text(text)
+    error = await failed_update(fleet, update_of(plane.model(1), "one", staging=staging), kind)
+    assert error.facts["field"] == field
+    if kind is InvalidWeights:
+        assert "canary.json" in error.message
+    state = await state_of(fleet.client, only.instance_id)
+    assert (state["sequence"], state["staged"], state["ready"]) == (0, None, True)
+
+
+async def test_the_answer_names_why_workers_failed(plane: Plane) -> None:
+    fleet, (bad, *_) = await fleet_of(plane, 3)
+    bad.fail("miscompute")
+    reply = await fleet.run("update_weights", update_of(plane.model(1), "one"))
+    assert reply["canary"]["reasons"] == {"fleet": 1}

@@ -377,7 +377,7 @@ async def test_a_finish_that_finds_the_fleet_taken_waits_and_one_that_finds_it_g
         for seed in (1, 2):
             with monkeypatch.context() as patch:
                 if seed == 1:
-                    patch.setattr("rl_plane.update.SESSION_IDLE_S", DEFAULT_LOCK_WAIT_S)
+                    patch.setattr("rl_plane.update_sessions.SESSION_IDLE_S", int(DEFAULT_LOCK_WAIT_S))
                 fine(await http.post("/start_weight_update"))
                 info = {"weight_dir": str(plane.model(seed))}
                 fine(await http.post("/update_weights", json={"update_info": info}))

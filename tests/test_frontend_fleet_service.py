@@ -117,7 +117,7 @@ BAD: list[tuple[bytes, str, str]] = [
     (b'{"op": "state", "epoch": true}', "invalid_request", "epoch"),
     (b'{"op": "pause", "fence": 5}', "invalid_request", "fence"),
     (b'{"op": "pause", "body": {"mode": "hard"}}', "invalid_request", "mode"),
-    (b'{"op": "pause", "deadline": 1}', "deadline_exceeded", "deadline"),
+    (b'{"op": "pause", "timeout_ms": "1"}', "invalid_request", "timeout_ms"),
     (b'{"op": "state", "targets": ["%s"]}' % NOBODY.encode(), "not_found", "workers"),
     (b'{"op": "pause", "body": {"component": "nobody"}}', "not_found", "component"),
     (msgpack.packb({"op": "fly"}), "invalid_request", "op"),

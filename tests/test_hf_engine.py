@@ -27,6 +27,7 @@ from rl_plane.versions import HostTensor, TensorSpec, WeightVersion  # noqa: E40
 from tests.engine_runs import ends_while_tokenized, receive, reception  # noqa: E402
 from tests.reference import logits_of, penalized  # noqa: E402
 from worker.engines.base import EngineInfo, EngineOptions  # noqa: E402
+from worker.engines.checkpoint_spec import saved_specs  # noqa: E402
 from worker.engines.hf import HfEngine, build  # noqa: E402
 from worker.engines.hf_streams import Stream, choose  # noqa: E402
 from worker.engines.hf_weights import ModelWeights  # noqa: E402
@@ -1226,6 +1227,29 @@ def test_fused_and_tied_weights_keep_their_checkpoint_names(tmp_path: Path, tied
         weights.load(weights.stage(checkpoint(tmp_path / "2"), False, lambda: False))
         assert torch.equal(one(ids).logits, two(ids).logits)
     assert weights.checks.checksum() == ModelWeights(two).checks.checksum()
+
+
+def test_a_tensor_that_the_model_keeps_wider_is_taken_as_it_was_saved_and_never_rounded(tmp_path: Path) -> None:
+    """The biases of GLM-4-MoE's routers are float32 in a bfloat16 model. One directory has one of them in bfloat16."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from tests.moe import make_glm_moe
+
+    file = make_glm_moe(tmp_path / "moe", 1) / "model.safetensors"
+    bias, narrow = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2))
+    exact = load_file(file)
+    save_file({**exact, narrow: exact[narrow].bfloat16()}, file, metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="auto", local_files_only=True)
+    weights = ModelWeights(model, saved_specs(file.parent))
+    types = {name: spec.dtype for name, spec in weights.spec.items() if spec.dtype != "BF16"}
+    assert types == {bias: "F32"}
+    assert weights.stage(checkpoint(file.parent), False, lambda: False).tensors.keys() == exact.keys()
+    wide = {name: tensor.to(torch.float32) for name, tensor in exact.items()}
+    save_file(wide, file, metadata={"format": "pt"})
+    weights.load(weights.stage(checkpoint(file.parent), True, lambda: False))
+    held = model.state_dict()
+    assert all(torch.equal(held[name], exact[name]) for name in (bias, narrow))
 
 
 def test_a_head_that_the_checkpoint_calls_otherwise_is_tied_all_the_same(tmp_path: Path) -> None:

@@ -170,12 +170,13 @@ async def proven(
 
 
 async def fails_of_no_numbers(http: httpx.AsyncClient, mixed: Mixed, client: RlClient) -> None:
-    """Weights that have diverged, as one update, and right ones as the next."""
+    """Weights that have diverged, as one update, and right ones as the next. Without a canary, which would find them
+    first."""
     path = shutil.copytree(mixed.tiny(1), mixed.plane.tmp / "weights" / "diverged")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
     save_file(tensors, path / "model.safetensors")
-    await client.run("update_weights", update_of(path, "diverged"))
+    await client.run("update_weights", update_of(path, "diverged", canary="off"))
     for engine, instance_id in mixed.ids.items():
         body = {"prompt_token_ids": PROMPT, "max_tokens": TOKENS, "nvext": {"instance_id": instance_id}}
         for more in ({"temperature": 0}, {"temperature": 1.0, "n": 2}, {"logprobs": 1}, {"prompt_logprobs": 0}):

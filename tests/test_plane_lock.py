@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -177,17 +178,55 @@ async def test_a_renewal_whose_answer_was_lost_does_not_cost_the_lock(plane: Pla
         await held.renew()
 
 
-async def test_a_renewal_that_was_cancelled_on_its_way_does_not_keep_the_lock(plane: Plane) -> None:
+@pytest.mark.parametrize("next_one", ["renew", "release"])
+async def test_what_follows_a_renewal_whose_answer_was_lost_counts_it(plane: Plane, next_one: str) -> None:
     client = await plane.client("holder")
     view = await client.view()
     async with client.lock(view) as held:
-        renewing = asyncio.create_task(held.renew())
-        await asyncio.sleep(0)  # it is sent, and not answered
-        renewing.cancel()
-        await asyncio.wait([renewing])
-        assert renewing.cancelled()
+        await cancelled_on_its_way(held.renew())
+        if next_one == "renew":
+            await held.renew()
+            await held.check()
+            assert await live_fence(client.bus, view.subjects.state) == (held.fence, True)
     async with client.lock(view, wait_s=0.0):
         pass
+
+
+async def cancelled_on_its_way(work: Coroutine[Any, Any, None]) -> None:
+    renewing = asyncio.create_task(work)
+    await asyncio.sleep(0)  # it is sent, and not answered
+    renewing.cancel()
+    await asyncio.wait([renewing])
+    assert renewing.cancelled()
+
+
+async def test_a_renewal_is_not_taken_for_a_new_fence(plane: Plane) -> None:
+    client = await plane.client("holder")
+    async with client.lock(await client.view()) as held:
+        fence = held.fence
+        await cancelled_on_its_way(held.renew())
+        with pytest.raises(StaleFence):
+            await held.refence()
+        assert held.fence == fence
+
+
+async def test_on_a_new_connection_a_sequence_is_not_taken_for_the_own_lock(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that lost writes has broken every connection before it gives their sequences to another holder."""
+    monkeypatch.setattr(rl_plane.lock, "RENEW_S", 60)
+    one, two = await plane.client("one"), await plane.client("two")
+    state = one.subjects().state
+    async with one.lock(await one.view()) as held:
+        monkeypatch.setattr(held, "renew", held.check_unlost)  # what renews on a new connection comes too late
+        before = one.bus.identity
+        other = b'{"owner": "x", "server_id": "s", "client_id": 1, "nonce": "n"}'
+        held._revision = await two.bus.put(state, LOCK, other, ttl_s=1)
+        cast(Any, one.bus.nc).abort()
+        await plane.until(lambda: one.bus.nc.is_connected and one.bus.identity != before)
+        with pytest.raises(StaleFence):
+            await held.put("witness", b"mine")
+    assert await two.bus.get(state, "witness") is None
 
 
 async def test_two_calls_of_one_process_do_not_take_each_other_for_themselves(

@@ -15,7 +15,7 @@ import rl_plane.lock
 from rl_plane.bus import Bus, WrongSequence
 from rl_plane.client import RlClient
 from rl_plane.errors import BusUnreachable, StaleFence
-from rl_plane.lock import HeldLock
+from rl_plane.lock import HeldLock, hold_lock
 from rl_plane.record import DecisionRecord, Source, first_record, read_record
 from rl_plane.seal import SEAL_TRIES, SealedRecord, bar, restore
 from rl_plane.subjects import LOCK, RECORD, Entry
@@ -172,13 +172,32 @@ async def test_a_decision_that_arrives_before_the_seal_stands(
     async with coordinator(one) as (held, late):
         await late.seal(as_stored)
         standing_still()
-        async with coordinator(two) as (_, sealed):
+        state, view = two.subjects().state, await two.view()
+        async with hold_lock(two.bus, state, two.owner, wait_s=10, died=view.connection_died) as next_held:
+            sealed = SealedRecord(two.bus, state, next_held)
             await late.decide(decision("late"))
             found = await sealed.seal(as_stored)
             assert found is not None
             assert (found.update_id, found.fence) == ("late", held.fence)
             with pytest.raises(StaleFence):
                 await late.write(decision("later"))
+
+
+async def test_a_call_that_decides_nothing_bars_the_holder_from_which_it_has_taken_the_lock(
+    plane: Plane, standing_still: Callable[[], None]
+) -> None:
+    one, two = await plane.client("one"), await plane.client("two")
+    await store(one, BASE)
+    async with coordinator(one) as (_, late):
+        await late.seal(as_stored)
+        standing_still()
+        async with two.lock(await two.view(), wait_s=10) as held:
+            assert (await stored(two)).barred == held.fence - 1
+            with pytest.raises(StaleFence):
+                await late.decide(decision("late"))
+            before = await entry_of(two)
+    async with two.lock(await two.view()):
+        assert await entry_of(two) == before, "a lock that was given back costs no write"
 
 
 async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(
@@ -189,7 +208,10 @@ async def test_a_coordinator_that_knows_that_its_lock_is_lost_writes_nothing(
     async with coordinator(one) as (held, late):
         await late.seal(as_stored)
         standing_still()
-        async with two.lock(await two.view(), wait_s=10):
+        state, view = two.subjects().state, await two.view()
+        async with hold_lock(
+            two.bus, state, two.owner, wait_s=10, died=view.connection_died
+        ):  # nothing is barred yet
             with pytest.raises(StaleFence):
                 await held.check()
             with pytest.raises(StaleFence):
@@ -253,8 +275,9 @@ async def test_a_worker_bars_a_coordinator_that_is_gone(plane: Plane) -> None:
         await sealed.decide(decision())
 
 
+@pytest.mark.parametrize("known", [None, replace(decision("known to a worker"), seal=1)])
 async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
-    plane: Plane, standing_still: Callable[[], None]
+    plane: Plane, standing_still: Callable[[], None], known: DecisionRecord | None
 ) -> None:
     one, two = await plane.client("one"), await plane.client("two")
     await store(one, BASE)
@@ -263,8 +286,10 @@ async def test_a_coordinator_that_was_barred_before_its_seal_does_not_seal(
         async with two.lock(await two.view(), wait_s=10):
             pass
         assert await bar(two.bus, two.subjects().state, await entry_of(two), held.fence)
+        before = await entry_of(two)
         with pytest.raises(StaleFence):
-            await late.seal(as_stored)
+            await late.seal(lambda stored: known or stored)
+        assert await entry_of(two) == before
 
 
 @pytest.mark.parametrize("where", ["sealed", "barred", "known to a worker"])
@@ -291,6 +316,11 @@ async def test_a_store_that_gives_fences_a_second_time_gives_none_that_is_too_lo
         await store(client, replace(before, seal=held.fence + 9))
         with pytest.raises(StaleFence):
             await sealed.seal(as_stored)
+        # Only an answer that was lost makes it begin anew.
+        await store(client, replace(before, seal=held.fence + 50))
+        await sealed.refence()
+        assert await sealed.seal(as_stored) == before
+        assert (await stored(client)).seal == held.fence
 
 
 # ---- restore ----

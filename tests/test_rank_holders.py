@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from rl_plane.errors import InvalidWeights
-from worker.engines import sglang_holder
-from worker.engines.checkpoint_spec import checkpoint_spec
+from rl_plane.errors import InvalidWeights, Unsupported
+from worker.engines import sglang_holder, vllm_dtypes
+from worker.engines.checkpoint_spec import CheckpointSpec, checkpoint_spec
 from worker.engines.hf_weights import StagedTensors
 from worker.engines.rank_holder import RankHolder
 from worker.engines.sglang_holder import SglangHolder
+from worker.engines.sglang_scheduler import Rank
 from worker.engines.vllm_holder import VllmHolder
 from worker.staging import TIE_FIX, receive
 from worker.tiny_model import make_tiny_model
@@ -57,9 +58,17 @@ class Runner:
     def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.model.load_weights(weights_iterator)
 
+    def get_model(self) -> Model:
+        return self.model
+
     def begin_weight_update(self) -> None: ...
 
     def end_weight_update(self, run_post_load: bool) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_holder, "check_updates", lambda runner: None)
 
 
 def holder_of(kind: str, directory: Path, runner: Runner, **shape: int) -> Any:
@@ -86,6 +95,35 @@ def test_a_check_is_of_what_the_last_load_has_put_in_place(tmp_path: Path, kind:
     assert (holder.checks.checksum(), holder.checks.compare()) == (before, [])
     del runner.model.bias
     assert holder.checks.compare() == ["bias"]
+
+
+def test_sglang_is_asked_before_the_first_byte_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(runner: Any) -> None:
+        raise Unsupported("SGLang refuses weight updates", field="engine", fix="start it otherwise")
+
+    monkeypatch.setattr(sglang_holder, "check_updates", refuse)
+    holder = holder_of("sglang", tmp_path, Runner(torch.device("cpu")))
+    before = holder.checks.checksum()
+    monkeypatch.setattr(holder, "_copies", lambda tensors, cast, cancelled: tensors)
+    new = {"weight": torch.ones(2, 2)}
+    with pytest.raises(Unsupported):
+        holder.swap(StagedTensors(new))
+    with pytest.raises(Unsupported):
+        holder.overwrite(list(new.items()), False, lambda: False)
+    assert holder.checks.checksum() == before
+
+
+def test_a_rank_that_refuses_updates_takes_nothing() -> None:
+    def refuse() -> None:
+        raise Unsupported("SGLang refuses", field="engine", fix="start it otherwise")
+
+    rank: Any = Rank.__new__(Rank)
+    rank._holder = SimpleNamespace(check_updates=refuse)
+    rank._receiver = SimpleNamespace(take=lambda staging: pytest.fail("it was taken"))
+    for op, arguments in (("updatable", {}), ("ready", {"staging": "new"})):
+        with pytest.raises(Unsupported):
+            rank.call(op, **arguments)
+        assert rank._outcome["error"]["code"] == "unsupported"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -160,13 +198,82 @@ def test_the_embedding_has_the_name_that_the_checkpoint_gives_it(
 ) -> None:
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
-    assert checkpoint_spec(tmp_path, "BF16").tied == {"lm_head.weight": embedding}
+    assert checkpoint_spec(tmp_path, "BF16", {}).tied == {"lm_head.weight": embedding}
 
 
 def test_the_head_may_be_in_a_part_of_the_model(tmp_path: Path) -> None:
     names = ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight", "mtp.lm_head.weight")
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     Qwen3Config(tie_word_embeddings=True).save_pretrained(tmp_path)
-    spec = checkpoint_spec(tmp_path, "BF16")
+    spec = checkpoint_spec(tmp_path, "BF16", {})
     assert spec.tied == dict.fromkeys(("lm_head.weight", names[1]), names[0])
     assert spec.tensors.keys() == {names[0], names[2]}
+
+
+def spec_of(directory: Path, saved: dict[str, torch.dtype], dtype: str, engine: dict[str, str]) -> CheckpointSpec:
+    directory.mkdir()
+    save_file({name: torch.zeros(1, dtype=each) for name, each in saved.items()}, directory / "model.safetensors")
+    Qwen3Config().save_pretrained(directory)
+    return checkpoint_spec(directory, dtype, engine)
+
+
+def test_a_tensor_has_the_type_in_which_the_engine_keeps_it(tmp_path: Path) -> None:
+    saved = {"weight": torch.bfloat16, "head": torch.bfloat16, "router": torch.bfloat16, "bias": torch.float32}
+    renamed = {"old.bias": torch.float32, "count": torch.int64}
+    engine = {"weight": "BF16", "router": "F32", "bias": "F32", "new.bias": "F32"}
+    as_saved = spec_of(tmp_path / "as saved", {**saved, **renamed}, "BF16", engine)
+    types = {name: spec.dtype for name, spec in as_saved.tensors.items()}
+    assert types == {
+        "weight": "BF16",
+        "head": "BF16",
+        "router": "BF16",  # the start directory has it so, and must be accepted
+        "bias": "F32",
+        "old.bias": "F32",
+        "count": "I64",
+    }
+    assert as_saved.own == {"router": "F32"}
+    other = spec_of(tmp_path / "other", dict.fromkeys((*saved, "old.bias"), torch.float32), "BF16", engine)
+    types = {name: spec.dtype for name, spec in other.tensors.items()}
+    assert types == {"weight": "BF16", "head": "BF16", "router": "F32", "bias": "F32", "old.bias": "BF16"}
+    assert other.own == {}
+
+
+def test_vllm_takes_the_types_that_its_load_has_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter has another name in vLLM, and one under an adapter has another name yet."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    monkeypatch.setattr(vllm_dtypes, "_seen", {name: torch.float32})
+    model = make_tiny_model(tmp_path / "model", 1, "float32")
+    holder = VllmHolder(model, tmp_path, Runner(torch.device("cpu")), 0)
+    assert {key for key, spec in holder.weight_spec().items() if spec.dtype == "F32"} == {name}
+
+
+def test_a_model_whose_derived_weights_would_stay_is_refused(tmp_path: Path) -> None:
+    runner = Runner(torch.device("cpu"))
+    runner.model.process_weights_after_loading = lambda: None
+    with pytest.raises(Unsupported, match="derives weights of Model") as caught:
+        holder_of("vllm", tmp_path, runner)
+    assert caught.value.facts["field"] == "model"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_cast_rounds_nothing_that_the_engine_keeps(tmp_path: Path, kind: str) -> None:
+    """A float64 that float32 holds exactly, and bfloat16 does not."""
+    router, other = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+    runner = Runner(torch.device("cpu"))
+    kept = {router: torch.zeros(1, dtype=torch.float32), other: torch.zeros(1, dtype=torch.bfloat16)}
+    runner.model.state_dict = lambda: kept
+    holder = holder_of(kind, tmp_path, runner)
+    assert holder.weight_spec()[router].dtype == "BF16"
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    exact = 1.0 + 2.0**-20
+    (tmp_path / "new").mkdir()
+    wide = {name: torch.full_like(tensors[name], exact, dtype=torch.float64) for name in (router, other)}
+    save_file({**tensors, **wide}, tmp_path / "new" / "model.safetensors")
+    delivery = FilesystemTransport(Places((tmp_path,))).open(
+        {"backend": "filesystem", "path": str(tmp_path / "new")}, "base"
+    )
+    staged, _ = receive(holder, delivery, cast=True, expected_digest=None, cancelled=lambda: False)
+    assert isinstance(staged, StagedTensors)
+    assert staged.tensors[router].dtype == torch.float32
+    assert (staged.tensors[router] == exact).all()
+    assert staged.tensors[other].dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_plane.errors import EngineFailed
+from rl_plane.errors import EngineFailed, Unsupported
 from tests.engine_runs import ask
 from worker.engines import sglang
 from worker.engines.base import EngineOptions
@@ -134,6 +134,36 @@ async def test_memory_is_not_asked_for_twice_where_a_caller_gave_up(engine: Any)
         process.lets_go.set()
         await again
     assert process.calls == [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+
+
+async def test_an_engine_that_refuses_updates_does_not_start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    process: Process = engine._process
+    ended: list[str] = []
+
+    async def call(op: str, **arguments: str) -> None:
+        raise Unsupported(f"SGLang refuses: {op}", field="engine", fix="start it otherwise")
+
+    async def start(key: str) -> None: ...
+
+    async def end() -> None:
+        ended.append("ended")
+
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=None))
+    for name, value in {
+        "call": call,
+        "start": start,
+        "end": end,
+        "manager": config,
+        "on_death": lambda tell: None,
+    }.items():
+        monkeypatch.setattr(process, name, value, raising=False)
+    monkeypatch.setattr(engine, "_check_model", lambda: None)
+    monkeypatch.setattr(sglang, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(sglang, "eos_tokens", lambda model, tokenizer: frozenset())
+    monkeypatch.setattr(Experts, "of", lambda config: Experts(1, 1, 1))
+    with pytest.raises(Unsupported, match="refuses: updatable"):
+        await engine.start()
+    assert ended == ["ended"]
 
 
 class Manager:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import GUARDS
+from tests.sim.process import Process
+from tests.sim.sim_nats import SimServer
+from tests.sim.virtual_loop import VirtualLoop, virtual_time
 
 BOUND_S = 570
 """It takes a core 40 s, of few that others use too."""
@@ -31,6 +37,33 @@ def test_seeds_are_clean_and_take_every_transition() -> None:
     often = {name for name, rare in TRANSITIONS.items() if not rare}
     assert not often - reached
     assert "not in the list" not in done.stdout
+
+
+def test_the_clock_of_a_paused_machine_stands_still() -> None:
+    """A timer rings when its own process has lived so long; a wall clock goes on."""
+    loop = VirtualLoop(random.Random(0))
+    server = SimServer(loop, random.Random(0))
+    paused, other = Process(loop, server, "paused"), Process(loop, server, "other")
+    paused.clock.offset, paused.clock.rate = 1000.0, 1.02
+    seen: dict[str, tuple[float, float, float]] = {}
+
+    async def sleep(process: Process) -> None:
+        began, wall = time.monotonic(), time.time()
+        await asyncio.sleep(5.0)
+        seen[process.name] = time.monotonic() - began, time.time() - wall, loop.now
+
+    async def life() -> None:
+        tasks = [process.spawn(sleep(process)) for process in (paused, other)]
+        await asyncio.sleep(1.0)
+        paused.freeze(10.0, clock_too=True)
+        await asyncio.wait(tasks)
+
+    start = loop.now
+    with virtual_time(loop):
+        loop.run_until_complete(life())
+    loop.bury([])
+    assert seen["other"] == pytest.approx((5.0, 5.0, start + 5.0))
+    assert seen["paused"] == pytest.approx((5.0, 10.0 + 5.0 / 1.02, start + 10.0 + 5.0 / 1.02), abs=1e-3)
 
 
 def test_the_same_seed_is_the_same_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any, TypeVar
 
 import pytest
@@ -31,7 +32,7 @@ from rl_plane.errors import (
     UpdateAborted,
     WorkerLost,
 )
-from rl_plane.judge import CLOSED_BY_CHOICE
+from rl_plane.judge import CLOSED_BY_CHOICE, newest
 from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from rl_plane.record import MAX_DELTAS, Adapter, DecisionRecord, DesiredPause, Source, UpdateSession
 from rl_plane.rows import WorkerRow
@@ -687,8 +688,23 @@ def test_who_holds_another_version_does_not_serve_it() -> None:
     Driver(update(), gate=LOST, watch=states(R0, "abc")).error(Conflict)
     other = WeightVersion("run-1", 1, "new", "other")
     Driver(update(), gate=LOST, watch=states(replace(R1, version=other), "abc")).error(Conflict)
-    dead = Answered([replace(row, body={**row.body, "engine_alive": False}) for row in states(R1, "abc").rows])
+    same_bytes = replace(R0, version=replace(V0, digest=NEW))
+    Driver(update(), gate=LOST, watch=states(same_bytes, "abc")).error(Conflict)
+
+    def dead(watch: Watch) -> Answered:
+        rows = states(watch.record, "abc").rows
+        return Answered([replace(row, body={**row.body, "engine_alive": False}) for row in rows])
+
     Driver(update(), gate=LOST, watch=dead).error(Conflict)
+
+
+def test_a_version_in_whose_place_there_is_another_by_now_is_no_success_and_said_to_be_so() -> None:
+    other = replace(R1, made=WeightVersion("run-1", 2, "other", "d2"))
+    error = Driver(update(), gate=FENCED, watch=states(other, "a")).error(Conflict)
+    assert error.message == "new was committed, and another version has been committed since"
+    assert error.facts["version"]["label"] == "new"
+    before = replace(R0, made=WeightVersion("run-0", 2, "other", "d2"), version=replace(V0, run="run-0"))
+    assert "0 workers serve it" in Driver(update(), gate=FENCED, watch=states(before, "a")).error(Conflict).message
 
 
 @pytest.mark.parametrize("reason", sorted(CLOSED_BY_CHOICE))
@@ -1051,6 +1067,17 @@ def test_another_live_session_is_waited_for(kind: Any) -> None:
 
 
 # ---- what a dead coordinator has left ----
+
+
+def test_the_newest_record_is_whichever_is_newest_in_the_store_here_or_at_a_worker() -> None:
+    sealed = [replace(R1, seal=seal, update_id=f"u{seal}") for seal in (1, 2, 3)]
+    for stored, witness, known in permutations(sealed):
+        attests = [attest("a", None), attest("b", R0), attest("c", known), silent("d")]
+        assert newest(stored, witness, attests) == sealed[2]
+    assert newest(None, None, []) is None
+    assert newest(R0, None, []) == R0
+    assert newest(None, R1, [attest("a", R0)]) == R1
+
 
 FINISH = ["gate", "commit", "open", "open", "recheck"]
 

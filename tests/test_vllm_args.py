@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rl_plane.errors import InvalidRequest
-from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, completed, thread_binding
+from worker.engines.vllm_args import CPU_KV_CACHE_BYTES, LORA_SLOTS, check_cpu, completed, thread_binding
 from worker.engines.vllm_process import _check_device
 
 SEEDED = {"seed": 7}
@@ -59,6 +59,14 @@ def test_ranks_share_the_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert thread_binding(ranks) == binding
+
+
+@pytest.mark.parametrize("wrong", [{"enable_expert_parallel": True}, {"pipeline_parallel_size": 2}])
+def test_what_fails_on_a_cpu_is_refused_there(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="for GPUs") as caught:
+        check_cpu(wrong)
+    assert caught.value.facts["field"] == f"engine_arg.{next(iter(wrong))}"
+    check_cpu({"enable_expert_parallel": False, "pipeline_parallel_size": 1, "tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize(("device", "on_cpu"), [("auto", True), ("cpu", True), ("cuda", False), ("cuda:0", False)])

@@ -303,6 +303,9 @@ def test_what_a_commit_is_answered() -> None:
     core.is_staged(Staged("other", None, "d1", 5))
     with pytest.raises(NotPrepared):
         core.commit_step(R1)  # the right bytes, and another coordinator's
+    core.is_staged(Staged("heal-0", None, "d0", None))
+    with pytest.raises(NotPrepared):
+        core.commit_step(R1)  # fetched to heal, and other bytes
     core.is_staged(Staged("heal-1", None, "d1", None))
     assert core.commit_step(R1) == Swap("heal-1", None, R1.version, "keep")
     hold(core, 0.0)

@@ -145,7 +145,7 @@ async def test_fence_and_incarnation_are_checked(raw: Raw) -> None:
 
 @pytest.mark.parametrize("fence", [0, 10**6])
 async def test_a_fence_that_nobody_holds_changes_nothing(own: Raw, fence: int) -> None:
-    """design.md: an op that changes a worker needs a *live* fence."""
+    """An op that changes a worker needs a *live* fence."""
     reply = await own.json(op="pause", fence=fence, incarnation=await own.incarnation())
     assert reply["status"] == "error"
     assert (await own.json(op="state"))["body"]["pause"]["paused"] is False

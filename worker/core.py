@@ -163,6 +163,10 @@ class WorkerCore:
         """When this worker first heard of the record's version."""
         self._alone = False
         """The coordinator that rolls it out is gone."""
+        self._unjudged = False
+        """No coordinator is left to compare this worker's scores with those of others."""
+        self._is_late = False
+        """Nobody has lifted the gate in time."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
         self._unsure: set[str] = set()
@@ -177,9 +181,11 @@ class WorkerCore:
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
-            self._learnt_at, self._alone = now, False
+            self._learnt_at, self._alone, self._unjudged, self._is_late = now, False, False, False
             self._retry_now()
             self.numerics.new_decision(record)
+        elif record.seal > mine.seal:
+            self._unjudged = False  # another coordinator collects the scores now
         self.record, self._written = record, written
         self._judge(now)
         return True
@@ -209,33 +215,59 @@ class WorkerCore:
         """Admission, by what is held and what is committed."""
         record, state = self.record, self.state
         assert record is not None
-        final = record.open or now >= self._learnt_at + GATE_S
+        final = self._is_final(now)
         if final:
             state.open("updating")
         else:
             state.close("updating")
         self.numerics.judge(record, final)
-        if final and state.digest == record.version.digest and self.numerics.take_heal():
-            state.lose_weights("the weights are fetched again: the engine computes something else with them")
-            self._wait_longer(now)
         if self._is_whole() or self._may_serve_the_old():
             state.open("behind")
         else:
             state.close("behind", state.closed.get("behind", ""))
 
-    def ticked(self, now: float) -> None:
-        if self.record is not None:
-            self._judge(now)
+    def _is_final(self, now: float) -> bool:
+        """Is no verdict or gate of a coordinator awaited any more?"""
+        record = self.record
+        assert record is not None
+        self._is_late = now >= self._learnt_at + GATE_S
+        return record.open or (self._is_late and not self._awaits_verdict())
+
+    def ticked(self, now: float, busy: bool = False) -> bool:
+        """Returns whether there is something new to do: weights that failed the canary are dropped, and fetched again.
+
+        `busy`: a coordinator changes the engine now. Its commit still has to tell what these weights scored."""
+        record, state = self.record, self.state
+        if record is None:
+            return False
+        self._judge(now)
+        if (
+            busy
+            or not self._is_final(now)
+            or state.digest != record.version.digest
+            or not self.numerics.take_heal()
+        ):
+            return False
+        state.lose_weights("the weights are fetched again: the engine computes something else with them")
+        self._wait_longer(now)
+        return True
 
     # ---- events: the coordinator ----
 
     def depends_on_coordinator(self) -> bool:
         """Is something here that only its coordinator would end?"""
-        return self._coordinated() is not None or self._on_the_old()
+        return self._coordinated() is not None or self._on_the_old() or (self._is_late and self._awaits_verdict())
+
+    def _awaits_verdict(self) -> bool:
+        """Only the other workers' scores can tell whether these weights compute what they should, and a coordinator
+        still collects them."""
+        record = self.record
+        return record is not None and not record.open and not self._unjudged and self.numerics.needs_others(record)
 
     def coordinator_holds(self, fence: int, held: bool) -> bool:
         """By the leader's lock: does the coordinator of what is here hold it still?"""
         self._alone = self._on_the_old() and not held
+        self._unjudged = not held
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 

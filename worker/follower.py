@@ -423,7 +423,8 @@ class RecordFollower:
                 done = await self._step(step, body.pause_s, None) or done
             await self.score_wanted()
             scores, kind = self._state.scores, self._core.numerics.kind
-            if scores is not None and kind is not None:
+            wanted = record.canary.sequences if record.canary is not None else None
+            if scores is not None and kind is not None and scores.sequences == wanted:
                 vectors = [list(vector) for vector in scores.vectors]
                 done = {**done, "canary": update_bodies.ScoresReply(kind=kind, vectors=vectors)}
         self.look()
@@ -510,7 +511,7 @@ class RecordFollower:
             raise
         try:
             with self._watch.blocking():
-                if core.numerics.flow != "open":  # the running requests' KV is of weights that did not pass
+                if core.numerics.have_run:  # the running requests' KV is of weights that did not pass
                     await self._engine.run(self._adapter.abort(None))
                 taken = self._updates.staged if isinstance(swap, Swap) else None  # the exchange uses it up
                 flushed = await self._exchange(swap)
@@ -595,7 +596,8 @@ class RecordFollower:
 
     async def ask_after_coordinator(self) -> None:
         """A staging, a reception or a roll belongs to a coordinator; when that is gone, the record decides."""
-        self._core.ticked(time.monotonic())
+        if self._core.ticked(time.monotonic(), self.changing.locked()):
+            self.look()
         self._look_at_receiving()
         if not self._core.depends_on_coordinator():
             return
@@ -612,9 +614,8 @@ class RecordFollower:
         given_up = self._core.given_up(waiting_for)
         if given_up is not None and await self._is_barred(given_up.fence):
             self._look_at_receiving()
-            if given_up == self._core.given_up(
-                waiting_for
-            ):  # else the next coordinator has asked for it meanwhile
+            # Not what the next coordinator has asked for meanwhile.
+            if given_up == self._core.given_up(waiting_for):
                 log.warning("%s: the update %s was given up: dropped", self._state.instance_id, given_up.update_id)
                 await self._updates.give_up(given_up.update_id)
         self.look()

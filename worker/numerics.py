@@ -45,14 +45,26 @@ class Numerics:
     def new_decision(self, record: DecisionRecord) -> None:
         """Weights that nobody has judged will never be: tokens made with them do not go out."""
         self._tries = 0
-        if self.flow == "held" and record.version.digest != self._state.digest:
+        if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
+
+    @property
+    def have_run(self) -> bool:
+        """May running requests have computed with weights that did not pass? While memory is released, no request
+        computes."""
+        return self.flow == "cut" or (self.flow == "held" and not self._state.released)
 
     def swapped(self, record: DecisionRecord | None) -> None:
         """Other base weights are here."""
         awaited = record is not None and record.canary is not None and self.kind is not None
         self.flow = "held" if awaited else "open"
         self.verdict = None
+
+    def needs_others(self, record: DecisionRecord) -> bool:
+        """Does the record lack anything to compare this worker with?"""
+        if record.canary is None or self.kind is None or self._state.released:
+            return False
+        return self.verdict is None or (self.verdict.passed and self.verdict.against == "nothing")
 
     def judge(self, record: DecisionRecord, final: bool) -> None:
         """`final`: no other worker's scores are awaited any more."""

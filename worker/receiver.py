@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from rl_plane.canary import CANARY_NAME, check_vocabulary
 from rl_plane.checkpoint import Kind
 from rl_plane.errors import EngineFailed, InvalidRequest, InvalidWeights, NotAtBase, PlaneError, Unsupported
 from rl_plane.update_bodies import FeedUpdate, PreparedReply
@@ -26,6 +27,7 @@ from worker.staging import (
 )
 from worker.transports.base import Delivery, FedDelivery, OfferingTransport, Places, WeightTransport
 from worker.transports.fed import GroupFedDelivery
+from worker.transports.filesystem import FilesystemDelivery
 from worker.transports.group import GroupTransport
 from worker.transports.packed import PackedDelivery
 
@@ -116,6 +118,7 @@ class Receiver:
             for left in [*self._to_keep, *self._undo]:  # by a receive that ended after it was given up
                 self.discard(left)
         delivery = self._open(reception.transport, reception.kind)
+        _check_canary(reception, delivery)
         if isinstance(delivery, FedDelivery):
             delivery.expect(self.holder.weight_spec(), self.holder.tied_tensors(), reception.cast)
             self._fed = {reception.staging: delivery}
@@ -156,7 +159,10 @@ class Receiver:
                     self._to_keep[staging] = kept
         self._fed.pop(staging, None)
         size = sum(spec.nbytes for spec in delivery.specs.values())  # of a fed one it is known only now
-        return PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+        reply = PreparedReply(digest=digest, tensors=len(delivery.specs), bytes=size, refetchable=refetchable)
+        if isinstance(delivery, FilesystemDelivery) and delivery.canary is not None:
+            reply["canary"] = delivery.canary.model_dump()
+        return reply
 
     def feed(self, staging: str, part: Mapping[str, Any], cancelled: Cancelled) -> int:
         """Of what is being received under this name: these tensors come now. Returns when they are staged, how many are
@@ -322,6 +328,17 @@ class Receiver:
 
     def _transport(self, config: Mapping[str, Any]) -> WeightTransport:
         return self._transports[config["backend"]]
+
+
+def _check_canary(reception: Reception, delivery: Delivery) -> None:
+    """InvalidRequest for a `canary.json` that the engine can't score. Closes the delivery when it raises."""
+    if not isinstance(delivery, FilesystemDelivery) or delivery.canary is None or reception.vocab_size is None:
+        return
+    try:
+        check_vocabulary(delivery.canary, reception.vocab_size, reception.max_model_len, CANARY_NAME)
+    except BaseException:
+        delivery.close()
+        raise
 
 
 def _heed(delivery: Delivery, cancelled: Cancelled) -> None:

@@ -46,6 +46,9 @@ class Reception:
     """Of a delta: the digest of the version that it changes."""
     before: Sequence[Link] = ()
     """Of a delta: the versions up to `base`, the full one first."""
+    vocab_size: int | None = None
+    max_model_len: int | None = None
+    """The engine's, which a `canary.json` beside a checkpoint has to fit."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -58,6 +61,8 @@ class Reception:
             "keep": self.keep,
             "base": self.base,
             "before": [asdict(link) for link in self.before],
+            "vocab_size": self.vocab_size,
+            "max_model_len": self.max_model_len,
         }
 
     @classmethod

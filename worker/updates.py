@@ -276,6 +276,8 @@ class WeightUpdates:
             wanted.keep,
             wanted.base,
             wanted.before,
+            self._info.vocab_size,
+            self._info.max_model_len,
         )
         await asyncio.to_thread(self._adapter.open, reception)
         opened.set_result(None)

@@ -3,6 +3,7 @@
 torch is needed only for sources that are made of torch tensors; it is imported when one is used.
 """
 
+from rl_plane.publish.canaries import expected_logprobs
 from rl_plane.publish.publication import Progress, Publication
 from rl_plane.publish.publisher import WeightPublisher
 from rl_plane.publish.sources import (
@@ -27,5 +28,6 @@ __all__ = [
     "StateDictSource",
     "WeightPublisher",
     "as_source",
+    "expected_logprobs",
     "peft_base_name",
 ]

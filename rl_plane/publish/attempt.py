@@ -162,6 +162,7 @@ class Attempt:
     def _open(self, taken: Taken) -> tuple[Sender, Manifest]:
         way = self._way
         self._body = {**way.told.body(self._publication.version), **self._more}
+        self._body["policy"] = {**self._body["policy"], **self._publication.policy}
         sender = self._sender = way.ready_sender()
         if self._more.get("encoding") == "delta" and way.changes_sender:
             raise NotAtBase(

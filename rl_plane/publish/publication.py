@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -40,6 +40,8 @@ class Publication:
 
     def __init__(self, version: str | None, tell: Callable[[Progress], None] | None = None) -> None:
         self.version = version
+        self.policy: Mapping[str, Any] = {}
+        """This version's own part of its update's policy."""
         self.progress = Progress("waiting")
         self._tell = tell
         self._start = time.monotonic()

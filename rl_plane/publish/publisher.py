@@ -22,11 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from rl_plane.canary import OnCanaryFailure
 from rl_plane.delta import import_numba
 from rl_plane.errors import DeadlineExceeded, InvalidRequest
 from rl_plane.fleet_ops import DEFAULT_WAIT_S
 from rl_plane.publish.attempt import JOINS, Attempt, drain
 from rl_plane.publish.attempt_by_copy import AttemptByCopy
+from rl_plane.publish.canaries import CanarySource, PublishedCanary
 from rl_plane.publish.fleets import BlockingFleet, FleetLike
 from rl_plane.publish.host_copy import HostCopy
 from rl_plane.publish.publication import Progress, Publication
@@ -58,6 +60,9 @@ class WeightPublisher:
         dtype: Any = None,
         names: Names = None,
         policy: Mapping[str, Any] | None = None,
+        canary: PublishedCanary = None,
+        on_canary_failure: OnCanaryFailure | None = None,
+        tolerance: float | None = None,
         cast: bool = False,
         encoding: Encoding = "auto",
         bucket_bytes: int | None = None,
@@ -84,7 +89,15 @@ class WeightPublisher:
         of torch.distributed, if it is initialised by now. `initial`: this blocks until the fleet serves the source as
         it is now under that label. Where every worker serves an update of that label already, the source is read into
         host memory, and sent from there only if it is another version, or if the fleet has changed meanwhile. `stays`
-        False: this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy."""
+        False: this process ends soon, so `auto` first takes what lasts without it, and `nixl` promises no copy.
+
+        `canary`: the token sequences that every worker scores before it serves a version. None: sequences that follow
+        from the vocabulary, with the values of the fleet and its history. A list of token id lists: each `publish`
+        first asks the trainer's own model for their log probabilities (`expected_logprobs`), on the calling thread. A
+        function `canary(model, version)`: it returns `{sequences, expected}`, and every rank calls it at each
+        `publish`; it is what a sharded model needs. `off`: no worker scores anything.
+        `on_canary_failure`: what happens if every worker fails it, as in `policy`; default `rollback`.
+        `tolerance`: the largest difference from these log probabilities, in nats; default 0.05 and 1/64 of each."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
@@ -119,13 +132,14 @@ class WeightPublisher:
             Path(os.path.abspath(os.path.expanduser(root))) if root is not None else None,
             dict(options or {}),
             adapter,
-            dict(policy or {}),
+            dict(asked) if on_canary_failure is None else {**asked, "on_canary_failure": on_canary_failure},
             cast,
             bucket_bytes,
             workers,
             wait_s,
             stays,
         )
+        self._canary = CanarySource(canary, tolerance, self._source, source, adapter is not None)
         self._progress = progress
         self._previous: Publication | None = None
         self._way: Way | None = None
@@ -160,6 +174,7 @@ class WeightPublisher:
         """`lends`: the caller goes on with the tensors only when the publication has ended. `unless`: nothing is sent
         if the version has this digest."""
         publication = Publication(version, self._progress if self.rank == 0 else None)
+        publication.policy = self._canary.policy(version, self.rank)
         if self.rank != 0:
             self._take_part(publication)
             return publication

@@ -101,6 +101,11 @@ class ModuleSource:
         self._names = names
         self.collective = _is_sharded(self._module)
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model itself, without the wrapper of DDP or DeepSpeed."""
+        return self._module
+
     def take(self) -> Taken:
         return _with_held(_named_parameters(self._module), self._dtype, self._names)
 

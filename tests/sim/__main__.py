@@ -1,5 +1,5 @@
-"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--trace]`: a failure prints the trace,
-the seed, the invariant, and the one command that repeats it."""
+"""`python -m tests.sim [--seeds N] [--first SEED] [--jobs N] [--without GUARD] [--cluster]`: a failure prints the
+trace, the seed, the invariant, and the one command that repeats it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 
 from tests.sim.coverage import TRANSITIONS
 from tests.sim.guards import FIXES, GUARDS, without
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--without", choices=[*GUARDS, *FIXES], help="switch a guard or a fix off: then a violation must be found"
     )
+    parser.add_argument("--cluster", action="store_true", help="with what the protocol does not claim to bear")
     parser.add_argument("--trace", action="store_true", help="print what happened in each seed")
     parser.add_argument("--go-on", action="store_true", help="after a failure too, with one line for each")
     parser.add_argument("--transitions", action="store_true", help="list those that were reached, with seeds")
@@ -44,15 +46,16 @@ def main() -> int:
         return run(arguments)
 
 
-def _results(first: int, seeds: int, jobs: int) -> Iterator[Result]:
+def _results(first: int, seeds: int, jobs: int, cluster: bool) -> Iterator[Result]:
     """In the order of the seeds, so that the first failure is the same for any number of processes."""
+    one = partial(run_seed, cluster=cluster)
     adapters()
     gc.freeze()  # what is here now is not looked at after each seed
     if jobs == 1 or seeds == 1:
-        yield from map(run_seed, range(first, first + seeds))
+        yield from map(one, range(first, first + seeds))
         return
     with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=CHUNKS_PER_PROCESS) as pool:
-        yield from pool.imap(run_seed, range(first, first + seeds), chunksize=4)
+        yield from pool.imap(one, range(first, first + seeds), chunksize=4)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     served = committed = refused = failed = migrated = 0
     reached: Counter[str] = Counter()
     guard = f" --without {arguments.without}" if arguments.without else ""
-    for result in _results(arguments.first, arguments.seeds, arguments.jobs):
+    guard += " --cluster" if arguments.cluster else ""
+    for result in _results(arguments.first, arguments.seeds, arguments.jobs, arguments.cluster):
         served, committed, refused = served + result.served, committed + result.committed, refused + result.refused
         migrated += result.migrated
         reached.update(result.reached)

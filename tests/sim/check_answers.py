@@ -33,7 +33,7 @@ class AnswerChecks:
         if outcome == "ok" and call.wrong:
             checks.fail("I4", f"the update {call.name} was accepted, and {call.wrong}")
         decided = [one for one in checks.decided[call.decided_before :] if one.key not in checks.forgotten]
-        mine = [one for one in decided if one.made.label == call.name]
+        mine = [one for one in decided if one.made.label == call.name and not one.missed]
         if outcome == "ok" and call.op in DECIDING:
             self._check_committed(call, facts)
         elif outcome == "numerics":
@@ -61,9 +61,11 @@ class AnswerChecks:
         version = facts.get("version")
         if not version or WeightVersion.from_wire(version) != mine.made:
             return False
-        excluded = set(facts.get("excluded") or ())
+        record, excluded = self._checks.record, set(facts.get("excluded") or ())
+        if record is None or record.key != mine.key:
+            return True  # the workers serve what was decided since
         for process, worker in self._world.live_workers():
-            if self._checks.canary_here(product.instance_id(worker)):
+            if self._checks.canary_here(process):
                 continue
             well = not process.faulty and process.started_at < self._checks.decided_at[mine.key] - AFTERMATH_S
             if well and product.instance_id(worker) in excluded and not self._world.anything_wrong():
@@ -123,7 +125,7 @@ class AnswerChecks:
     def failed_stream(self, frontend: Process, worker: Process | None, error: str, start: float) -> None:
         """I8: a stream that has begun ends with an error only if something was done to one of its ends."""
         world, checks = self._world, self._checks
-        if worker is None or not worker.alive or world.server.stalled:
+        if worker is None or not worker.alive or world.server.stalled or world.has_double(worker):
             return
         if max(frontend.disturbed_at, worker.disturbed_at) >= start - AFTERMATH_S or world.outage_s > 4.0:
             return

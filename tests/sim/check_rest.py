@@ -38,7 +38,7 @@ def _problem_of(world: World, process: Process, worker: Worker) -> Violation | N
     paused = world.desired.paused()
     instance_id = product.instance_id(worker)
     held, closed = product.holds(worker), product.closed(worker)
-    may_be = world.desired.may_be(instance_id)
+    may_be = world.desired.may_be(instance_id, process)
     if "memory" in closed and "memory" in may_be:
         return None  # nothing can be loaded into it now
     if (busy := product.staged_in(worker)) is not None and not world.session_waits():

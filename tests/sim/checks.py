@@ -21,6 +21,7 @@ from tests.sim import product
 from tests.sim.check_answers import AnswerChecks
 from tests.sim.check_serving import OPEN_AFTER_S, ServingChecks
 from tests.sim.product import Decision
+from tests.sim.sim_store import Key
 from worker.worker import Worker
 
 if TYPE_CHECKING:
@@ -159,6 +160,17 @@ class Checks:
         if record.final:
             self.final_at.setdefault(decision.key, self.now)
 
+    def replaced(self, by: str, bucket: Bucket, key: str, before: Key, value: bytes | None) -> None:
+        """A lock is renewed and given back by its holder alone; a taker puts its own name there."""
+        if bucket != self.world.subjects.state or key != LOCK or self.lost_at:
+            return
+        holder, now = json.loads(before.value or b"{}"), json.loads(value) if value else None
+        fence = holder.get("fence", before.sequence)
+        if now is None and holder["owner"].partition("@")[0] != by:
+            self.fail("I1", f"{by} gives the lock of {holder['owner']} back")
+        if now is not None and now.get("fence", fence) != fence:
+            self.fail("I1", f"{by} renews {now['fence']} over the lock {fence} of {holder['owner']}")
+
     def _check_order(self, before: Decision | None, decision: Decision) -> None:
         """A decision is the next one after the record, and after all that anybody knows who could be asked."""
         if before is None:
@@ -190,11 +202,8 @@ class Checks:
             self.fail("I1", f"{decision} is decided under {decision.fence}, over the seal of {before.seal}")
         if before is not None and before.barred >= decision.fence:
             self.fail("I1", f"{decision} is decided under {decision.fence}, and {before.barred} is barred")
-        found = self.world.server.value(self.world.subjects.state, LOCK)
-        holder = json.loads(found.value) if found is not None and found.value else None
-        fence = holder.get("fence", found.sequence) if holder is not None and found is not None else None
         newer = max((fence for fence, *_ in self.done), default=0)
-        if fence not in (None, decision.fence) and newer > decision.fence:
+        if newer > decision.fence:
             self.fail("I1", f"{decision} is decided under {decision.fence}, after workers have obeyed {newer}")
 
     def _check_staged(self, decision: Decision) -> None:
@@ -220,7 +229,7 @@ class Checks:
         well = process in self.staged.get(decision.update_id, {}) and not process.faulty
         return not well or self.world.anything_wrong()
 
-    def canary_here(self, instance_id: str) -> str:
+    def canary_here(self, process: Process) -> str:
         """`fails`: even an engine that computes as it should fails the canary of the record. `wrong`: this worker's
         engine computed something else. Empty: it has to pass."""
         canary = self.record.canary if self.record is not None else None
@@ -229,8 +238,7 @@ class Checks:
             given = [*canary.references.values(), *([canary.expected] if canary.expected is not None else [])]
             if canary.undecided or not all(product.near(one, truth) for one in given):
                 return "fails"
-        process = self.world.started.get(instance_id)
-        return "wrong" if process is not None and process.miscomputed else ""
+        return "wrong" if process.miscomputed else ""
 
     def _began_twice(self, record: Decision) -> bool:
         """Two workers found a lost store empty, and each began a run: the one that comes further counts."""

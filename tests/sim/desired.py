@@ -9,6 +9,7 @@ from rl_plane.ops import DEFAULT_PAUSE_LEASE_S
 from tests.sim.checks import CallRecord
 
 if TYPE_CHECKING:
+    from tests.sim.process import Process
     from tests.sim.world import World
 
 MAX_SKEW_S = 60.0
@@ -60,7 +61,7 @@ class Desired:
     def is_disabled(self, instance_id: str) -> bool:
         return self._disabled(instance_id) is True and not self._unknown
 
-    def may_be(self, instance_id: str) -> set[str]:
+    def may_be(self, instance_id: str, process: Process) -> set[str]:
         """The reasons for which it may be closed."""
         reasons = set()
         if self._disabled(instance_id) is not False or (
@@ -69,7 +70,7 @@ class Desired:
             reasons.add("disabled")
         if self._calls("release_memory") and not self.tidied:
             reasons.add("memory")  # who was away when it was resumed has not heard of it
-        canary = self._world.checks.canary_here(instance_id)
+        canary = self._world.checks.canary_here(process)
         if canary == "fails" or (canary == "wrong" and not self.tidied):
             reasons |= {"numerics", "behind"}
         return reasons

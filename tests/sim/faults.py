@@ -60,6 +60,8 @@ RARE = {
     "write_over": 0.2,
 }
 """In how many runs; the others are in half of them. What these excuse, others could not show."""
+FOCUSED = 0.25
+"""In how many runs little goes wrong, and that often: much at once excuses more than it shows."""
 CLUSTER: dict[Kind, float] = {"change_leader": 1.5, "keep_old_leader": 1.5}
 """What only a cluster does, which the protocol does not claim to bear: `--cluster` has them in every run."""
 
@@ -86,6 +88,10 @@ class Scenario:
         quiet = rng.random() < 0.05
         faults = [kind for kind in FAULTS if not quiet and rng.random() < RARE.get(kind, 0.5)]
         faults += CLUSTER if cluster else ()
+        calls = [kind for kind in KINDS if rng.random() < (0.1 if kind == "new_run" else 0.4)]
+        if rng.random() < FOCUSED:
+            faults = [*rng.sample([*FAULTS], 2), *(["contend"] if rng.random() < 0.6 else [])]
+            calls = [*rng.sample(KINDS, 1), *(["pause"] if rng.random() < 0.5 else [])]
         return cls(
             workers=rng.choice([1, 2, 2, 3, 3, 3, 4]),
             frontends=rng.choice([1, 2, 2, 3]),
@@ -94,7 +100,7 @@ class Scenario:
             token_delay_s=rng.choice([0.0, 0.02, 0.1]),
             client_rate=rng.choice([4.0, 12.0]),
             faults=frozenset(faults),
-            calls=frozenset(kind for kind in KINDS if rng.random() < (0.1 if kind == "new_run" else 0.4)),
+            calls=frozenset(calls),
             clocks=rng.random() < 0.3,
             canary=rng.random() < 0.4,
         )
@@ -121,6 +127,7 @@ class Faults(NatsFaults):
         """Nothing fails any more, and what was broken is whole again."""
         world, server = self._world, self._world.server
         world.say("rest")
+        self._over = True
         server.lost_answers = server.stalls = server.duplicates = 0.0
         server.still_until = server.disk_until = 0.0
         server.old_leader = None
@@ -133,7 +140,7 @@ class Faults(NatsFaults):
         for process in world.processes():
             process.thaw()
             process.plane = ""
-        for _, _, engine in world.workers.values():
+        for engine in world.engines:
             engine.hung_until = engine.failing_swaps = 0
             engine.miscompute = False
         for instance_id, process in list(world.started.items()):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from rl_plane.subjects import LOCK, RECORD
-from tests.sim.holding import Holding
-from tests.sim.sim_nats import OldLeader, SimBus
+from tests.sim.holding import DECISION, Holding
+from tests.sim.sim_client import SimBus
+from tests.sim.sim_nats import OldLeader
 from tests.sim.world import Coordinator, World
 
 HOLDER_LOOK_S = 0.005
@@ -17,6 +18,8 @@ HOLDER_TRIES = 600
 class NatsFaults:
     def __init__(self, world: World) -> None:
         self._world = world
+        self._over = False
+        """Nothing fails any more."""
 
     def _kill_nats(self, losing: str = "") -> None:
         world, server, rng = self._world, self._world.server, self._world.rng
@@ -104,20 +107,22 @@ class NatsFaults:
         client_id = json.loads(found.value)["client_id"] if found is not None and found.value else None
         buses = ((one, bus) for one in world.alive() for bus in one.process.buses)
         holder = next((each for each in buses if each[1].conn.client_id == client_id), None)
-        if holder is not None and server.holding is None:
+        if holder is not None and server.holding is None and not self._over:
             self._hold_back(*holder)
-        elif tries:
+        elif tries and not self._over:
             server.later(HOLDER_LOOK_S, self._when_held, tries - 1)
 
     def _hold_back(self, holder: Coordinator, bus: SimBus) -> None:
         world, server, rng = self._world, self._world.server, self._world.rng
-        key, skip = rng.choice([RECORD, RECORD, LOCK]), rng.choice([0, 0, 1, 2])
+        key = rng.choice([DECISION, DECISION, RECORD, LOCK])
+        skip = 0 if key == DECISION else rng.choice([0, 0, 1, 2])
         breaks = rng.random()
+        delays_s = rng.choice([(), (0.0, 0.7, 1.5, 3.0), (1.2,)])
 
         def contend() -> None:
             world.say(f"the {key} of {holder.process.name} is held back")
             others = [one for one in world.alive() if one is not holder]
-            for delay_s in (0.0, 0.7, 1.5, 3.0):
+            for delay_s in delays_s:
                 if others:
                     other = rng.choice(others)
                     server.later(delay_s, lambda one: one.process.spawn(world.ask_something(one)), other)

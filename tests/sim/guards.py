@@ -7,8 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from rl_plane.bus import WrongSequence
+from rl_plane.canary_judge import Verdict
 from rl_plane.lock import HeldLock, fence_of
-from rl_plane.record import DesiredPause
+from rl_plane.record import DesiredPause, record_of
 from rl_plane.subjects import LOCK, RECORD
 from rl_plane.update_steps import Written
 
@@ -61,6 +63,25 @@ async def _unguarded_write(self: Any, record: Any, last: int) -> Any:
     return record
 
 
+async def _write_again(self: Any, record: Any) -> Any:
+    """Refused, it is written over whatever was written meanwhile, if that says the same."""
+    try:
+        return await self._put(record, self._sequence)
+    except WrongSequence:
+        entry = await self._bus.get(self._bucket, RECORD)
+        if record_of(entry) != self._mine:
+            raise self._replaced() from None
+        return await self._put(record, entry.sequence)
+
+
+def _passes(*args: Any, **more: Any) -> Verdict:
+    return Verdict(True, "nothing")
+
+
+def _one_nonce() -> str:
+    return ""
+
+
 async def _acquire_at_once(bus: Any, bucket: Any, mine: Any, *bounds: Any) -> Any:
     """No lock at all: everybody holds it."""
     fence, _ = fence_of(await bus.get(bucket, LOCK))
@@ -81,6 +102,16 @@ GUARDS: dict[str, dict[str, Any]] = {
         "rl_plane.lock._acquire": _acquire_at_once,
         "worker.lock_watch.LockWatch.is_live": _live,
     },
+    # A coordinator writes the record only in the place of what it has left itself. Seed 92 shows what happens else.
+    "seal": {"rl_plane.seal.SealedRecord.write": _write_again},
+    # A worker bars a coordinator that is gone from the record before it drops what that one has staged. Seed 41.
+    "bar": {"worker.follower.RecordFollower._is_barred": _live},
+    # A holder knows its own lock from any other's.
+    "nonce": {"rl_plane.lock._nonce": _one_nonce},
+    # A worker serves weights only if its engine computes with them what it should.
+    "canary": {"worker.numerics.judge_one": _passes},
+    # Only who computes with the committed weights counts as one that serves them.
+    "answer": {"rl_plane.judge.serves": _yes, "rl_plane.coordinator.serves": _yes},
     # Closed workers and those without a serving lease take no requests, frontends without one route none, and tokens
     # of other versions than the committed ones are not delivered.
     "gate": {

@@ -7,12 +7,15 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_plane.subjects import LOCK, Bucket
+from rl_plane.subjects import LOCK, RECORD, Bucket
 
 if TYPE_CHECKING:
-    from tests.sim.sim_nats import SimConn, SimServer
+    from tests.sim.sim_client import SimConn
+    from tests.sim.sim_nats import SimServer
 
 LOOK_S = 0.01
+DECISION = "decision"
+"""Of the writes of the record, only those that decide something."""
 MAX_HELD_S = 8.0
 """As long as a path may stand still."""
 
@@ -46,14 +49,16 @@ class Holding:
         self._holder: Any = None
         self._give_up = server.loop.now + MAX_HELD_S
 
-    def sending(self, conn: SimConn, bucket: Bucket, key: str) -> None:
+    def sending(self, conn: SimConn, bucket: Bucket, key: str, value: bytes) -> None:
         """A write is about to be sent."""
-        if self._holds or conn is not self._conn or bucket != self._bucket or key != self._key:
+        if self._holds or conn is not self._conn or bucket != self._bucket:
+            return
+        if key != self._key and not (self._key == DECISION and key == RECORD and self._decides(value)):
             return
         if self._skip:
             self._skip -= 1
             return
-        self._holds, self._holder = True, self._nonce()
+        self._holds, self._holder = True, self._now()
         self._give_up = self._server.loop.now + MAX_HELD_S
         self._begun()
 
@@ -75,7 +80,7 @@ class Holding:
             send()
 
     def _look(self) -> None:
-        taken = self._holds and self._nonce() not in (None, self._holder)
+        taken = self._holds and self._now() not in (None, self._holder)
         if taken:
             self._server.later(self._after_s, self.release)
         elif self._server.loop.now > self._give_up:
@@ -83,6 +88,14 @@ class Holding:
         else:
             self._server.later(LOOK_S, self._look)
 
-    def _nonce(self) -> str | None:
+    def _decides(self, value: bytes) -> bool:
+        """Is it the record of another update than the one that is there?"""
+        there = self._server.value(self._bucket, RECORD)
+        before = json.loads(there.value)["update_id"] if there is not None and there.value else ""
+        return bool(json.loads(value)["update_id"] != before)
+
+    def _now(self) -> tuple[str, str] | None:
+        """Who has the lock."""
         found = self._server.value(self._bucket, LOCK)
-        return json.loads(found.value)["nonce"] if found is not None and found.value else None
+        holder = json.loads(found.value) if found is not None and found.value else None
+        return (holder["owner"], holder["nonce"]) if holder is not None else None

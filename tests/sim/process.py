@@ -9,7 +9,8 @@ from contextvars import copy_context
 from typing import Any
 
 from tests.sim.clocks import Clock
-from tests.sim.sim_nats import PING_S, SimBus, SimServer
+from tests.sim.sim_client import SimBus
+from tests.sim.sim_nats import PING_S, SimServer
 from tests.sim.virtual_loop import PROCESS, Handle, VirtualLoop
 
 

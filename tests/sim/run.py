@@ -159,17 +159,18 @@ def _simulated(seed: int) -> Iterator[tuple[VirtualLoop, random.Random]]:
         logging.disable(logging.NOTSET)
 
 
-def run_seed(seed: int) -> Result:
+def run_seed(seed: int, cluster: bool = False) -> Result:
+    """`cluster`: with what only a cluster of servers does."""
     models(), adapters(), deltas()  # written outside of the run, which they would change
     with recorded() as reached, _simulated(seed) as (loop, rng):
-        return _run(seed, loop, rng, reached)
+        return _run(seed, loop, rng, reached, Scenario.drawn(rng, cluster))
 
 
-def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) -> Result:
+def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str], scenario: Scenario) -> Result:
     tensors = [(name, tensor.spec) for name, tensor in _tensors(models()[0])]
     world = World(loop, rng, models(), adapters(), deltas(), tensors)
     try:
-        loop.run_until_complete(_life(world))
+        loop.run_until_complete(_life(world, scenario))
     except RuntimeError as error:  # nothing is left to do, or a violation has stopped the loop
         if world.checks.violation is None:
             world.checks.fail("I5", str(error))
@@ -179,9 +180,8 @@ def _run(seed: int, loop: VirtualLoop, rng: random.Random, reached: set[str]) ->
     return Result(seed, checks.violation, world.trace, *counts, frozenset(reached), world.migrated)
 
 
-async def _life(world: World) -> None:
+async def _life(world: World, scenario: Scenario) -> None:
     rng, loop = world.rng, world.loop
-    scenario = Scenario.drawn(rng)
     world.say(str(scenario))
     world.token_delay_s = scenario.token_delay_s
     world.clock_drift = MAX_DRIFT if scenario.clocks else 0.0

@@ -69,6 +69,7 @@ class World:
         self.server = SimServer(self.loop, self.rng)
         self.checks = Checks(self)
         self.server.on_write = self.checks.written
+        self.server.on_replaced = self.checks.replaced
         self.desired = Desired(self)
         self.numbers = itertools.count(1)
         self.token_delay_s = 0.0
@@ -89,6 +90,7 @@ class World:
         """By how much the clocks of two processes run apart, at most, in a second."""
         self.doubles: list[Process] = []
         """Whose instance id another process has taken, while they stood still."""
+        self.engines: list[SimEngine] = []
         self._worker_of: dict[Process, Worker] = {}
         self.ask_something: Callable[[Coordinator], Any] = lambda by: None
         """One call of a trainer by way of this coordinator."""
@@ -130,6 +132,14 @@ class World:
         has them, though nothing was done to this worker?"""
         away = self.outage_s > 0.0 or self.server.stalled or self.server.stood_still
         return bool(away or self.sources.failed or self.reset_at or self.checks.lost_at or self.memory_at)
+
+    def has_double(self, process: Process) -> bool:
+        """Does another living process answer under its instance id?"""
+        mine = self._worker_of[process]
+        return any(
+            worker is not mine and product.instance_id(worker) == product.instance_id(mine)
+            for worker in self.witnesses()
+        )
 
     def frontends(self) -> list[Coordinator]:
         return [one for one in self.alive() if one.frontend is not None]
@@ -210,6 +220,7 @@ class World:
                 on_end=lambda why, code: self._ended(instance_id, process, why),
             )
             self._worker_of[process] = worker
+            self.engines.append(engine)
             product.watch_ops(worker, lambda request: self.checks.doing(process, worker, request))
             product.watch_staging(worker, lambda update_id: self.checks.holds_staged(process, update_id))
             self.workers[instance_id] = (process, worker, engine)

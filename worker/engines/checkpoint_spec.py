@@ -6,7 +6,8 @@ An engine has loaded the model's own directory: what that holds is what it can l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,13 @@ _EMBEDDINGS = {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embe
 @dataclass(frozen=True, slots=True)
 class CheckpointSpec:
     tensors: dict[str, TensorSpec]
-    """Every tensor that must be there, by its checkpoint name; floats in the engine's dtype."""
+    """Every tensor that must be there, by its checkpoint name. Its type is accepted as it is: the model's dtype, or
+    another one that the engine keeps the tensor in."""
     tied: dict[str, str]
     """Names that may also be there → the tensor to which the model ties each."""
+    own: dict[str, str]
+    """Names → the type in which the engine keeps the tensor, where that differs from its type in `tensors`. `cast`
+    converts to this type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +45,41 @@ class LinearModules:
     """Modules of other kinds that have parameters."""
 
 
-def checkpoint_spec(model: Path, dtype: str) -> CheckpointSpec:
-    """`dtype`: the engine's, by its safetensors name."""
-    from transformers import AutoConfig
-
+def saved_specs(model: Path) -> dict[str, TensorSpec]:
+    """The tensors of the checkpoint in the directory `model`, as they are saved."""
     checkpoint = open_checkpoint(model, field="model")
     try:
-        specs = dict(checkpoint.specs)
+        return dict(checkpoint.specs)
     finally:
         checkpoint.close()
+
+
+def checkpoint_spec(model: Path, dtype: str, engine: Mapping[str, str]) -> CheckpointSpec:
+    """What the engine takes after it has loaded the directory `model`. `dtype`: the model's, by its safetensors name.
+    `engine`: the engine's own tensors, by their names in the engine, with the type of each. A model may keep some of
+    its tensors in another type than its dtype, such as the bias of a router in float32."""
+    from transformers import AutoConfig
+
+    specs = saved_specs(model)
     ties = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().tie_word_embeddings
     tied = _ties(specs) if ties else {}
-    return CheckpointSpec(
-        {
-            name: TensorSpec(dtype if spec.dtype in _ENGINE_FLOATS else spec.dtype, spec.shape)
-            for name, spec in specs.items()
-            if name not in tied
-        },
-        tied,
-    )
+    floats = {name: spec.dtype for name, spec in specs.items() if spec.dtype in _ENGINE_FLOATS}
+    types = Counter(floats.values())
+    as_saved = types[dtype] == max(types.values(), default=0)
+    tensors, own = {}, {}
+    for name, spec in specs.items():
+        if name in tied:
+            continue
+        kept = taken = spec.dtype
+        if name in floats:
+            # The engine may have renamed or joined it. Of a directory that is saved in the model's dtype, a tensor of
+            # another type is meant to be so.
+            kept = engine.get(name, spec.dtype if as_saved else dtype)
+            taken = dtype if spec.dtype == dtype else kept
+        tensors[name] = TensorSpec(taken, spec.shape)
+        if kept != taken:
+            own[name] = kept
+    return CheckpointSpec(tensors, tied, own)
 
 
 def _ties(names: Collection[str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from rl_plane.routed_experts import RoutedExperts
 from rl_plane.update_bodies import PreparedReply
 from rl_plane.versions import TensorSpec, WeightVersion
 from worker.engines.base import LACKING, CheckAction, EngineAdapter, EngineInfo, EngineOptions, PauseMode
+from worker.engines.checkpoint_spec import saved_specs
 from worker.engines.hf_adapters import NO_PEFT, ModelAdapters, StagedAdapter, have_peft
 from worker.engines.hf_experts import ExpertRecorder
 from worker.engines.hf_holder import HfHolder
@@ -145,10 +146,11 @@ class HfEngine(Tokenizing):
         self._model = model.to(device).eval().requires_grad_(False)
         if self._model.device.type == "cpu":
             # Loading maps the file: a trainer that writes over it would change the weights, or end the process.
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.clone()
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                tensor.data = tensor.data.clone()
         self._experts = ExpertRecorder(self._model)
-        self._holder = HfHolder(ModelWeights(self._model), ModelAdapters(self._model), self._forget_weights)
+        weights = ModelWeights(self._model, saved_specs(path))
+        self._holder = HfHolder(weights, ModelAdapters(self._model), self._forget_weights)
         self._receiver = Receiver(self._holder, load_transports(self._options.places, str(self._model.device)))
         self._eos = eos_tokens(path, self._tokenizer)
         config = self._model.config.get_text_config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ class StagedTensors:
 
 
 class ModelWeights:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, saved: Mapping[str, TensorSpec] = MappingProxyType({})) -> None:
+        """`saved`: the tensors of the checkpoint that the model was loaded from."""
         self._model = model
         # Taken once: adapters change the names of parameters, but not the parameters.
         state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -49,19 +51,25 @@ class ModelWeights:
         self.tied: Mapping[str, str] = {
             name: at.get(targets[name].data_ptr(), of) for name, of in ties.items() if name in targets
         }
+        own = {name: NAME_OF_DTYPE[view.dtype] for name, view in self._targets.items()}
+        dtype = NAME_OF_DTYPE[model.dtype]
+        # A tensor that the checkpoint has in the model's dtype is taken so, whatever the model keeps it in.
+        as_saved = {name for name, spec in saved.items() if spec.dtype == dtype and own.get(name, dtype) != dtype}
         self.spec: Mapping[str, TensorSpec] = {
-            name: TensorSpec(NAME_OF_DTYPE[view.dtype], tuple(view.shape)) for name, view in self._targets.items()
+            name: TensorSpec(dtype if name in as_saved else own[name], tuple(view.shape))
+            for name, view in self._targets.items()
         }
+        self._own = {name: own[name] for name in as_saved}
         self._lock = threading.Lock()
         self.checks = WeightChecks(lambda: state, self._lock)
 
     def stage(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> StagedTensors:
-        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled)))
+        return StagedTensors(dict(host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own)))
 
     def overwrite(self, tensors: TensorStream, cast: bool, cancelled: Callable[[], bool]) -> None:
         """As `stage` and `load`, one tensor after the other. When it raises, the weights are a mixture."""
         with self._lock, torch.no_grad():
-            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled):
+            for name, tensor in host_copies(tensors, self.spec, self.tied, cast, cancelled, self._own):
                 self._targets[name].copy_(tensor)
             self._settle()
 
@@ -90,9 +98,11 @@ def host_copies(
     tied: Collection[str],
     cast: bool,
     cancelled: Callable[[], bool],
+    own: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies, in the dtypes of `wanted`, without those of `tied` names. InvalidWeights for what does not fit, and
-    at the end for what is missing."""
+    """Copies, in the dtypes of `wanted`, without those of `tied` names. A tensor that must be cast comes in the dtype
+    that `own` names for it, if it names one. InvalidWeights for what does not fit, and at the end for what is
+    missing."""
     left = set(wanted)
     for name, tensor in tensors:
         if cancelled():
@@ -109,7 +119,8 @@ def host_copies(
                 f"{name} is {tensor.spec.dtype}, the model's is {spec.dtype}", field=name, fix="set cast: true"
             )
         left.discard(name)
-        yield name, _kept(tensor).to(DTYPE_OF_NAME[spec.dtype])
+        dtype = spec.dtype if tensor.spec.dtype == spec.dtype else own.get(name, spec.dtype)
+        yield name, _kept(tensor).to(DTYPE_OF_NAME[dtype])
     if left:
         first = min(left)
         raise InvalidWeights(

@@ -23,12 +23,16 @@ class RankHolder(ABC):
     """A WeightHolder but for `stage_adapter`. `stage` and its like run on the agent's threads; `swap` on the engine's
     own, between two steps."""
 
-    def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """`device`: where this rank has its part of the model."""
+    def __init__(
+        self, model: Path, dtype: torch.dtype, device: torch.device, dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """`device`: where this rank has its part of the model. `dtypes`: the types of the engine's own tensors, by the
+        names that the engine or the checkpoint gives them."""
         self._device = device
         self._model_directory = model
         self._dtype = NAME_OF_DTYPE[dtype]
-        self._spec = checkpoint_spec(model, self._dtype)
+        types = {name: NAME_OF_DTYPE[one] for name, one in dtypes.items() if one in NAME_OF_DTYPE}
+        self._spec = checkpoint_spec(model, self._dtype, types)
         self._linear: LinearModules | None = None
         self._lock = threading.Lock()
         """Held by whoever writes the weights."""
@@ -81,7 +85,7 @@ class RankHolder(ABC):
     def _copies(
         self, tensors: TensorStream, cast: bool, cancelled: Cancelled
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled)
+        return host_copies(tensors, self._spec.tensors, self._spec.tied, cast, cancelled, self._spec.own)
 
     def adapter_spec(self, config: Mapping[str, Any]) -> Mapping[str, TensorSpec]:
         return self._adapter(config)[2]

@@ -31,6 +31,7 @@ from worker.engines.base import (
 from worker.engines.lora import NO_LORA
 from worker.engines.scoring import check_adapter, check_memory, check_sequences, checked_scores
 from worker.engines.sglang_args import parse_arguments
+from worker.engines.sglang_limits import check_model, lora_targets_on_cpu
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.sglang_process import SglangProcess
 from worker.engines.sglang_scoring import NO_PIPELINE
@@ -107,7 +108,11 @@ class SglangEngine(Tokenizing):
             "enable_memory_saver": options.memory_saver,
         }
         extra = dict(options.extra) | {name: "true" for name, given in named.items() if given}
-        self._process = SglangProcess(options, parse_arguments(extra), device, int(gpu or 0))
+        arguments = parse_arguments(extra)
+        if self._on_cpu and arguments.get("enable_lora"):
+            asked = arguments["lora_target_modules"] if "lora_target_modules" in extra else None
+            arguments["lora_target_modules"] = lora_targets_on_cpu(options.model, asked)
+        self._process = SglangProcess(options, arguments, device, int(gpu or 0))
         self._feeder: Feeder | None = None
         self._tokenizer: Any = None
         self._info: EngineInfo | None = None
@@ -138,7 +143,7 @@ class SglangEngine(Tokenizing):
             experts = Experts.of(manager.model_config.hf_text_config)
             self._feeder = Feeder(manager, eos, self._adapter_in_engine, self._label, experts)
             self._process.on_death(self._feeder.fail)
-            await self.liveness()
+            await self._process.call("updatable")
             self._info = self._describe()
         except PlaneError:
             await self.close()
@@ -151,6 +156,7 @@ class SglangEngine(Tokenizing):
     def _check_model(self) -> None:
         """Before SGLang loads it, which tells less."""
         open_checkpoint(self._options.model, field="model").close()
+        check_model(self._options.model)
 
     def _describe(self) -> EngineInfo:
         import sglang

@@ -12,6 +12,10 @@ from rl_plane.errors import InvalidRequest
 
 IN_HOST_MEMORY = "KV kept elsewhere would outlive an update; enable_hierarchical_cache keeps it in host memory"
 
+PLACED_ANEW = "leave it out: the canary of an update does not see experts that move or are copied after it"
+OTHER_COPIES = "leave it out: the engine would compute with copies of weights that an update does not reach"
+QUANTIZED = "weight updates bring the weights as they are trained"
+
 OURS = {
     "base_gpu_id": "use --device cuda:1",
     "custom_sigquit_handler": "the worker has its own",
@@ -19,23 +23,37 @@ OURS = {
     "device": "use --device",
     "dp_size": "run one worker for each replica",
     "dtype": "use --dtype",
+    "elastic_ep_backend": PLACED_ANEW,
+    "enable_elastic_expert_backup": PLACED_ANEW,
+    "enable_eplb": PLACED_ANEW,
     "enable_flexkv": IN_HOST_MEMORY,
     "enable_lmcache": IN_HOST_MEMORY,
     "enable_lora": "give max_lora_rank",
+    "enable_paged_experts": OTHER_COPIES,
     "enable_unified_cache_external_linker": IN_HOST_MEMORY,
+    "ep_num_redundant_experts": PLACED_ANEW,
     "hicache_storage_backend": IN_HOST_MEMORY,
     "incremental_streaming_output": "the worker reads increments",
+    "init_expert_location": PLACED_ANEW,
+    "kt_weight_path": OTHER_COPIES,
     "load_format": "the model is read from its safetensors files",
     "lora_paths": "load adapters by update_weights",
     "model_path": "use --model",
+    "modelopt_checkpoint_restore_path": QUANTIZED,
+    "modelopt_quant": QUANTIZED,
     "nnodes": "a worker's ranks are on one machine",
-    "quantization": "weight updates bring the weights as they are trained",
+    "offload_group_size": OTHER_COPIES,
+    "ple_offload_embedding": OTHER_COPIES,
+    "quantization": QUANTIZED,
+    "quantize_and_serve": QUANTIZED,
     "radix_cache_backend": IN_HOST_MEMORY,
+    "rl_quant_profile": QUANTIZED,
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker makes the text",
     "speculative_algorithm": "weight updates would not reach the draft model",
     "tokenizer_path": "the model's own is used",
     "tokenizer_worker_num": "the worker makes the tokens",
+    "weight_cache_mode": OTHER_COPIES,
     "weight_version": "the worker labels the weights",
 }
 """Arguments that the adapter sets or can't do without, and what to do instead."""
@@ -51,7 +69,7 @@ ON_CPU: Mapping[str, Any] = {
 """What the build for CPUs needs, unless said otherwise."""
 
 WITH_LORA: Mapping[str, Any] = {"enable_lora": True, "lora_target_modules": ["all"]}
-"""What else SGLang needs to know where `max_lora_rank` is given."""
+"""What else SGLang needs to know where `max_lora_rank` is given, unless said otherwise."""
 
 
 def parse_arguments(extra: Mapping[str, str]) -> dict[str, Any]:

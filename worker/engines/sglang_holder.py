@@ -13,6 +13,7 @@ from rl_plane.errors import EngineFailed, InvalidWeights, Unsupported
 from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.lora import SWITCH_ON, LoraConfig, lora_spec
 from worker.engines.rank_holder import RankHolder
+from worker.engines.sglang_limits import check_updates
 from worker.engines.sglang_plugin import lora_reference
 from worker.engines.weight_checks import WeightChecks, write_noise
 from worker.reception import Cancelled, TensorStream
@@ -27,12 +28,17 @@ class StagedAdapter:
 class SglangHolder(RankHolder):
     def __init__(self, model: Path, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
-        super().__init__(model, runner.model_config.dtype, model_device(runner.model))
+        dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
+        super().__init__(model, runner.model_config.dtype, model_device(runner.model), dtypes)
         self._scheduler = scheduler
         self._lora = runner.lora_manager if runner.server_args.enable_lora else None
         self._aside: dict[str, list[Any]] = {}
         """Of an adapter that is removed, what SGLang had in its tables, until every rank has removed it."""
         self.checks = WeightChecks(runner.model.state_dict, self._lock)
+
+    def check_updates(self) -> None:
+        """Unsupported where this rank can't take new weights."""
+        check_updates(self._scheduler.tp_worker.model_runner)
 
     def reset(self) -> None:
         with self._writing():
@@ -123,6 +129,7 @@ class SglangHolder(RankHolder):
                 fix="start it without speculative decoding",
             )
         runner = runners[0][1]
+        check_updates(runner)
         runner.weight_updater.begin_weight_update()
         try:
             runner.model.load_weights(iter(tensors))

@@ -61,8 +61,12 @@ class Rank:
 
     # between two steps
 
+    def _updatable(self) -> None:
+        self._holder.check_updates()
+
     def _ready(self, staging: str) -> None:
         """What may fail before anything is touched."""
+        self._holder.check_updates()
         self._taken = self._receiver.take(staging)
         self._forget_cache()
 

@@ -15,12 +15,16 @@ OURS = {
     "data_parallel_size": "run one worker for each replica",
     "distributed_executor_backend": "a worker's ranks are processes of this machine",
     "dtype": "use --dtype",
+    "enable_elastic_ep": "an update would put experts where they no longer are",
+    "enable_eplb": "an update would put experts where they no longer are",
     "kv_offloading_backend": "kv_offloading_size keeps KV in host memory, which an update flushes",
     "kv_transfer_config": "KV kept elsewhere would outlive an update; kv_offloading_size keeps it in host memory",
     "load_format": "the model is read from its safetensors files",
     "logprobs_mode": "logprobs are of the raw logits, on every engine",
     "model": "use --model",
     "nnodes": "a worker's ranks are on one machine",
+    "offload_backend": "cpu_offload_gb keeps weights in host memory, where an update reaches them",
+    "offload_group_size": "cpu_offload_gb keeps weights in host memory, where an update reaches them",
     "quantization": "weight updates bring the weights as they are trained",
     "served_model_name": "use --model-name",
     "skip_tokenizer_init": "the worker has a tokenizer of its own",
@@ -31,6 +35,12 @@ OURS = {
     "worker_extension_cls": "the worker has its own",
 }
 """Arguments that the adapter sets or can't do without, and what to do instead."""
+
+_GPU_ONLY: dict[str, tuple[Any, str]] = {
+    "enable_expert_parallel": (False, "vLLM's CPU kernel for experts reads past those of its own rank"),
+    "pipeline_parallel_size": (1, "vLLM's CPU build fails at the first request of a second pipeline stage"),
+}
+"""Argument → the only value that it may have on a CPU, and why."""
 
 CPU_KV_CACHE_BYTES = 256 << 20
 """Without a bound vLLM takes most of the machine's memory."""
@@ -110,6 +120,15 @@ def completed(arguments: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
             # On a CPU vLLM gives a request without an adapter that of the last slot: one more, which stays empty.
             found["max_loras"] = 1 + max(found["max_loras"], found.pop("max_cpu_loras", None) or 0)
     return found
+
+
+def check_cpu(arguments: Mapping[str, Any]) -> None:
+    """InvalidRequest for what starts on a CPU, and then computes something else or dies."""
+    for key, (only, why) in _GPU_ONLY.items():
+        if arguments.get(key, only) != only:
+            raise InvalidRequest(
+                f"{why}: {key} is for GPUs", field=f"engine_arg.{key}", fix="leave it out on a CPU"
+            )
 
 
 def thread_binding(ranks: int) -> str | None:

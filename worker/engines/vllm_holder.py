@@ -16,6 +16,7 @@ from worker.engines.hf_weights import DTYPE_OF_NAME, host_copies
 from worker.engines.lora import SWITCH_ON, LoraConfig
 from worker.engines.rank_holder import RankHolder
 from worker.engines.vllm_adapter_files import write_adapter
+from worker.engines.vllm_dtypes import dtypes_of_load
 from worker.engines.weight_checks import WeightChecks, noise
 from worker.reception import Cancelled, TensorStream
 
@@ -39,7 +40,9 @@ class StagedAdapter:
 
 class VllmHolder(RankHolder):
     def __init__(self, model: Path, directory: Path, runner: Any, rank: int) -> None:
-        super().__init__(model, runner.model_config.dtype, runner.device)
+        _check_reloads(runner.get_model())
+        dtypes = {name: tensor.dtype for name, tensor in runner.model.state_dict().items()}
+        super().__init__(model, runner.model_config.dtype, runner.device, dtypes | dtypes_of_load())
         self._directory = directory
         self._runner = runner
         self._rank = rank
@@ -103,6 +106,17 @@ class VllmHolder(RankHolder):
         manager = self._runner.lora_manager._adapter_manager
         packed = manager.packed_modules_mapping
         return {name for module in manager.supported_lora_modules for name in packed.get(module, [module])}
+
+
+def _check_reloads(model: Any) -> None:
+    """Unsupported where vLLM makes something of the whole model's weights after the first load, and of no later one."""
+    if hasattr(model, "process_weights_after_loading"):
+        raise Unsupported(
+            f"vLLM derives weights of {type(model).__name__} at its start, and does not derive them again after an "
+            "update",
+            field="model",
+            fix="serve this model with another engine",
+        )
 
 
 class VllmChecks(WeightChecks):

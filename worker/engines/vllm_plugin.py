@@ -23,6 +23,7 @@ def register() -> None:
         return
     from worker.agent.server import belong_to_worker
     from worker.engines.vllm_draining import drain_preempted
+    from worker.engines.vllm_dtypes import watch_loads
 
     belong_to_worker()
     _poll_politely()
@@ -32,6 +33,8 @@ def register() -> None:
     _leave_no_nan_in_blocks()
     _end_as_a_rank_does()
     take_temperatures_as_they_are()
+    _correct_cpu_build()
+    watch_loads()
 
 
 def lora_request(number: int, path: str, anew: bool = False) -> Any:
@@ -49,6 +52,15 @@ def _poll_politely() -> None:
 
     if current_platform.is_cpu():
         shm_broadcast.sched_yield = lambda: time.sleep(POLL_S)
+
+
+def _correct_cpu_build() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from worker.engines.vllm_cpu_patches import correct_experts
+
+        correct_experts()
 
 
 def _wake_without_a_step() -> None:

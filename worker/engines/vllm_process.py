@@ -17,7 +17,7 @@ from worker.agent.ranks import Ranks, check_rows
 from worker.agent.wire import socket_directory
 from worker.engines.base import EngineOptions
 from worker.engines.process_watch import ProcessWatch, StartWatch, descendants, engine_processes, or_death
-from worker.engines.vllm_args import completed, thread_binding
+from worker.engines.vllm_args import check_cpu, completed, thread_binding
 from worker.engines.vllm_logits import COUNT, RAISE, end_by_count
 from worker.engines.vllm_plugin import MARK, take_temperatures_as_they_are
 
@@ -155,6 +155,7 @@ class VllmProcess:
         _check_device(self._options.device, on_cpu)
         if on_cpu:
             self._options.refuse_modes("vLLM has this on GPUs only", "leave it out on a CPU")
+            check_cpu(self._arguments)
         arguments = completed(self._arguments, on_cpu)
         ranks = int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
         binding = thread_binding(ranks) if on_cpu else None

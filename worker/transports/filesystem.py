@@ -34,6 +34,8 @@ class FilesystemDelivery:
         self.adapter_config = None if checkpoint.config is None else checkpoint.config.values
         self.adapter_config_raw = None if checkpoint.config is None else checkpoint.config.raw
         self.refetchable = True
+        self.canary = checkpoint.canary
+        """What `canary.json` beside the checkpoint says."""
         self._checkpoint = checkpoint
         self._taken = False
 

@@ -1,0 +1,94 @@
+"""When a worker opens after the numeric canary, by events: the core that decides, without loop, clock or engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rl_plane.canary import CanaryRecord
+from rl_plane.canary_commit import goes_back, settled
+from rl_plane.record import DecisionRecord, Source
+from rl_plane.rows import WorkerRow
+from rl_plane.versions import WeightVersion
+from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
+from worker.state import Scores, WorkerState
+
+KIND = "fake-1/float32/cpu/tp1"
+SEQUENCES = ((1, 2, 3),)
+RIGHT, WRONG = [[-1.0, -2.0]], [[-1.0, -5.0]]
+FIRST = DecisionRecord(
+    WeightVersion("run", 0, "step_0", "d0"), Source(None), "", WeightVersion("run", 0, "step_0", "d0")
+)
+MADE = WeightVersion("run", 1, "step_1", "d1")
+NEXT = replace(
+    FIRST,
+    version=MADE,
+    made=MADE,
+    source=Source({"backend": "filesystem", "path": "/1"}),
+    update_id="u1",
+    open=False,
+    seal=1,
+    canary=CanaryRecord(SEQUENCES),
+)
+EXPECTED = replace(NEXT, canary=CanaryRecord(SEQUENCES, ((-1.0, -2.0),)))
+
+
+def swapped(record: DecisionRecord, at: float) -> WorkerCore:
+    """A worker that has swapped the version of `record` in, at this moment."""
+    core = WorkerCore(WorkerState("w", "i", digest="d0"), "d0", KIND)
+    core.learnt(FIRST, 1, 0.0)
+    core.relabelled(FIRST)
+    core.learnt(record, 2, at)
+    core.is_staged(Staged("u1", None, "d1", 7))
+    swap = core.commit_step(record)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, at)
+    assert core.next(at) == Score(record.canary) if record.canary else True
+    return core
+
+
+def test_a_worker_that_only_others_can_judge_waits_for_them_as_long_as_a_coordinator_collects_scores() -> None:
+    core = swapped(NEXT, 10.0)
+    core.scored(Scores(SEQUENCES, RIGHT), 10.0)
+    assert not core.depends_on_coordinator(), "the gate has its own time"
+    late = 10.0 + GATE_S
+    core.ticked(late)
+    assert core.depends_on_coordinator()
+    assert core.coordinator_holds(7, held=True)
+    core.ticked(late + 1)
+    assert "updating" in core.state.closed
+    assert not core.numerics.delivers()
+    core.coordinator_holds(7, held=False)
+    core.ticked(late + 2)
+    assert core.state.closed == {}
+    assert core.numerics.delivers()
+
+
+def test_a_worker_that_the_record_judges_opens_when_the_gate_ends() -> None:
+    core = swapped(EXPECTED, 10.0)
+    core.scored(Scores(SEQUENCES, RIGHT), 10.0)
+    core.ticked(10.0 + GATE_S)
+    assert core.state.closed == {}
+
+
+def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> None:
+    core = swapped(replace(EXPECTED, open=True, rolling_from=FIRST.held), 10.0)
+    core.scored(Scores(SEQUENCES, WRONG), 10.0)
+    assert not core.ticked(10.5, busy=True)
+    assert core.state.scores is not None
+    assert core.commit_step(NEXT) is None, "the commit is complete"
+    assert core.ticked(11.0)
+    assert core.state.digest is None
+    assert isinstance(core.next(60.0), Fetch)
+
+
+def test_the_answer_says_where_nothing_can_come_back() -> None:
+    row = WorkerRow("w", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
+    pushed = replace(EXPECTED, on_canary_failure="rollback")
+    settlement, _ = settled(pushed, [row])
+    assert settlement is not None
+    assert not goes_back(pushed, settlement)
+    assert settlement.summary()["action"] == "exclude"
+    assert "can't be fetched again" in settlement.summary()["warning"]
+    settlement, _ = settled(restorable := replace(pushed, fallback=FIRST), [row])
+    assert goes_back(restorable, settlement)

@@ -1,0 +1,107 @@
+"""What the coordinator's shell makes of answers, without NATS: whom it tells, and for whom it waits how long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rl_plane.coordinator as shell
+from rl_plane.coordinator import Coordinator
+from rl_plane.fanout import Missing
+from rl_plane.membership import Member, Snapshot
+from rl_plane.record import LEASE_MARGIN_S, SERVING_LEASE_S, first_record
+from rl_plane.rows import WorkerRow
+from rl_plane.subjects import Subjects
+from rl_plane.update_steps import Tell, Told, WaitSilent
+from rl_plane.wire import Reply, encode
+
+RECORD = first_record("model")
+TELL = Tell("gate", RECORD, 7, 2.0)
+
+
+def member(key: str, incarnation: str) -> Member:
+    return Member(key, incarnation, "server", 1, 1, {})
+
+
+class Fleet:
+    """A coordinator's client and view: `before` are known, `now` is what the leader says. Time stands still."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: list[Member], now: list[Member]) -> None:
+        self.before, self.now = before, now
+        self.asked: list[tuple[str, list[Member]]] = []
+        self.frontends: dict[str, Any] = {}
+        """Its id → its answer."""
+        self.waits: list[float] = []
+        self.clock = 100.0
+        self.holds: Any = None
+        self.bus = SimpleNamespace(identity=("server", 1))
+        self.subjects = Subjects("ns", "c")
+        monkeypatch.setattr(shell, "read_frontends", self.read_frontends)
+        monkeypatch.setattr(shell, "time", SimpleNamespace(monotonic=lambda: self.clock, time=lambda: 1.7e9))
+        held = SimpleNamespace(fence=5)
+        self.coordinator = Coordinator(self, self, held)  # type: ignore[arg-type]
+
+    async def read_frontends(self, *where: Any) -> list[str]:
+        return list(self.frontends)
+
+    async def gather(self, targets: list[tuple[str, bytes]], timeout_s: float) -> list[Any]:
+        assert [subject for subject, _ in targets] == [self.subjects.frontend(one) for one in self.frontends]
+        return list(self.frontends.values())
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(1, "print", tuple(self.before))
+
+    async def barrier(self) -> Snapshot:
+        return Snapshot(2, "print", tuple(self.now))
+
+    async def ask(self, view: Any, members: Any, op: str, *more: Any) -> list[WorkerRow]:
+        self.asked.append((op, list(members)))
+        return [WorkerRow(one.instance_id, one.incarnation, "ok") for one in members]
+
+    async def wait_until(self, holds: Any, left_s: float) -> bool:
+        self.holds = holds
+        self.waits.append(left_s)
+        return True
+
+    async def told(self) -> Told:
+        event = await self.coordinator._carry_out(TELL)
+        assert isinstance(event, Told)
+        return event
+
+
+async def test_who_joins_while_a_decision_is_told_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays, goes, joins = member("a", "1"), member("b", "1"), member("c", "1")
+    anew = member("d", "2")
+    fleet = Fleet(monkeypatch, [stays, goes, member("d", "1")], [stays, joins, anew])
+    told = await fleet.told()
+    assert told.members == {"a": "1", "c": "1", "d": "2"}
+    assert {(row.instance_id, row.incarnation) for row in told.rows} == {("a", "1"), ("c", "1"), ("d", "2")}
+    assert [op for op, _ in fleet.asked] == ["follow_record"] * 2
+
+
+async def test_a_frontend_that_has_not_acknowledged_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, [], [])
+    fleet.frontends = {
+        "well": encode(Reply("follow_record").to_wire()),
+        "refuses": encode({**Reply("follow_record").to_wire(), "status": "error"}),
+        "silent": Missing.SILENT,
+        "dead": Missing.LOST,
+    }
+    assert (await fleet.told()).silent_frontends == ["refuses", "silent"]
+
+
+async def test_the_silent_are_waited_for_until_no_lease_can_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, [], [member("a", "1")])
+    await fleet.told()
+    fleet.clock += 1.5
+    await fleet.coordinator._carry_out(WaitSilent({"a": "1"}, []))
+    assert fleet.waits == [SERVING_LEASE_S + LEASE_MARGIN_S - 1.5]
+    assert not fleet.holds(Snapshot(1, "print", (member("a", "1"),)))
+    assert fleet.holds(Snapshot(1, "print", (member("a", "2"),))), "another process knows the decision"
+    await fleet.coordinator._carry_out(WaitSilent({}, ["f"]))
+    assert not fleet.holds(Snapshot(1, "print", ())), "a frontend that is gone can't be told from a silent one"
+    fleet.clock += SERVING_LEASE_S + LEASE_MARGIN_S
+    await fleet.coordinator._carry_out(WaitSilent({"a": "1"}, []))
+    assert len(fleet.waits) == 2, "the time is over"

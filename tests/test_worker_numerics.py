@@ -1,0 +1,220 @@
+"""What one worker makes of the numeric canary, without an engine: when it scores, serves, waits and fetches again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rl_plane.canary import CanaryRecord, Vectors, engine_kind
+from rl_plane.errors import NotAdmitted
+from rl_plane.record import DecisionRecord, Source
+from rl_plane.versions import WeightVersion
+from worker.core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
+from worker.numerics import HEAL_TRIES, NOT_SCORED
+from worker.state import Scores, WorkerState
+
+KIND = engine_kind("hf", "5.0", "float32", "cpu", 1)
+SEQUENCES = ((1, 2, 3),)
+RIGHT: Vectors = ((-1.0, -2.0),)
+WRONG: Vectors = ((-1.0, -7.0),)
+CANARY = CanaryRecord(SEQUENCES)
+TRAINED = replace(CANARY, expected=RIGHT)
+
+
+def version(sequence: int) -> WeightVersion:
+    return WeightVersion("run", sequence, f"v{sequence}", f"d{sequence}")
+
+
+def record(sequence: int, canary: CanaryRecord | None = TRAINED, open: bool = False) -> DecisionRecord:
+    made = version(sequence)
+    source = Source({"backend": "filesystem", "path": f"/{sequence}"})
+    return DecisionRecord(made, source, f"u{sequence}", made, canary=canary, open=open, decided_at=0.0)
+
+
+def serving(kind: str | None = KIND) -> WorkerCore:
+    """A worker that serves version 0, which has no canary."""
+    core = WorkerCore(WorkerState("w", "i", digest="d0"), "d0", kind)
+    core.learnt(record(0, None, open=True), 1, 0.0)
+    relabel = core.next(0.0)
+    assert isinstance(relabel, Relabel)
+    core.relabelled(relabel.record)
+    assert not core.state.closed
+    return core
+
+
+def swapped(core: WorkerCore, decided: DecisionRecord, now: float = 0.0) -> None:
+    """Its coordinator has had the version staged, and commits it."""
+    core.is_staged(Staged(decided.update_id, None, decided.version.digest, 5))
+    core.learnt(decided, decided.sequence + 10, now)
+    swap = core.commit_step(decided)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, now)
+
+
+def scored(core: WorkerCore, vectors: Vectors, now: float = 0.0) -> None:
+    core.scored(Scores(SEQUENCES, [list(vector) for vector in vectors]), now)
+
+
+def closed(core: WorkerCore) -> set[str]:
+    return {str(reason) for reason in core.state.closed}
+
+
+def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
+    core = serving()
+    swapped(core, record(1))
+    assert closed(core) == {"updating", "numerics"}
+    assert core.state.closed["numerics"] == NOT_SCORED
+    assert core.next(0.0) == Score(TRAINED)
+    assert not core.numerics.delivers()
+    scored(core, RIGHT)
+    assert closed(core) == {"updating"}
+    assert core.numerics.delivers(), "the trainer's values say enough"
+    assert core.next(0.0) == Wait()
+    core.learnt(record(1, open=True), 12, 0.0)
+    assert closed(core) == set()
+
+
+def test_what_it_computes_beside_the_trainers_values_goes_nowhere() -> None:
+    core = serving()
+    swapped(core, record(1))
+    scored(core, WRONG)
+    assert closed(core) == {"updating", "numerics"}
+    with pytest.raises(NotAdmitted):
+        core.numerics.delivers()
+    core.learnt(record(1, open=True), 12, 0.0)
+    assert "numerics" in closed(core), "it is open for the others"
+
+
+def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> None:
+    core = serving()
+    swapped(core, record(1, CANARY))
+    scored(core, WRONG)
+    assert closed(core) == {"updating"}
+    assert not core.numerics.delivers()
+    agreed = replace(CANARY, references={KIND: RIGHT})
+    core.learnt(record(1, agreed, open=True), 12, 0.0)
+    assert "numerics" in closed(core)
+    with pytest.raises(NotAdmitted):
+        core.numerics.delivers()
+
+
+def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
+    core = serving()
+    swapped(core, record(1, CANARY))
+    scored(core, RIGHT)
+    core.ticked(GATE_S - 0.1)
+    assert not core.numerics.delivers()
+    core.ticked(GATE_S)
+    assert not core.numerics.delivers(), "a coordinator still collects what the others have scored"
+    core.coordinator_holds(5, False)
+    core.ticked(GATE_S)
+    assert core.numerics.delivers()
+    assert closed(core) == set()
+
+
+def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
+    core = serving()
+    swapped(core, record(1, CANARY))
+    core.learnt(record(2), 13, 0.0)
+    with pytest.raises(NotAdmitted):
+        core.numerics.delivers()
+
+
+def test_while_other_weights_come_in_what_waits_is_cut() -> None:
+    core = serving()
+    swapped(core, record(1, CANARY))
+    core.state.lose_weights("swapping")
+    with pytest.raises(NotAdmitted):
+        core.numerics.delivers()
+
+
+def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> None:
+    core = serving()
+    swapped(core, record(1, open=True))
+    now = 0.0
+    for _ in range(HEAL_TRIES):
+        scored(core, WRONG, now)
+        assert not core.ticked(now, busy=True), "a commit still has to tell what they scored"
+        assert core.ticked(now)
+        assert core.state.digest is None
+        assert "behind" in closed(core)
+        wait = core.next(now)
+        assert isinstance(wait, Wait), "not at once, again and again"
+        assert wait.until is not None
+        now = wait.until
+        fetch = core.next(now)
+        assert isinstance(fetch, Fetch)
+        core.is_staged(Staged(fetch.update_id, None, "d1", None))
+        swap = core.next(now)
+        assert isinstance(swap, Swap)
+        core.swapping(swap)
+        core.swapped(swap, now)
+    scored(core, WRONG, now)
+    assert not core.ticked(now)
+    assert core.state.digest == "d1"
+    assert closed(core) == {"numerics"}
+    assert core.next(now + 1e6) == Wait()
+    core.enabled()
+    core.ticked(now)
+    assert core.state.digest is None, "an operator has it tried again"
+
+
+def test_of_a_tie_no_worker_heals() -> None:
+    core = serving()
+    swapped(core, record(1, replace(CANARY, undecided=True), open=True))
+    scored(core, RIGHT)
+    assert closed(core) == {"numerics"}
+    assert core.state.digest == "d1"
+
+
+def test_what_failed_stays_closed_until_other_weights_are_here() -> None:
+    core = serving()
+    swapped(core, record(1))
+    scored(core, WRONG)
+    core.learnt(record(2), 13, 0.0)
+    assert "numerics" in closed(core)
+    swapped(core, record(2))
+    assert core.state.closed["numerics"] == NOT_SCORED
+    scored(core, RIGHT)
+    assert "numerics" not in closed(core)
+
+
+def test_an_engine_that_can_not_score_is_not_asked() -> None:
+    core = serving(kind=None)
+    swapped(core, record(1))
+    assert closed(core) == {"updating"}
+    assert core.numerics.wanted(core.record) is None
+    assert core.numerics.delivers()
+
+
+def test_an_engine_that_could_not_score_serves_nobody() -> None:
+    core = serving()
+    swapped(core, record(1))
+    core.scored(Scores(SEQUENCES, [], "out of memory"), 0.0)
+    assert core.state.closed["numerics"] == "out of memory"
+
+
+def test_released_memory_is_not_scored() -> None:
+    core = serving()
+    swapped(core, record(1))
+    core.state.release(["kv_cache"])
+    core.ticked(0.0)
+    assert core.numerics.wanted(core.record) is None
+    assert "numerics" not in closed(core)
+    core.took_back(["kv_cache"], 0.0)
+    assert core.state.closed["numerics"] == NOT_SCORED
+    assert core.next(0.0) == Score(TRAINED)
+
+
+def test_what_other_sequences_gave_says_nothing() -> None:
+    core = serving()
+    swapped(core, record(1, open=True))
+    scored(core, RIGHT)
+    assert closed(core) == set()
+    same_bytes = replace(version(1), sequence=2)
+    other = record(2, replace(TRAINED, sequences=((4, 5, 6),)), open=True)
+    core.learnt(replace(other, version=same_bytes, made=same_bytes), 14, 0.0)
+    core.ticked(0.0)
+    assert core.state.closed["numerics"] == NOT_SCORED

@@ -1,0 +1,60 @@
+"""Corrections of vLLM's CPU build. The plugin applies them where vLLM runs on a CPU, and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+
+def correct_experts() -> None:
+    """Makes fused experts right after a reload, and lets a mixture of experts start with LoRA."""
+    _pack_reloaded_experts()
+    _keep_experts_on_the_cpu_kernel()
+    _adapt_no_experts()
+
+
+def _pack_reloaded_experts() -> None:
+    """Makes every load of fused experts end with packed weights.
+
+    vLLM's CPU kernel reads the experts' weights in a packed layout. vLLM packs them at the first load only: it takes a
+    later load for one that keeps the kernel, and copies the weights as the checkpoint has them. The kernel then reads
+    the wrong elements.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    really = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up_kernel(method: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_reload = method.moe_kernel is not None
+        really(method, layer, w13, w2)
+        if is_reload and method.unquantized_backend == UnquantizedMoeBackend.CPU:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up_kernel
+
+
+def _keep_experts_on_the_cpu_kernel() -> None:
+    """With LoRA vLLM chooses its Triton kernel for experts, on a CPU too, where Triton is not."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    really = method.select_unquantized_moe_backend
+
+    def select(moe_config: Any) -> Any:
+        return really(moe_config=replace(moe_config, is_lora_enabled=False))
+
+    method.select_unquantized_moe_backend = select
+
+
+def _adapt_no_experts() -> None:
+    """vLLM's CPU kernel for experts takes no adapters, so experts get none. Every other module keeps its own."""
+    from vllm.lora import model_manager
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    really = model_manager.get_supported_lora_modules
+
+    def supported(model: Any) -> list[str]:
+        experts = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, MoERunner)}
+        return [name for name in really(model) if name not in experts]
+
+    model_manager.get_supported_lora_modules = supported
