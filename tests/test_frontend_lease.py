@@ -24,7 +24,7 @@ from rl_plane.generation import GenerateDelta, GenerateRequest
 from rl_plane.lease import ServingLease
 from rl_plane.nats_server import NatsServer
 from rl_plane.record import SERVING_LEASE_S, DecisionRecord, first_record, read_frontends
-from rl_plane.subjects import FRONTEND_PREFIX, Entry
+from rl_plane.subjects import FRONTEND_PREFIX
 from rl_plane.view import MembershipView
 from rl_plane.wire import Request, decode, encode
 from tests.scripted_worker import ScriptedWorker, Stream, decide
@@ -163,7 +163,7 @@ async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: py
     view = await (await plane.client("frontend")).view()
     one = FrontendLease(view, "0" * 16)
     steps: list[str] = []
-    put, read = Bus.put, MembershipView.read_record
+    put, keep = Bus.put, MembershipView.keep_record
 
     async def watched_put(bus: Bus, bucket: Any, key: str, *args: Any, **more: Any) -> int:
         if not key.startswith(FRONTEND_PREFIX):
@@ -174,12 +174,12 @@ async def test_it_listens_then_is_listed_then_asks(plane: Plane, monkeypatch: py
         steps.append(f"listed {not one.holds()}")
         return written
 
-    async def watched_read(view: MembershipView) -> Entry | None:
+    async def watched_keep(view: MembershipView) -> None:
         steps.append(f"asks {await listed(client) == ['0' * 16]}")
-        return await read(view)
+        await keep(view)
 
     monkeypatch.setattr(Bus, "put", watched_put)
-    monkeypatch.setattr(MembershipView, "read_record", watched_read)
+    monkeypatch.setattr(MembershipView, "keep_record", watched_keep)
     await one.start()
     assert steps == ["told ok", "listed True", "asks True"]
     assert one.holds()

@@ -317,7 +317,7 @@ class Engine:
 
 async def test_a_delta_waits_until_no_swap_reads_what_it_changes() -> None:
     engine: Any = Engine()
-    info: Any = SimpleNamespace(transports=("road",))
+    info: Any = SimpleNamespace(transports=("road",), vocab_size=512, max_model_len=512)
     updates = WeightUpdates(engine, info, engine, lambda staging: None, lambda: None)
     road = {"backend": "road"}
     await updates.prepare(Wanted("full", road, keep=True))
