@@ -9,7 +9,7 @@ from rl_plane.canary_commit import goes_back, settled
 from rl_plane.record import DecisionRecord, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
-from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
+from worker.core import GATE_S, TAKEOVER_S, Fetch, Score, Staged, Swap, WorkerCore
 from worker.state import Scores, WorkerState
 
 KIND = "fake-1/float32/cpu/tp1"
@@ -54,14 +54,15 @@ def test_a_worker_that_only_others_can_judge_waits_for_them_as_long_as_a_coordin
     late = 10.0 + GATE_S
     core.ticked(late)
     assert core.depends_on_coordinator()
-    assert core.coordinator_holds(7, held=True)
+    assert core.coordinator_holds(7, True, late)
     core.ticked(late + 1)
     assert "updating" in core.state.closed
-    assert not core.numerics.delivers()
-    core.coordinator_holds(7, held=False)
-    core.ticked(late + 2)
+    assert not core.numerics.delivers(0)
+    core.coordinator_holds(7, False, late + 1)
+    core.coordinator_holds(7, False, late + 1 + TAKEOVER_S)
+    core.ticked(late + 1 + TAKEOVER_S)
     assert core.state.closed == {}
-    assert core.numerics.delivers()
+    assert core.numerics.delivers(0)
 
 
 def test_a_worker_that_the_record_judges_opens_when_the_gate_ends() -> None:

@@ -37,6 +37,9 @@ COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
+TAKEOVER_S = 3.0
+"""A frontend that runs takes an update over within this once the lock is free: it looks each second. Until then a
+worker that only other workers' scores can judge stays closed."""
 SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
@@ -165,6 +168,8 @@ class WorkerCore:
         """The coordinator that rolls it out is gone."""
         self._unjudged = False
         """No coordinator is left to compare this worker's scores with those of others."""
+        self._free_since: float | None = None
+        """When the lock was first seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
         """Nobody has lifted the gate in time."""
         self._next_try = 0.0
@@ -181,11 +186,12 @@ class WorkerCore:
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
-            self._learnt_at, self._alone, self._unjudged, self._is_late = now, False, False, False
+            self._learnt_at, self._alone, self._is_late = now, False, False
+            self._unjudged, self._free_since = False, None
             self._retry_now()
             self.numerics.new_decision(record)
         elif record.seal > mine.seal:
-            self._unjudged = False  # another coordinator collects the scores now
+            self._unjudged, self._free_since = False, None  # another coordinator collects the scores now
         self.record, self._written = record, written
         self._judge(now)
         return True
@@ -264,10 +270,14 @@ class WorkerCore:
         record = self.record
         return record is not None and not record.open and not self._unjudged and self.numerics.needs_others(record)
 
-    def coordinator_holds(self, fence: int, held: bool) -> bool:
+    def coordinator_holds(self, fence: int, held: bool, now: float) -> bool:
         """By the leader's lock: does the coordinator of what is here hold it still?"""
         self._alone = self._on_the_old() and not held
-        self._unjudged = not held
+        if held:
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = now
+        self._unjudged = self._free_since is not None and now >= self._free_since + TAKEOVER_S
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 
