@@ -431,7 +431,9 @@ class UpdateMachine:
     def _open(self, record: DecisionRecord) -> Generator[Instruction, Any, Written]:
         opened: Written = yield Write("open", self._opened(record))
         canary, settlement = opened.record.canary, self._settlement
-        if canary is not None and settlement is not None and settlement.action == "open":
+        # Values that are served in spite of a failure (`warn`) are no measure for the time when this version returns.
+        passed = settlement is not None and settlement.action == "open" and not settlement.warning
+        if canary is not None and passed:
             digest = record.version.digest
             yield Note("open", canary=self._history.with_values(digest, canary.sequences, canary.references))
         return opened

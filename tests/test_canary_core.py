@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from rl_plane.canary import CanaryRecord
 from rl_plane.canary_commit import goes_back, settled
 from rl_plane.record import DecisionRecord, Source
@@ -81,6 +83,18 @@ def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> No
     assert core.ticked(11.0)
     assert core.state.digest is None
     assert isinstance(core.next(60.0), Fetch)
+
+
+@pytest.mark.parametrize("told", [7, [], {"vectors": RIGHT, "kind": [1]}, {"kind": "x"}, {}])
+def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
+    good = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
+    settlement, rows = settled(EXPECTED, [good, WorkerRow("b", "i", "ok", {"canary": told})])
+    assert settlement is not None
+    assert settlement.verdicts["a"].passed
+    assert settlement.action == "open"
+    if told != {"vectors": RIGHT, "kind": [1]}:
+        assert settlement.excluded == ["b"]
+        assert [row.ok for row in rows] == [True, False]
 
 
 def test_the_answer_says_where_nothing_can_come_back() -> None:
