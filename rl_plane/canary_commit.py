@@ -84,8 +84,8 @@ def canary_of(
 
 
 def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settlement | None, list[WorkerRow]]:
-    """What the scores of those that have swapped it in decide, and their rows: with its verdict each, or with an error.
-    None: there is nothing to decide by."""
+    """The decision by the scores of the workers that have swapped the version in, and their rows: each has its verdict,
+    or an error. None: there is nothing to decide by."""
     canary = record.canary
     scores = {
         row.instance_id: _score_of(row.body["canary"])

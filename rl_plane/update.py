@@ -375,7 +375,7 @@ class UpdateMachine:
         return replace(outcome_of(record, states, told, meant), canary=summary)
 
     def _keep_paused(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
-        """As the update's policy says, unless the fleet was paused or resumed by another call since."""
+        """Pauses the fleet as the update's policy says, unless another call has paused or resumed it since."""
         if record.keep_pause and self._pause_written < record.fence:
             until = self._now + max(self._pause.left_s(self._now), DEFAULT_PAUSE_LEASE_S)
             self._pause = DesiredPause(True, record.pause_mode, until)

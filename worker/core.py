@@ -171,7 +171,7 @@ class WorkerCore:
         self._free_since: float | None = None
         """When the lock was first seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
-        """Nobody has lifted the gate in time."""
+        """The gate was not lifted in time."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
         self._unsure: set[str] = set()
@@ -282,7 +282,7 @@ class WorkerCore:
         return held and (here is None or fence <= here.fence)
 
     def given_up(self, waiting_for: str | None) -> Receiving | None:
-        """What is here of a coordinator that is gone, to be dropped once that coordinator is barred from the record.
+        """The update that a coordinator has left here and that is to be dropped, once the record bars the coordinator.
 
         `waiting_for`: the update of the session, which waits for another call."""
         here = self._coordinated()

@@ -37,7 +37,7 @@ class Numerics:
         self._tries = 0
 
     def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
-        """What is to be scored now."""
+        """The canary that the engine has to score now. None: there is nothing to score."""
         state = self._state
         if record is None or self.kind is None or record.canary is None or state.released:
             return None
@@ -46,7 +46,7 @@ class Numerics:
         return record.canary
 
     def new_decision(self, record: DecisionRecord) -> None:
-        """Weights that nobody has judged will never be: tokens made with them do not go out."""
+        """Weights that were not judged before this decision will never be: tokens made with them do not go out."""
         self._tries = 0
         if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
