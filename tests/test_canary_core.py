@@ -8,10 +8,10 @@ import pytest
 
 from rl_plane.canary import CanaryRecord
 from rl_plane.canary_commit import goes_back, settled
-from rl_plane.record import DecisionRecord, Source
+from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
-from worker.core import GATE_S, TAKEOVER_S, Fetch, Score, Staged, Swap, WorkerCore
+from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
 from worker.state import Scores, WorkerState
 
 KIND = "fake-1/float32/cpu/tp1"

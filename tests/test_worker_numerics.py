@@ -8,9 +8,9 @@ import pytest
 
 from rl_plane.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.errors import NotAdmitted
-from rl_plane.record import DecisionRecord, Source
+from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.versions import WeightVersion
-from worker.core import GATE_S, TAKEOVER_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
+from worker.core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
 from worker.numerics import HEAL_TRIES, NOT_SCORED
 from worker.state import Scores, WorkerState
 

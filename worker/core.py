@@ -19,6 +19,7 @@ from rl_plane.errors import Conflict, NotPrepared, PlaneError
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
+    TAKEOVER_S,
     DecisionRecord,
     Held,
     PauseMode,
@@ -37,9 +38,6 @@ COMMIT_GRACE_S = 4.0
 """After the decision a worker that is prepared waits this long for its commit before it swaps by itself."""
 GATE_S = SERVING_LEASE_S + LEASE_MARGIN_S
 """So long after a decision nobody can serve the version before: a gate that nobody lifted ends."""
-TAKEOVER_S = 3.0
-"""A frontend that runs takes an update over within this once the lock is free: it looks each second. Until then a
-worker that only other workers' scores can judge stays closed."""
 SOURCE_GONE = "source_gone: the committed weights can't be fetched again; an update brings new ones"
 OTHER_MODEL_FIX = "start it with the fleet's model, or begin a new run (`rl-plane new-run`)"
 
