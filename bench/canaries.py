@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from rl_plane.client import RlClient
 
 UPDATE_TIMEOUT_S = 120.0
 FORWARDS = 3
-"""After each pair of updates; the fastest counts, because a slow one makes the canary look cheap."""
+"""After each pair of updates; their median counts."""
 
 Canary = Literal["off"] | None
 CANARIES: tuple[Canary, ...] = (None, "off")
@@ -90,5 +91,5 @@ async def measure_canaries(models: Sequence[Path], rounds: int) -> CanaryTimes:
                         times.pauses[canary].append(paused)
                 alone = [await asyncio.to_thread(forward) for _ in range(FORWARDS)]
                 if number >= 0:
-                    times.forwards.append(min(alone))
+                    times.forwards.append(statistics.median(alone))
     return times

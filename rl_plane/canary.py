@@ -35,7 +35,8 @@ MAX_TOKEN_ID = (1 << 31) - 1
 
 DEFAULT_SEQUENCES = 4
 DEFAULT_SEQUENCE_TOKENS = 32
-"""128 tokens reach every layer, and most experts of a mixture, and cost about as much as one token of decoding."""
+"""128 tokens reach every layer, and nearly every expert of a mixture. On a GPU, where a small forward waits for memory,
+they cost about as much as one token of decoding; on one core of a CPU about 14 times that (docs/benchmarks.md)."""
 
 LOGPROB_EPSILON = 1e-3
 """How far above zero rounding may lift a log probability."""

@@ -230,7 +230,8 @@ async def test_every_engine_applies_deltas_to_what_it_keeps(
     await client.run("update_weights", update_of(two, "tiny 2", keep_staged=True))
     await client.run("load_lora_adapter", {"lora_name": "style", "lora_path": str(mixed.adapter(1))})
     for old, new, label in ((two, three, "tiny 3"), (three, one, "tiny 1")):
-        body = by_delta(mixed.plane, old, new, label)
+        # Compiling the comparison takes seconds on a busy machine: in this loop, the connection to NATS would not live.
+        body = await asyncio.to_thread(by_delta, mixed.plane, old, new, label)
         with pytest.raises(PlaneError, match="the delta makes"):
             await client.run("update_weights", {**body, "digest": "blake3:" + "0" * 64})
         await client.run("update_weights", body)

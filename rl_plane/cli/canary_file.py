@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_plane.canary import Canary, parse_canary
+from rl_plane.canary import MAX_CANARY_BYTES, Canary, parse_canary
 from rl_plane.cli.settings import BadSetting
 from rl_plane.errors import InvalidRequest
 from rl_plane.strict_json import parse_json_object
 
-MAX_FILE_BYTES = 1 << 20
-"""The largest canary has 2,048 token ids and as many values, some 60 kB. The rest is for indentation."""
 FLAG = "--canary"
 
 
@@ -18,12 +16,12 @@ def read_canary(path: Path) -> Canary:
     """The canary in a JSON file. BadSetting names the wrong part of the file, and the fix."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(MAX_CANARY_BYTES + 1)
     except OSError as error:
         raise BadSetting(f"{path} can't be read: {error.strerror}", field=FLAG, fix="name another file") from error
-    if len(data) > MAX_FILE_BYTES:
+    if len(data) > MAX_CANARY_BYTES:
         raise BadSetting(
-            f"{path} has more than {MAX_FILE_BYTES:,} bytes",
+            f"{path} has more than {MAX_CANARY_BYTES:,} bytes",
             field=FLAG,
             fix='give a file such as {"sequences": [[1, 2, 3]]}',
         )

@@ -166,7 +166,7 @@ def _canary_words(canary: Reply) -> str:
         words += ", no values to compare with" if not failed else ""
     else:
         against = AGAINST.get(canary["against"], canary["against"])
-        words += f", {_canary_numbers(canary)} from {against} (at most {canary.get('tolerance'):g})"
+        words += f", {_canary_numbers(canary)} from {against}"
     return words + (f"; warning: {canary['warning']}" if canary.get("warning") else "")
 
 
