@@ -59,7 +59,7 @@ ROUNDING_WITHIN_KIND = 1 / 128
 has 8 bits, so one rounding moves it by up to this share. An unlikely token has large logits; at -32 nats the same model
 in bfloat16 and in float32 measured 0.21 apart."""
 ROUNDING_ACROSS_KINDS = 1 / 64
-"""The same for two engines of different kinds: each of them rounds in its own way."""
+"""The share for two engines of different kinds: each of them rounds in its own way."""
 MAX_TOLERANCE = 10.0
 """A larger tolerance would accept any weights, so it is a typing error."""
 
@@ -201,7 +201,7 @@ class Tolerance:
     absolute: float
     """In nats."""
     relative: float = 0.0
-    """Of the expected log probability: half-precision logits round by a share of their size."""
+    """The share of the expected log probability: half-precision logits round by a share of their size."""
 
     def at(self, expected: float) -> float:
         """The tolerance for a token with this expected log probability, in nats."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plane.canary import (
+    MAX_KIND_CHARS,
     Canary,
     CanaryHistory,
     CanaryRecord,
@@ -83,11 +84,11 @@ def canary_of(
 
 
 def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settlement | None, list[WorkerRow]]:
-    """What the scores of those that have swapped it in decide, and their rows: with its verdict each, or with an error.
-    None: there is nothing to decide by."""
+    """The decision by the scores of the workers that have swapped the version in, and their rows: each has its verdict,
+    or an error. None: there is nothing to decide by."""
     canary = record.canary
     scores = {
-        row.instance_id: Score(row.body["canary"]["kind"], row.body["canary"]["vectors"])
+        row.instance_id: _score_of(row.body["canary"])
         for row in rows
         if row.ok and row.body.get("canary") is not None
     }
@@ -97,6 +98,13 @@ def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settleme
     if settlement.action == "rollback" and record.fallback is None:
         settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
     return settlement, [_with_verdict(row, settlement) for row in rows]
+
+
+def _score_of(told: object) -> Score:
+    """What a worker reports, which may be anything: what is no score has no vectors, and fails."""
+    score = told if isinstance(told, Mapping) else {}
+    kind = score.get("kind")
+    return Score(kind[:MAX_KIND_CHARS] if isinstance(kind, str) else "", score.get("vectors"))
 
 
 def _with_verdict(row: WorkerRow, settlement: Settlement) -> WorkerRow:

@@ -19,6 +19,7 @@ from rl_plane.membership import Member, Snapshot
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
+    TAKEOVER_S,
     DecisionRecord,
     newer,
     pause_of,
@@ -57,7 +58,7 @@ log = logging.getLogger("rl_plane.coordinator")
 WATCH_S = 0.1
 WATCH_GRACE_S = 10.0
 """Beyond the commit's own time-out: a NATS server takes seconds to come back."""
-BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S
+BACK_S = SERVING_LEASE_S + LEASE_MARGIN_S + TAKEOVER_S
 """So long after an outage of NATS each worker has opened by itself."""
 
 

@@ -33,7 +33,7 @@ DEFAULT_LOCK_WAIT_S = 2.0
 """Then the caller is told to come back, rather than kept: a queue of trainers is a mistake somewhere."""
 
 FENCE_KEY = "fence"
-"""Of the state bucket: written to raise its sequence."""
+"""A key of the state bucket, written to raise the bucket's sequence."""
 MAX_RAISES = 100_000
 """Writes that a store may have lost: hours of them."""
 
@@ -52,7 +52,7 @@ class HeldLock:
         self.taken = taken
         self.lost = False
         self._holder = holder
-        """As it was acquired. Its nonce tells it from every other acquire, by this process too."""
+        """The value of the acquire. Its nonce tells it from every other acquire, by this process too."""
         self._connection = bus.identity
         """The connection on which the lock was known to be ours: a server that restarted may have lost it, and given
         its sequence to another holder."""

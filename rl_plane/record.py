@@ -31,6 +31,9 @@ MAX_DELTAS = 32
 """On one full version: so many, of 2 to 3 % each, are as much again for a worker that has to fetch them all."""
 LEASE_MARGIN_S = 1.0
 """Two clocks that run at slightly different speeds, and a round trip."""
+TAKEOVER_S = 3.0
+"""A frontend that runs takes an update over within this once the lock is free: it looks each second. Until then a
+worker that only other workers' scores can judge stays closed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ async def bar(bus: Bus, bucket: Bucket, entry: Entry, fence: int) -> bool:
 
 
 async def bar_former(bus: Bus, bucket: Bucket, held: HeldLock) -> None:
-    """Bars whoever held the lock before from the record, before this holder acts. For calls that seal nothing."""
+    """Bars the former holder of the lock from the record, before this holder acts. For calls that seal nothing."""
     for _ in range(SEAL_TRIES):
         entry = await bus.get(bucket, RECORD)
         there = record_of(entry)

@@ -375,7 +375,7 @@ class UpdateMachine:
         return replace(outcome_of(record, states, told, meant), canary=summary)
 
     def _keep_paused(self, record: DecisionRecord) -> Generator[Instruction, Any, None]:
-        """As the update's policy says, unless the fleet was paused or resumed by another call since."""
+        """Pauses the fleet as the update's policy says, unless another call has paused or resumed it since."""
         if record.keep_pause and self._pause_written < record.fence:
             until = self._now + max(self._pause.left_s(self._now), DEFAULT_PAUSE_LEASE_S)
             self._pause = DesiredPause(True, record.pause_mode, until)
@@ -431,7 +431,9 @@ class UpdateMachine:
     def _open(self, record: DecisionRecord) -> Generator[Instruction, Any, Written]:
         opened: Written = yield Write("open", self._opened(record))
         canary, settlement = opened.record.canary, self._settlement
-        if canary is not None and settlement is not None and settlement.action == "open":
+        # Values that are served in spite of a failure (`warn`) are no measure for the time when this version returns.
+        passed = settlement is not None and settlement.action == "open" and not settlement.warning
+        if canary is not None and passed:
             digest = record.version.digest
             yield Note("open", canary=self._history.with_values(digest, canary.sequences, canary.references))
         return opened

@@ -157,7 +157,7 @@ class Told:
 @dataclass(frozen=True, slots=True)
 class Written:
     record: DecisionRecord
-    """As it was written: with the fence of this call."""
+    """The record that the server has, with the fence of this call."""
     sequence: int
     """Its sequence in the bucket."""
 
@@ -193,7 +193,7 @@ class Prepared:
     session: UpdateSession | None = None
     """Of an update that waits for complete or abort."""
     rows: Sequence[WorkerRow] = ()
-    """What those that prepared have said."""
+    """The answers of the workers that prepared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from rl_plane.canary import CanaryRecord
 from rl_plane.canary_commit import goes_back, settled
-from rl_plane.record import DecisionRecord, Source
+from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
 from worker.core import GATE_S, Fetch, Score, Staged, Swap, WorkerCore
@@ -54,14 +56,15 @@ def test_a_worker_that_only_others_can_judge_waits_for_them_as_long_as_a_coordin
     late = 10.0 + GATE_S
     core.ticked(late)
     assert core.depends_on_coordinator()
-    assert core.coordinator_holds(7, held=True)
+    assert core.coordinator_holds(7, True, late)
     core.ticked(late + 1)
     assert "updating" in core.state.closed
-    assert not core.numerics.delivers()
-    core.coordinator_holds(7, held=False)
-    core.ticked(late + 2)
+    assert not core.numerics.delivers(0)
+    core.coordinator_holds(7, False, late + 1)
+    core.coordinator_holds(7, False, late + 1 + TAKEOVER_S)
+    core.ticked(late + 1 + TAKEOVER_S)
     assert core.state.closed == {}
-    assert core.numerics.delivers()
+    assert core.numerics.delivers(0)
 
 
 def test_a_worker_that_the_record_judges_opens_when_the_gate_ends() -> None:
@@ -80,6 +83,18 @@ def test_a_commit_tells_what_failed_before_the_weights_are_fetched_again() -> No
     assert core.ticked(11.0)
     assert core.state.digest is None
     assert isinstance(core.next(60.0), Fetch)
+
+
+@pytest.mark.parametrize("told", [7, [], {"vectors": RIGHT, "kind": [1]}, {"kind": "x"}, {}])
+def test_what_a_worker_reports_breaks_no_coordinator(told: object) -> None:
+    good = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
+    settlement, rows = settled(EXPECTED, [good, WorkerRow("b", "i", "ok", {"canary": told})])
+    assert settlement is not None
+    assert settlement.verdicts["a"].passed
+    assert settlement.action == "open"
+    if told != {"vectors": RIGHT, "kind": [1]}:
+        assert settlement.excluded == ["b"]
+        assert [row.ok for row in rows] == [True, False]
 
 
 def test_the_answer_says_where_nothing_can_come_back() -> None:

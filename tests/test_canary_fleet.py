@@ -12,6 +12,7 @@ from rl_plane.canary import default_canary
 from rl_plane.client import RlClient
 from rl_plane.errors import CanaryFailed, Conflict, InvalidRequest, InvalidWeights, NotAdmitted, PlaneError
 from rl_plane.fleet import Fleet
+from rl_plane.subjects import CANARY_HISTORY
 from tests.faults import Faulty, Stream, Told, spawn_faulty
 from worker.engines.fake import fake_prompt_logprobs, fake_token
 from worker.staging import model_digest
@@ -179,6 +180,8 @@ async def test_warn_serves_a_version_that_all_miss(plane: Plane) -> None:
     )
     assert (reply["canary"]["action"], reply["canary"]["failed"], reply["excluded"]) == ("open", 2, [])
     assert "every worker failed the canary" in reply["canary"]["warning"]
+    noted = await fleet.client.bus.get(fleet.client.subjects().state, CANARY_HISTORY)
+    assert noted is None, "values that missed the trainer's are no measure for later"
     for worker in workers:
         assert (await state_of(fleet.client, worker.instance_id))["ready"]
 

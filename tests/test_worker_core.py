@@ -158,7 +158,7 @@ def act(core: WorkerCore, did: Instruction, now: float) -> bool:
 
 def gone(core: WorkerCore, fence: int, held: bool, waiting_for: str | None) -> str | None:
     """The update that the worker drops, by the lock and the session that the leader told of."""
-    if core.coordinator_holds(fence, held):
+    if core.coordinator_holds(fence, held, 0.0):
         return None
     given_up = core.given_up(waiting_for)
     return given_up.update_id if given_up is not None else None
@@ -851,10 +851,10 @@ def test_who_is_barred_is_the_coordinator_that_asked_last() -> None:
     assert core.given_up(None) == Receiving("u1", 5)
     core.is_staged(Staged("u1", None, "d1", 8))
     assert core.given_up(None) == Receiving("u1", 8)
-    assert core.coordinator_holds(8, True)
-    assert core.coordinator_holds(7, True), "news of the lock may be late"
-    assert not core.coordinator_holds(8, False)
-    assert not core.coordinator_holds(9, True)
+    assert core.coordinator_holds(8, True, 0.0)
+    assert core.coordinator_holds(7, True, 0.0), "news of the lock may be late"
+    assert not core.coordinator_holds(8, False, 0.0)
+    assert not core.coordinator_holds(9, True, 0.0)
 
 
 def test_what_is_received_is_given_up_with_its_coordinator() -> None:

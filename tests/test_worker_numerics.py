@@ -8,7 +8,7 @@ import pytest
 
 from rl_plane.canary import CanaryRecord, Vectors, engine_kind
 from rl_plane.errors import NotAdmitted
-from rl_plane.record import DecisionRecord, Source
+from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.versions import WeightVersion
 from worker.core import GATE_S, Fetch, Relabel, Score, Staged, Swap, Wait, WorkerCore
 from worker.numerics import HEAL_TRIES, NOT_SCORED
@@ -67,10 +67,10 @@ def test_after_a_swap_it_scores_before_a_token_goes_out() -> None:
     assert closed(core) == {"updating", "numerics"}
     assert core.state.closed["numerics"] == NOT_SCORED
     assert core.next(0.0) == Score(TRAINED)
-    assert not core.numerics.delivers()
+    assert not core.numerics.delivers(0)
     scored(core, RIGHT)
     assert closed(core) == {"updating"}
-    assert core.numerics.delivers(), "the trainer's values say enough"
+    assert core.numerics.delivers(0), "the trainer's values say enough"
     assert core.next(0.0) == Wait()
     core.learnt(record(1, open=True), 12, 0.0)
     assert closed(core) == set()
@@ -82,7 +82,7 @@ def test_what_it_computes_beside_the_trainers_values_goes_nowhere() -> None:
     scored(core, WRONG)
     assert closed(core) == {"updating", "numerics"}
     with pytest.raises(NotAdmitted):
-        core.numerics.delivers()
+        core.numerics.delivers(0)
     core.learnt(record(1, open=True), 12, 0.0)
     assert "numerics" in closed(core), "it is open for the others"
 
@@ -92,12 +92,12 @@ def test_with_nothing_to_compare_with_tokens_wait_for_the_other_workers() -> Non
     swapped(core, record(1, CANARY))
     scored(core, WRONG)
     assert closed(core) == {"updating"}
-    assert not core.numerics.delivers()
+    assert not core.numerics.delivers(0)
     agreed = replace(CANARY, references={KIND: RIGHT})
     core.learnt(record(1, agreed, open=True), 12, 0.0)
     assert "numerics" in closed(core)
     with pytest.raises(NotAdmitted):
-        core.numerics.delivers()
+        core.numerics.delivers(0)
 
 
 def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
@@ -105,13 +105,55 @@ def test_with_nobody_to_wait_for_it_delivers_what_it_has() -> None:
     swapped(core, record(1, CANARY))
     scored(core, RIGHT)
     core.ticked(GATE_S - 0.1)
-    assert not core.numerics.delivers()
+    assert not core.numerics.delivers(0)
     core.ticked(GATE_S)
-    assert not core.numerics.delivers(), "a coordinator still collects what the others have scored"
-    core.coordinator_holds(5, False)
+    assert not core.numerics.delivers(0), "a coordinator still collects what the others have scored"
+    core.coordinator_holds(5, False, GATE_S)
     core.ticked(GATE_S)
-    assert core.numerics.delivers()
+    assert not core.numerics.delivers(0), "a frontend may take over"
+    late = GATE_S + TAKEOVER_S
+    core.coordinator_holds(6, True, late)
+    core.coordinator_holds(6, False, late)
+    core.ticked(late)
+    assert not core.numerics.delivers(0), "one has taken over, and has ended too"
+    core.coordinator_holds(6, False, late + TAKEOVER_S)
+    core.ticked(late + TAKEOVER_S)
+    assert core.numerics.delivers(0)
     assert closed(core) == set()
+
+
+def test_a_coordinator_that_seals_the_record_is_waited_for_anew() -> None:
+    core = serving()
+    swapped(core, record(1, CANARY))
+    scored(core, RIGHT)
+    core.coordinator_holds(5, False, GATE_S - TAKEOVER_S)
+    core.learnt(replace(record(1, CANARY), seal=9), 12, GATE_S)
+    core.coordinator_holds(9, False, GATE_S)
+    core.ticked(GATE_S)
+    assert not core.numerics.delivers(0)
+
+
+def test_a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_have_healed() -> None:
+    core = serving()
+    before = core.numerics.cuts
+    swapped(core, record(1, open=True))
+    scored(core, WRONG)
+    assert core.ticked(0.0)
+    wait = core.next(0.0)
+    assert isinstance(wait, Wait)
+    assert wait.until is not None
+    now = wait.until
+    fetch = core.next(now)
+    assert isinstance(fetch, Fetch)
+    core.is_staged(Staged(fetch.update_id, None, "d1", None))
+    swap = core.next(now)
+    assert isinstance(swap, Swap)
+    core.swapping(swap)
+    core.swapped(swap, now)
+    scored(core, RIGHT, now)
+    assert core.numerics.delivers(core.numerics.cuts), "a request that began since"
+    with pytest.raises(NotAdmitted):
+        core.numerics.delivers(before)
 
 
 def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
@@ -119,7 +161,7 @@ def test_a_decision_that_comes_before_the_verdict_cuts_what_waits() -> None:
     swapped(core, record(1, CANARY))
     core.learnt(record(2), 13, 0.0)
     with pytest.raises(NotAdmitted):
-        core.numerics.delivers()
+        core.numerics.delivers(0)
 
 
 def test_while_other_weights_come_in_what_waits_is_cut() -> None:
@@ -127,7 +169,7 @@ def test_while_other_weights_come_in_what_waits_is_cut() -> None:
     swapped(core, record(1, CANARY))
     core.state.lose_weights("swapping")
     with pytest.raises(NotAdmitted):
-        core.numerics.delivers()
+        core.numerics.delivers(0)
 
 
 def test_weights_that_compute_something_else_are_fetched_again_a_few_times() -> None:
@@ -186,7 +228,7 @@ def test_an_engine_that_can_not_score_is_not_asked() -> None:
     swapped(core, record(1))
     assert closed(core) == {"updating"}
     assert core.numerics.wanted(core.record) is None
-    assert core.numerics.delivers()
+    assert core.numerics.delivers(0)
 
 
 def test_an_engine_that_could_not_score_serves_nobody() -> None:

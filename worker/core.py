@@ -19,6 +19,7 @@ from rl_plane.errors import Conflict, NotPrepared, PlaneError
 from rl_plane.record import (
     LEASE_MARGIN_S,
     SERVING_LEASE_S,
+    TAKEOVER_S,
     DecisionRecord,
     Held,
     PauseMode,
@@ -165,8 +166,10 @@ class WorkerCore:
         """The coordinator that rolls it out is gone."""
         self._unjudged = False
         """No coordinator is left to compare this worker's scores with those of others."""
+        self._free_since: float | None = None
+        """When the lock was first seen free. None: a coordinator holds it, or has sealed the record since."""
         self._is_late = False
-        """Nobody has lifted the gate in time."""
+        """The gate was not lifted in time."""
         self._next_try = 0.0
         self._retry_s = HEAL_RETRY_S
         self._unsure: set[str] = set()
@@ -181,11 +184,12 @@ class WorkerCore:
         if mine is not None and (newer(mine, record) or (not newer(record, mine) and written <= self._written)):
             return False
         if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):
-            self._learnt_at, self._alone, self._unjudged, self._is_late = now, False, False, False
+            self._learnt_at, self._alone, self._is_late = now, False, False
+            self._unjudged, self._free_since = False, None
             self._retry_now()
             self.numerics.new_decision(record)
         elif record.seal > mine.seal:
-            self._unjudged = False  # another coordinator collects the scores now
+            self._unjudged, self._free_since = False, None  # another coordinator collects the scores now
         self.record, self._written = record, written
         self._judge(now)
         return True
@@ -264,15 +268,19 @@ class WorkerCore:
         record = self.record
         return record is not None and not record.open and not self._unjudged and self.numerics.needs_others(record)
 
-    def coordinator_holds(self, fence: int, held: bool) -> bool:
+    def coordinator_holds(self, fence: int, held: bool, now: float) -> bool:
         """By the leader's lock: does the coordinator of what is here hold it still?"""
         self._alone = self._on_the_old() and not held
-        self._unjudged = not held
+        if held:
+            self._free_since = None
+        elif self._free_since is None:
+            self._free_since = now
+        self._unjudged = self._free_since is not None and now >= self._free_since + TAKEOVER_S
         here = self._coordinated()
         return held and (here is None or fence <= here.fence)
 
     def given_up(self, waiting_for: str | None) -> Receiving | None:
-        """What is here of a coordinator that is gone, to be dropped once that coordinator is barred from the record.
+        """The update that a coordinator has left here and that is to be dropped, once the record bars the coordinator.
 
         `waiting_for`: the update of the session, which waits for another call."""
         here = self._coordinated()

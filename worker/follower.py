@@ -566,7 +566,7 @@ class RecordFollower:
             scores = Scores(canary.sequences, vectors)
         except TimeoutError as error:
             raise EngineFailed(f"the engine did not score the canary within {SCORE_S:g} s") from error
-        except EngineFailed as error:
+        except (EngineFailed, InvalidRequest) as error:  # another engine of the fleet may take longer sequences
             scores = Scores(canary.sequences, [], error.message)
         core.scored(scores, time.monotonic())
         if core.numerics.flow == "cut":
@@ -604,7 +604,7 @@ class RecordFollower:
         # In this order: a session that is over was decided or aborted before, and the record tells which.
         before = self._core.record
         fence, held = fence_of(await self._bus.get(self._subjects.state, LOCK))
-        if self._core.coordinator_holds(fence, held):
+        if self._core.coordinator_holds(fence, held, time.monotonic()):
             return  # as mostly; a thousand workers that read on here would take the leader's time from the update
         session = await read_session(self._bus, self._subjects.state)
         await self._read()

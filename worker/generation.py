@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from rl_plane.streams import CREDIT_INTERVAL_S, Outbox, StreamSender
 from rl_plane.tasks import end_tasks
 from worker.engine_loop import EngineLoop
 from worker.engines.base import EngineAdapter
+from worker.numerics import Numerics
 from worker.state import TokenShare, WorkerState
 
 log = logging.getLogger("worker.generation")
@@ -53,12 +54,11 @@ class GenerationService:
         engine: EngineLoop,
         state: WorkerState,
         witnesses: bool,
-        delivers: Callable[[], bool],
+        numerics: Numerics,
     ) -> None:
-        """`witnesses`: the engine says which weights make its tokens. `delivers`: may a token go out now? It raises
-        what its request ends with where it may never."""
+        """`witnesses`: the engine says which weights make its tokens. `numerics`: decides when a token may go out."""
         self._witnesses = witnesses
-        self._delivers = delivers
+        self._numerics = numerics
         self._changed = asyncio.Event()
         self._bus = bus
         self._adapter = adapter
@@ -77,13 +77,13 @@ class GenerationService:
         await end_tasks([*self._tasks.values(), *([self._reaper] if self._reaper else [])])
 
     def look(self) -> None:
-        """`delivers` may say something else from now on."""
+        """`Numerics.delivers` may say something else from now on."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _may_deliver(self) -> None:
-        """Until a token may go out. A worker that can't open never waits longer than the gate of its decision."""
-        while not self._delivers():
+    async def _may_deliver(self, began: int) -> None:
+        """Waits until a token may go out. `began`: see `Numerics.delivers`."""
+        while not self._numerics.delivers(began):
             await self._changed.wait()
 
     async def wait_idle(self, timeout_s: float) -> bool:
@@ -170,10 +170,10 @@ class GenerationService:
 
     async def _generate(self, request: GenerateRequest, sender: StreamSender) -> None:
         share = TokenShare(self._state.tokens, request.prompt_size())
-        made = 0
+        made, began = 0, self._numerics.cuts
         try:
             async for batch in self._engine.stream(self._adapter.generate(request)):
-                await self._may_deliver()
+                await self._may_deliver(began)
                 for delta in joined(batch):
                     if delta.token_ids:
                         prompt = delta.prompt_token_ids

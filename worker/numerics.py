@@ -30,11 +30,14 @@ class Numerics:
         """`held`: tokens of running requests wait for the verdict. `cut`: these requests continue elsewhere."""
         self.verdict: Verdict | None = None
         """On the weights that are held now. None: there is none yet."""
+        self.cuts = 0
+        """How many times every running request was ended for good. A request that began before the last of them
+        delivers nothing any more: its reader may be slow, so tokens that must not go out may still wait for it."""
         self._state = state
         self._tries = 0
 
     def wanted(self, record: DecisionRecord | None) -> CanaryRecord | None:
-        """What is to be scored now."""
+        """The canary that the engine has to score now. None: there is nothing to score."""
         state = self._state
         if record is None or self.kind is None or record.canary is None or state.released:
             return None
@@ -43,7 +46,7 @@ class Numerics:
         return record.canary
 
     def new_decision(self, record: DecisionRecord) -> None:
-        """Weights that nobody has judged will never be: tokens made with them do not go out."""
+        """Weights that were not judged before this decision will never be: tokens made with them do not go out."""
         self._tries = 0
         if self.have_run and record.version.digest != self._state.digest:
             self.flow = "cut"
@@ -56,6 +59,8 @@ class Numerics:
 
     def swapped(self, record: DecisionRecord | None) -> None:
         """Other base weights are here."""
+        if self.have_run:
+            self.cuts += 1
         awaited = record is not None and record.canary is not None and self.kind is not None
         self.flow = "held" if awaited else "open"
         self.verdict = None
@@ -102,9 +107,11 @@ class Numerics:
     def try_again(self) -> None:
         self._tries = 0
 
-    def delivers(self) -> bool:
-        """May a token go out now? False: not yet. NotAdmitted: never, its request continues elsewhere."""
-        if self.flow == "cut" or (self.flow == "held" and self._state.digest is None):
+    def delivers(self, began: int) -> bool:
+        """May a token go out now? False: not yet. NotAdmitted: never, its request continues elsewhere. `began`: `cuts`
+        when the request began."""
+        lost = self.flow == "held" and self._state.digest is None
+        if self.flow == "cut" or lost or began != self.cuts:
             raise NotAdmitted(
                 f"worker {self._state.instance_id} computes something else with its new weights than it should",
                 retry_after_s=1.0,

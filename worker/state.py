@@ -77,7 +77,7 @@ class Scores:
 
     sequences: Sequences
     vectors: list[list[float]]
-    """As the engine gave them. Empty: it gave none, and `error` says why."""
+    """The vectors that the engine gave. Empty: it gave none, and `error` says why."""
     error: str = ""
 
 

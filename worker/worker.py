@@ -72,9 +72,7 @@ class Worker:
         self._updates = WeightUpdates(
             adapter, info, engine, lambda staging: self.core.is_staged(staged_info(staging)), peers.offer
         )
-        self._generation = GenerationService(
-            bus, adapter, engine, self.state, info.witnesses, self.core.numerics.delivers
-        )
+        self._generation = GenerationService(bus, adapter, engine, self.state, info.witnesses, self.core.numerics)
         self._follower = RecordFollower(
             bus,
             subjects,

@@ -27,7 +27,7 @@ class Published:
     """What an update was answered with."""
 
     version: dict[str, Any]
-    """As committed."""
+    """The committed version."""
     workers: int
     """How many took it."""
     canary_difference: float | None

@@ -162,6 +162,7 @@ TRANSITIONS: dict[str, bool] = {
     "coordinator: open goes well → leases": True,
     "coordinator: open goes well → open": False,
     "coordinator: open goes well → recheck": False,
+    "coordinator: open goes well → roll": True,
     "coordinator: open goes well → watch": False,
     "coordinator: pause fails → error": True,
     "coordinator: pause fails → watch": True,

@@ -102,7 +102,7 @@ GUARDS: dict[str, dict[str, Any]] = {
         "rl_plane.lock._acquire": _acquire_at_once,
         "worker.lock_watch.LockWatch.is_live": _live,
     },
-    # A coordinator writes the record only in the place of what it has left itself. Seed 92 shows what happens else.
+    # A coordinator writes the record only in the place of what it has left itself. Seed 510 shows what happens else.
     "seal": {"rl_plane.seal.SealedRecord.write": _write_again},
     # A worker bars a coordinator that is gone from the record before it drops what that one has staged. Seed 41.
     "bar": {"worker.follower.RecordFollower._is_barred": _live},

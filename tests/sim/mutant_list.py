@@ -693,6 +693,13 @@ MUTANTS = [
         NUMERICS + "with_nobody_to_wait_for_it_delivers_what_it_has",
     ),
     Mutant(
+        "worker: opens before a frontend could take over",
+        "worker/core.py",
+        "now >= self._free_since + TAKEOVER_S",
+        "True",
+        NUMERICS + "with_nobody_to_wait_for_it_delivers_what_it_has",
+    ),
+    Mutant(
         "worker: the gate begins anew with each news",
         "worker/core.py",
         "        if mine is None or (mine.version.run, mine.made) != (record.version.run, record.made):\n",
@@ -912,9 +919,16 @@ MUTANTS = [
     Mutant(
         "numerics: tokens wait while other weights come in",
         "worker/numerics.py",
-        'if self.flow == "cut" or (self.flow == "held" and self._state.digest is None):',
-        'if self.flow == "cut":',
+        '        lost = self.flow == "held" and self._state.digest is None\n',
+        "        lost = False\n",
         NUMERICS + "while_other_weights_come_in_what_waits_is_cut",
+    ),
+    Mutant(
+        "numerics: a slow reader gets tokens of weights that failed",
+        "worker/numerics.py",
+        "or began != self.cuts:",
+        ":",
+        NUMERICS + "a_request_that_ran_on_weights_that_failed_delivers_nothing_after_they_have_healed",
     ),
     Mutant(
         "numerics: other sequences say enough",

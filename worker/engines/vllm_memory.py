@@ -36,7 +36,7 @@ class ReleasedMemory:
 
     @property
     def tags(self) -> frozenset[str]:
-        """What is released, or may be."""
+        """The tags that are released, or may be."""
         return self._tags | (self._unsure.released if self._unsure is not None else frozenset())
 
     def release(self, tags: Iterable[str]) -> Iterator[Call]:
