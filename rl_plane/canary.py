@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
@@ -210,9 +210,13 @@ class Tolerance:
 
 def tolerance_within(kind: str) -> Tolerance:
     """The default tolerance between two engines of one kind."""
-    if "/float32/" in kind:
+    if _is_float32(kind):
         return Tolerance(WITHIN_KIND_FLOAT32)
     return Tolerance(WITHIN_KIND_HALF, ROUNDING_WITHIN_KIND)
+
+
+def _is_float32(kind: str) -> bool:
+    return "/float32/" in kind
 
 
 def sequences_id(sequences: Sequence[Sequence[int]]) -> str:
@@ -244,17 +248,17 @@ class CanaryRecord:
         expected = rounded(canary.expected) if canary.expected is not None else None
         return cls(sequences, expected, history.values(digest, sequences), canary.tolerance)
 
-    @property
-    def across(self) -> Tolerance:
-        """The tolerance for the trainer's values and for engines of another kind."""
+    def across(self, kinds: Iterable[str]) -> Tolerance:
+        """The tolerance between engines of these kinds, and between them and the trainer's values."""
         if self.tolerance is not None:
             return Tolerance(self.tolerance)
-        return Tolerance(ACROSS_KINDS, ROUNDING_ACROSS_KINDS)
+        return Tolerance(ACROSS_KINDS, 0.0 if all(map(_is_float32, kinds)) else ROUNDING_ACROSS_KINDS)
 
     def within(self, kind: str) -> Tolerance:
         """The tolerance between engines of this kind."""
         default = tolerance_within(kind)
-        return replace(default, absolute=min(self.across.absolute, default.absolute))
+        bound = self.tolerance if self.tolerance is not None else ACROSS_KINDS
+        return replace(default, absolute=min(bound, default.absolute))
 
     def to_wire(self) -> dict[str, Any]:
         return {

@@ -293,14 +293,14 @@ def _by_record(record: CanaryRecord, kind: str, vectors: Vectors) -> Verdict:
     its difference from the trainer's."""
     by_trainer = by_reference = None
     if record.expected is not None:
-        by_trainer = _compared("trainer", record.across, record.expected, vectors)
+        by_trainer = _compared("trainer", record.across([kind]), record.expected, vectors)
         if not by_trainer.passed:
             return by_trainer
     if kind in record.references:
         by_reference = _compared("reference", record.within(kind), record.references[kind], vectors)
     elif record.references:
         nearest = _nearest(record.references.values(), vectors)
-        by_reference = _compared("reference", record.across, nearest, vectors)
+        by_reference = _compared("reference", record.across([kind, *record.references]), nearest, vectors)
     if by_reference is not None and not by_reference.passed:
         return by_reference
     return by_trainer or by_reference or Verdict(True, "nothing")
@@ -330,14 +330,15 @@ def _agreeing_kinds(
     wrong in an engine is wrong in each worker of its kind."""
     if len(agreed) < 2:
         return agreed
-    middle = _majority(agreed, record.across)
+    tolerance = record.across(agreed)
+    middle = _majority(agreed, tolerance)
     if middle is None:
         for kind in agreed:
             verdicts |= _tied(left[kind], f"the engine kinds {', '.join(sorted(agreed))}", agreed)
         return {}
     agreeing = {}
     for kind, vectors in agreed.items():
-        by_kinds = _compared("fleet", record.across, middle, vectors)
+        by_kinds = _compared("fleet", tolerance, middle, vectors)
         verdicts |= dict.fromkeys(left[kind], by_kinds)
         if by_kinds.passed:
             agreeing[kind] = vectors
@@ -356,7 +357,8 @@ def _chosen(
     if not anchors:
         return None
     best = min(of_kind.values(), key=lambda vectors: min(_mean(anchor, vectors) for anchor in anchors))
-    return best if any(_agree(anchor, best, record.across) for anchor in anchors) else None
+    tolerance = record.across([kind, *record.references, *agreed])
+    return best if any(_agree(anchor, best, tolerance) for anchor in anchors) else None
 
 
 def _within_kind(

@@ -278,7 +278,7 @@ def test_what_is_no_vector_fails_and_never_raises(record: CanaryRecord, vectors:
 @pytest.mark.parametrize(
     ("record", "kind", "tolerance", "reason"),
     [
-        (TRAINED, HF, OTHERS, "trainer"),
+        (TRAINED, HF, Tolerance(ACROSS_KINDS), "trainer"),
         (TRAINED, VLLM, OTHERS, "trainer"),
         (replace(TRAINED, tolerance=0.3), VLLM, Tolerance(0.3), "trainer"),
         (replace(RECORD, references={HF: RIGHT}), HF, Tolerance(WITHIN_KIND_FLOAT32), "reference"),
@@ -549,6 +549,8 @@ def test_the_tolerance_grows_with_the_logits_that_an_unlikely_token_has() -> Non
     assert passed(found.verdicts) == {"a", "b"}
     likely_token = ((-30.0, -32.0, -0.7), (-26.0, -40.0))
     assert consensus(RECORD, scores(a=(HF, unlikely), b=(VLLM, likely_token))).failed_by_all
-    verdict = judge_one(replace(RECORD, expected=unlikely), HF, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
+    trained = replace(RECORD, expected=unlikely)
+    assert not judge_one(trained, HF, rounded_elsewhere).passed, "float32 has no such rounding"
+    verdict = judge_one(trained, VLLM, ((-30.0, -32.3, -0.7), (-26.0, -40.0)))
     assert (verdict.sequence, verdict.token) == (0, 3), "the place where it is the most of what it may be"
     assert verdict.difference == pytest.approx(0.3)
