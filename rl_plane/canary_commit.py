@@ -20,7 +20,7 @@ from rl_plane.canary import (
     shortened,
 )
 from rl_plane.canary_judge import Score, Settlement, settle
-from rl_plane.errors import CanaryFailed, Unsupported
+from rl_plane.errors import CanaryFailed, DeadlineExceeded, Unsupported
 from rl_plane.record import DecisionRecord
 from rl_plane.rows import WorkerRow
 from rl_plane.update_bodies import LoraTarget, UpdateWeights
@@ -95,6 +95,10 @@ def settled(record: DecisionRecord, rows: Sequence[WorkerRow]) -> tuple[Settleme
     if canary is None or not scores:
         return None, list(rows)
     settlement = settle(canary, scores, record.on_canary_failure)
+    silent = sum(isinstance(row.error, DeadlineExceeded) for row in rows)
+    if canary.expected is None and not canary.references and silent >= len(scores):
+        # The workers that answered in time are too few to say what the others must compute.
+        settlement = Settlement("open", settlement.verdicts, settlement.excluded, canary)
     if settlement.action == "rollback" and record.fallback is None:
         settlement = replace(settlement, action="exclude", warning=NOTHING_BEFORE)
     return settlement, [_with_verdict(row, settlement) for row in rows]

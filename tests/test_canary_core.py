@@ -8,6 +8,7 @@ import pytest
 
 from rl_plane.canary import CanaryRecord
 from rl_plane.canary_commit import goes_back, settled
+from rl_plane.errors import DeadlineExceeded
 from rl_plane.record import TAKEOVER_S, DecisionRecord, Source
 from rl_plane.rows import WorkerRow
 from rl_plane.versions import WeightVersion
@@ -107,3 +108,24 @@ def test_the_answer_says_where_nothing_can_come_back() -> None:
     assert "can't be fetched again" in settlement.summary()["warning"]
     settlement, _ = settled(restorable := replace(pushed, fallback=FIRST), [row])
     assert goes_back(restorable, settlement)
+
+
+def test_the_few_workers_that_answer_in_time_do_not_say_what_the_others_must_compute() -> None:
+    def silent(key: str) -> WorkerRow:
+        return WorkerRow(key, "i", "error", error=DeadlineExceeded("no answer"))
+
+    wrong = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": WRONG}})
+    late, _ = settled(NEXT, [wrong, silent("b"), silent("c")])
+    assert late is not None
+    assert (late.action, late.record.references) == ("open", {})
+    unusable = WorkerRow("a", "i", "ok", {"canary": {"kind": KIND, "vectors": None}})
+    lone, _ = settled(replace(NEXT, on_canary_failure="rollback", fallback=FIRST), [unusable, silent("b")])
+    assert lone is not None
+    assert (lone.action, lone.excluded) == ("open", ["a"])
+    right = WorkerRow("d", "i", "ok", {"canary": {"kind": KIND, "vectors": RIGHT}})
+    most, _ = settled(NEXT, [right, replace(right, instance_id="e"), silent("b")])
+    assert most is not None
+    assert set(most.record.references) == {KIND}
+    by_trainer, _ = settled(EXPECTED, [wrong, silent("b")])
+    assert by_trainer is not None
+    assert by_trainer.action == "exclude", "the trainer's values need no majority"
