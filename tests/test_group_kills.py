@@ -35,6 +35,9 @@ POINTS: dict[str, tuple[str | int, ...]] = {
 }
 """What was done before the death."""
 
+UNCOMPARED = {"canary": "off"}
+"""What the fake workers compute is made up, and the scene has one of real weights beside them."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -43,7 +46,7 @@ class Scene(deaths.Scene):
         pushing = Pushing(self.client, trainer)
         for step in POINTS[point]:
             if step == "prepare":
-                await pushing.prepare(self.directory, "unborn")
+                await pushing.prepare(self.directory, "unborn", policy=UNCOMPARED)
             elif isinstance(step, int):
                 await trainer.do("send", step)
             else:
@@ -56,7 +59,7 @@ class Scene(deaths.Scene):
         await proven(self.http, self.stays, self.serves)
 
     async def published(self, trainer: Trainer) -> None:
-        await Pushing(self.client, trainer).push(self.directory, f"by {trainer.process.pid}")
+        await Pushing(self.client, trainer).push(self.directory, f"by {trainer.process.pid}", policy=UNCOMPARED)
         await self.committed()
 
     async def committed(self) -> None:
