@@ -24,6 +24,8 @@ FAKE: dict[str, Any] = {"engine": "fake", "patch": "import torch"}
 """Loading it later would hold up its NATS loop."""
 
 T = TypeVar("T", bound=ToldProcess)
+UNCOMPARED = {"canary": "off"}
+"""The policy of updates here: what fake workers compute is made up, and one of real weights stands beside them."""
 
 
 @dataclass

@@ -35,9 +35,6 @@ POINTS: dict[str, tuple[str | int, ...]] = {
 }
 """What was done before the death."""
 
-UNCOMPARED = {"canary": "off"}
-"""What the fake workers compute is made up, and the scene has one of real weights beside them."""
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -46,7 +43,7 @@ class Scene(deaths.Scene):
         pushing = Pushing(self.client, trainer)
         for step in POINTS[point]:
             if step == "prepare":
-                await pushing.prepare(self.directory, "unborn", policy=UNCOMPARED)
+                await pushing.prepare(self.directory, "unborn", policy=deaths.UNCOMPARED)
             elif isinstance(step, int):
                 await trainer.do("send", step)
             else:
@@ -59,7 +56,9 @@ class Scene(deaths.Scene):
         await proven(self.http, self.stays, self.serves)
 
     async def published(self, trainer: Trainer) -> None:
-        await Pushing(self.client, trainer).push(self.directory, f"by {trainer.process.pid}", policy=UNCOMPARED)
+        await Pushing(self.client, trainer).push(
+            self.directory, f"by {trainer.process.pid}", policy=deaths.UNCOMPARED
+        )
         await self.committed()
 
     async def committed(self) -> None:
