@@ -97,7 +97,8 @@ class WeightPublisher:
         function `canary(model, version)`: it returns `{sequences, expected}`, and every rank calls it at each
         `publish`; it is what a sharded model needs. `off`: no worker scores anything.
         `on_canary_failure`: what happens if every worker fails it, as in `policy`; default `rollback`.
-        `tolerance`: the largest difference from these log probabilities, in nats; default 0.05 and 1/64 of each."""
+        `tolerance`: the largest difference from these log probabilities, in nats; default 0.05, or 1/80 of each if that
+        is more."""
         self._source = as_source(source, dtype=dtype, names=names)
         if self._source.adapter != (adapter is not None):
             raise InvalidRequest(
