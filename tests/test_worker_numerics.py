@@ -208,6 +208,7 @@ def test_of_a_tie_no_worker_heals() -> None:
     swapped(core, record(1, replace(CANARY, undecided=True), open=True))
     scored(core, RIGHT)
     assert closed(core) == {"numerics"}
+    assert not core.ticked(1.0)
     assert core.state.digest == "d1"
 
 
